@@ -1,0 +1,31 @@
+# make demo   set up and run the main job on real input: figures in the terminal, plot and CSV in out/
+# make test   set up and run all checks
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+.PHONY: setup demo test test-slow lint bench
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/python -m triton_relattn
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
+test: lint
+	$(PYTEST) tests --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+
+test-slow: setup
+	$(PYTEST) -m slow tests --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter

@@ -1,0 +1,15 @@
+"""Learned relative position attention in linear memory.
+
+    fused_relative_attention   softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i]
+    RelativePositions          which row of a table belongs to which relative position
+    can_run_triton             whether the Triton kernels can serve given tensors
+    tables                     conversions from other table layouts
+"""
+
+from . import tables
+from .backends import can_run_triton
+from .functional import fused_relative_attention
+from .positions import RelativePositions
+
+__all__ = ["RelativePositions", "can_run_triton", "fused_relative_attention", "tables"]
+__version__ = "0.1.0"

@@ -1,0 +1,94 @@
+"""Registration with torch: two opaque operators with fakes, and the autograd.Function that ties them together.
+
+The operators have no autograd formula of their own, so a second differentiation raises instead of dropping terms.
+The scalars of AttentionSpec are part of the schema, in the order of its fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, fields
+from typing import Any
+
+import torch
+
+from . import blockwise
+from .spec import AttentionSpec
+
+_SCHEMA_TYPES = {"float": "float", "int": "SymInt", "bool": "bool"}
+_SCALARS = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(AttentionSpec))
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? key_lengths"
+
+_library = torch.library.Library("triton_relattn", "DEF")
+_library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor d_out, Tensor d_lse, Tensor lse, {_TENSORS}, {_SCALARS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(query, key, value, rel_key, key_lengths, *scalars_and_implementation):  # type: ignore[no-untyped-def]
+    *scalars, implementation = scalars_and_implementation
+    run = blockwise.forward
+    if implementation == "triton":
+        from .kernels.forward import forward as run
+    return run(query, key, value, rel_key, key_lengths, AttentionSpec(*scalars))
+
+
+def _forward_fake(query, key, value, *_):  # type: ignore[no-untyped-def]
+    out = blockwise.new_like(query, value.shape[-1])
+    return out, query.new_empty(query.shape[:3], dtype=blockwise.compute_dtype(query.dtype))
+
+
+def _backward(d_out, d_lse, lse, query, key, value, rel_key, key_lengths, *scalars):  # type: ignore[no-untyped-def]
+    *gradients, d_rel_key = blockwise.backward(
+        d_out, d_lse, query, key, value, rel_key, lse, key_lengths, AttentionSpec(*scalars)
+    )
+    return *gradients, query.new_empty(0) if d_rel_key is None else d_rel_key
+
+
+def _backward_fake(_d_out, _d_lse, _lse, query, key, value, rel_key, *_):  # type: ignore[no-untyped-def]
+    gradients = tuple(blockwise.new_like(tensor, tensor.shape[-1]) for tensor in (query, key, value))
+    return *gradients, query.new_empty(0 if rel_key is None else rel_key.shape)
+
+
+for _name, _run, _fake in (
+    ("attention_forward", _forward, _forward_fake),
+    ("attention_backward", _backward, _backward_fake),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
+
+
+class _RelativeAttention(torch.autograd.Function):
+    """out, lse = f(query, key, value, rel_key; key_lengths, scalars...), differentiable in the first four and through both."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.triton_relattn.attention_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        *tensors, _out, lse = *inputs[:5], *output
+        ctx.save_for_backward(*tensors, lse)
+        ctx.scalars = inputs[5:-1]
+        ctx.has_rel_key = inputs[3] is not None
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        *tensors, lse = ctx.saved_tensors
+        gradients = torch.ops.triton_relattn.attention_backward(d_out, d_lse, lse, *tensors, *ctx.scalars)
+        d_query, d_key, d_value, d_rel_key = gradients
+        not_tensors = (None,) * (2 + len(ctx.scalars))
+        return d_query, d_key, d_value, d_rel_key if ctx.has_rel_key else None, *not_tensors
+
+
+def relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    spec: AttentionSpec,
+    implementation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
+    return _RelativeAttention.apply(query, key, value, rel_key, key_lengths, *astuple(spec), implementation)

@@ -1,0 +1,69 @@
+"""Which row of a table belongs to which relative position."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class RelativePositions:
+    """The relative positions a table has rows for, and what happens beyond them.
+
+    The relative position of key ``j`` as query ``i`` sees it is ``r = j - i - query_offset``: negative in the past,
+    positive in the future. Row 0 of a table stands for ``r = first``, its last row for ``r = last``.
+
+    Args:
+        first: relative position of the first row.
+        last: relative position of the last row; a table has ``last - first + 1`` rows.
+        outside: what applies beyond them. ``"clamp"`` uses the nearer end row (Shaw et al. 2018),
+            ``"zero"`` drops the relative term.
+
+    Raises:
+        TypeError: ``first`` or ``last`` is not an integer.
+        ValueError: ``last < first``, or an unknown ``outside``.
+
+    Example:
+        >>> RelativePositions(-3, 3).rows(torch.arange(10))[0].tolist()
+        [3, 4, 5, 6, 6, 6, 6, 6, 6, 6]
+    """
+
+    first: int
+    last: int
+    outside: Literal["clamp", "zero"] = "clamp"
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            try:
+                operator.index(getattr(self, name))
+            except TypeError:
+                raise TypeError(f"{name} must be an int, got {getattr(self, name)!r}") from None
+        if self.last < self.first:
+            raise ValueError(f"last must not be smaller than first, got first={self.first}, last={self.last}")
+        if self.outside not in ("clamp", "zero"):
+            raise ValueError(f'outside must be "clamp" or "zero", got {self.outside!r}')
+
+    @classmethod
+    def centred(cls, num_rows: int, outside: Literal["clamp", "zero"] = "clamp") -> RelativePositions:
+        """Positions ``-(num_rows - 1) / 2 .. (num_rows - 1) / 2``, as in Shaw et al.; ``num_rows`` must be odd."""
+        if num_rows % 2 == 0:
+            raise ValueError(
+                f"a table with an even number of rows ({num_rows}) has no middle row; say which relative positions "
+                "its rows stand for: positions=RelativePositions(first, last)"
+            )
+        return cls(-(num_rows // 2), num_rows // 2, outside)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a table with these positions."""
+        return self.last - self.first + 1
+
+    def rows(self, relative_position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each relative position, and whether the relative term applies there (always true with clamp)."""
+        row = relative_position.clamp(self.first, self.last) - self.first
+        if self.outside == "clamp":
+            return row, torch.ones_like(row, dtype=torch.bool)
+        return row, (relative_position >= self.first) & (relative_position <= self.last)
