@@ -27,3 +27,13 @@ class AttentionSpec:
         if not self.is_causal:
             return num_keys
         return max(0, min(num_keys, last_query + self.query_offset + 1))
+
+    def outside(self, num_queries: int, num_keys: int) -> str:
+        """What lies beyond the table: "clamp", "zero", or "none" if it has a row for every visible pair."""
+        farthest_past = -(num_queries - 1) - self.query_offset
+        farthest_future = num_keys - 1 - self.query_offset
+        if self.is_causal:
+            farthest_future = min(farthest_future, 0)
+        if self.first <= farthest_past and farthest_future <= self.last:
+            return "none"
+        return "clamp" if self.clamp else "zero"

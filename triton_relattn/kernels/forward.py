@@ -1,0 +1,201 @@
+"""The forward kernel and its launcher: online softmax over key tiles with the relative term from the rotating band."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..blockwise import new_like
+from ..spec import AttentionSpec
+from . import configs
+from .band import empty_band, far_scores, near_keys, next_tile, table_block
+from .masking import key_length, last_key, visible
+from .tiles import head_matrix, key_order, load_rows, store_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# The walk over the keys has three parts. Without a table it has only the last; with one that covers every pair, only NEAR.
+PAST = tl.constexpr(0)
+NEAR = tl.constexpr(1)
+FUTURE = tl.constexpr(2)
+
+
+@triton.jit
+def softmax_update(scores, row_max, row_sum):
+    """One step of the online softmax in base 2: probabilities [M, N], new maximum and sum [M], factor of what came before."""
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    probs = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
+
+
+@triton.jit
+def forward_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    rel_key_ptr,
+    key_lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    e_strides,
+    o_strides,
+    num_heads,
+    seqlen_q,
+    seqlen_k,
+    scale,
+    first,
+    last,
+    query_offset,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_REL_KEY: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    WIDE_INDEX: tl.constexpr,
+):
+    """out and lse of BLOCK_M queries of one head. Grid: (query blocks * batch * heads,), query blocks fastest."""
+    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    batch = tl.program_id(0) // num_blocks // num_heads
+    if IS_CAUSAL:
+        block = num_blocks - 1 - block  # the longest walks first
+
+    row_start = block * BLOCK_M
+    offs_m = row_start + tl.arange(0, BLOCK_M)
+    tile_n = key_order(BLOCK_N)
+    valid_m = offs_m < seqlen_q
+    keys = head_matrix(key_ptr, k_strides, batch, head, WIDE_INDEX)
+    values = head_matrix(value_ptr, v_strides, batch, head, WIDE_INDEX)
+    queries = head_matrix(query_ptr, q_strides, batch, head, WIDE_INDEX)
+    query = load_rows(queries, offs_m, valid_m, HEAD_DIM, BLOCK_D)
+
+    num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
+    key_stop = last_key(tl.minimum(row_start + BLOCK_M, seqlen_q) - 1, num_keys, query_offset, IS_CAUSAL)
+    near_start = 0
+    near_stop = key_stop if HAS_REL_KEY else 0
+    if HAS_REL_KEY:
+        table = head_matrix(rel_key_ptr, e_strides, batch, head, WIDE_INDEX)
+        relative_n = tile_n - row_start - query_offset  # of the tile's own table block, but for its first key
+        if OUTSIDE != "none":
+            near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
+
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    base_2_scale = tl.cast(scale, tl.float32) * LOG2_E
+
+    FIRST_PART: tl.constexpr = FUTURE if not HAS_REL_KEY else NEAR if OUTSIDE == "none" else PAST
+    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" and HAS_REL_KEY else FUTURE
+    for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
+        start = 0 if PART == PAST else near_start if PART == NEAR else near_stop
+        stop = key_stop
+        if PART == PAST:
+            stop = tl.minimum(near_start, key_stop)
+        elif PART == NEAR:
+            stop = tl.minimum(near_stop, key_stop)
+
+        if PART == NEAR:
+            carried = empty_band(BLOCK_M, BLOCK_N)
+            for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
+                relative = relative_n + (start - ago * BLOCK_N)
+                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, OUTSIDE, INPUT_PRECISION)
+                _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+        elif HAS_REL_KEY and OUTSIDE == "clamp":
+            far = far_scores(query, table, 0 if PART == PAST else last - first, HEAD_DIM, BLOCK_D)
+
+        for key_start in tl.range(start, stop, BLOCK_N):
+            offs_n = key_start + tile_n
+            valid_n = offs_n < num_keys
+            if PART == NEAR:
+                relative = relative_n + key_start
+                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, OUTSIDE, INPUT_PRECISION)
+                scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+            elif HAS_REL_KEY and OUTSIDE == "clamp":
+                scores = tl.broadcast_to(far[:, None], [BLOCK_M, BLOCK_N])
+            else:
+                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            key = load_rows(keys, offs_n, valid_n, HEAD_DIM, BLOCK_D)
+            # [M, D] @ [D, N] -> [M, N], on top of the relative scores: their layout then is the matrix units' own.
+            scores = tl.dot(query, tl.trans(key), scores, input_precision=INPUT_PRECISION)
+            seen = visible(offs_m, offs_n, num_keys, query_offset, IS_CAUSAL)
+            scores = tl.where(seen, scores * base_2_scale, -float("inf"))
+            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum)
+            value = load_rows(values, offs_n, valid_n, VALUE_DIM, BLOCK_DV)
+            # [M, N] @ [N, Dv] -> [M, Dv]
+            acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=INPUT_PRECISION)
+
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # sees nothing: out = 0, and lse = -inf by row_max
+    out = head_matrix(out_ptr, o_strides, batch, head, WIDE_INDEX)
+    store_rows(out, offs_m, valid_m, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
+    lse = lse_ptr + (batch * num_heads + head).to(tl.int64) * seqlen_q
+    tl.store(lse + offs_m, row_max * LN_2 + tl.log(row_sum), mask=valid_m)
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    spec: AttentionSpec,
+    config: configs.ForwardConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, H, Nq, Dv) in the inputs' dtype and memory order, lse (B, H, Nq) float32."""
+    batch, heads, seqlen_q, head_dim = query.shape
+    seqlen_k, value_dim = value.shape[2:]
+    out = new_like(query, value_dim)
+    lse = query.new_empty(batch, heads, seqlen_q, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+
+    has_rel_key = rel_key is not None
+    if config is None:
+        config = configs.select_forward(configs.architecture(query.device), query.dtype, head_dim, value_dim, has_rel_key)
+    table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
+    forward_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
+        query,
+        key,
+        value,
+        table,
+        key_lengths,
+        out,
+        lse,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        None if table is None else table.stride(),
+        out.stride(),
+        num_heads=heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        scale=spec.scale,
+        first=spec.first,
+        last=spec.last,
+        query_offset=spec.query_offset,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=configs.padded_width(head_dim),
+        BLOCK_DV=configs.padded_width(value_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        HAS_REL_KEY=has_rel_key,
+        OUTSIDE=spec.outside(seqlen_q, seqlen_k) if has_rel_key else "none",
+        IS_CAUSAL=spec.is_causal,
+        INPUT_PRECISION=configs.input_precision(query.dtype),
+        WIDE_INDEX=any(configs.needs_wide_index(t) for t in (query, key, value, table, out) if t is not None),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out, lse
