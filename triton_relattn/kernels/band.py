@@ -9,7 +9,8 @@ from tile to tile, with query m = W * group + m', the term of query m and key W 
 so three steps give it: delay the halves by the row's group, step back one more where it wraps, rotate each row by m'. Each
 step carries what it needs of the tile before; no block is multiplied or rotated twice.
 
-OUTSIDE says what lies beyond the table: "clamp" (its end row), "zero" (no term), "none" (nothing does: it covers every pair).
+OUTSIDE says what lies beyond the table: "clamp" (its end row), "zero" (no term), "none" (nothing does: it covers every pair);
+None: there is no table.
 """
 
 import triton

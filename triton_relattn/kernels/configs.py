@@ -1,4 +1,8 @@
-"""Launch configurations: what is valid, and which one serves which call."""
+"""Launch configurations: what is valid, and which one serves which call.
+
+The choices come from compiling for each target and reading registers, spills and loop instructions (tests/compile holds
+them to it); they have not been tuned by timing.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,30 @@ from dataclasses import dataclass
 import torch
 import triton
 
-
 MAX_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Tile sizes and resources of the forward kernel: BLOCK_M queries by BLOCK_N keys."""
+    """Tile of the forward kernel, block_m queries by block_n keys, and the resources of a program."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+
+    def why_invalid(self, arch: str, has_rel_key: bool) -> str | None:
+        """The rule that forbids this configuration, None if none does. Whether it fits is known after compiling."""
+        for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
+            if value < 1 or value & (value - 1):
+                return f"{name} must be a power of two, got {value}"
+        if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
+            return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
+        if has_rel_key and self.block_m not in (self.block_n, 2 * self.block_n):
+            return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
+        if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:
+            return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
+        return None
 
 
 def architecture(device: torch.device) -> str:
@@ -45,8 +61,27 @@ def needs_wide_index(tensor: torch.Tensor) -> bool:
     """Whether an offset within one (length, width) matrix of the tensor can exceed 31 bits."""
     (length, width), (row_stride, column_stride) = tensor.shape[-2:], tensor.stride()[-2:]
     # Tiles reach past the end of a matrix, by less than a tile; those elements are masked, but their offsets are formed.
-    return (length + MAX_BLOCK) * abs(row_stride) + (width + MAX_BLOCK) * abs(column_stride) >= 2**31
+    return (length + MAX_BLOCK) * row_stride + (width + MAX_BLOCK) * column_stride >= 2**31
 
 
-def select_forward(arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, has_rel_key: bool) -> ForwardConfig:
-    return ForwardConfig(64, 64, 4, 2)
+def select_forward(arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None) -> ForwardConfig:
+    """The configuration for a call; outside is what lies beyond the table (None: there is no table)."""
+    width = max(padded_width(head_dim), padded_width(value_dim))
+    if arch == "interpreter":
+        return ForwardConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
+    if dtype == torch.float32:
+        if input_precision(dtype) == "ieee":  # no matrix units: whole rows of the operands lie in registers
+            return ForwardConfig(32, 32, 8, 1) if width <= 64 else ForwardConfig(16, 16, 8, 1)
+        return ForwardConfig(64, 32, 8, 2) if width <= 64 else ForwardConfig(32, 32, 4, 2 if width == 128 else 1)
+    if arch.startswith("gfx"):
+        return ForwardConfig(64, 32, 4, 2 if width <= 128 else 1)
+    small_shared_memory = arch in ("sm_86", "sm_87", "sm_89") or arch.startswith("sm_12")
+    if width == 256:
+        if small_shared_memory:
+            return ForwardConfig(32, 32, 4, 1)
+        return ForwardConfig(64, 64, 8, 2) if arch == "sm_80" else ForwardConfig(64, 32, 8, 2)
+    if outside is None or not (arch.startswith("sm_8") or arch.startswith("sm_12")):
+        return ForwardConfig(128, 64, 8, 2)
+    if width == 128:
+        return ForwardConfig(64, 64, 8, 2)
+    return ForwardConfig(64, 64, 4, 2) if outside == "none" else ForwardConfig(64, 32, 4, 2)

@@ -58,7 +58,6 @@ def forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_REL_KEY: tl.constexpr,
     OUTSIDE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -84,36 +83,32 @@ def forward_kernel(
     num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
     key_stop = last_key(tl.minimum(row_start + BLOCK_M, seqlen_q) - 1, num_keys, query_offset, IS_CAUSAL)
     near_start = 0
-    near_stop = key_stop if HAS_REL_KEY else 0
-    if HAS_REL_KEY:
+    near_stop = 0 if OUTSIDE is None else key_stop
+    if OUTSIDE is not None:
         table = head_matrix(rel_key_ptr, e_strides, batch, head, WIDE_INDEX)
         relative_n = tile_n - row_start - query_offset  # of the tile's own table block, but for its first key
-        if OUTSIDE != "none":
-            near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
+    if OUTSIDE == "clamp":
+        far_past = far_scores(query, table, 0, HEAD_DIM, BLOCK_D)
+        far_future = far_scores(query, table, last - first, HEAD_DIM, BLOCK_D)
+    if OUTSIDE == "clamp" or OUTSIDE == "zero":
+        near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
 
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     base_2_scale = tl.cast(scale, tl.float32) * LOG2_E
 
-    FIRST_PART: tl.constexpr = FUTURE if not HAS_REL_KEY else NEAR if OUTSIDE == "none" else PAST
-    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" and HAS_REL_KEY else FUTURE
+    FIRST_PART: tl.constexpr = FUTURE if OUTSIDE is None else NEAR if OUTSIDE == "none" else PAST
+    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" else FUTURE
     for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
         start = 0 if PART == PAST else near_start if PART == NEAR else near_stop
-        stop = key_stop
-        if PART == PAST:
-            stop = tl.minimum(near_start, key_stop)
-        elif PART == NEAR:
-            stop = tl.minimum(near_stop, key_stop)
-
+        stop = tl.minimum(near_start if PART == PAST else near_stop if PART == NEAR else key_stop, key_stop)
         if PART == NEAR:
             carried = empty_band(BLOCK_M, BLOCK_N)
             for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
                 relative = relative_n + (start - ago * BLOCK_N)
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, OUTSIDE, INPUT_PRECISION)
                 _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
-        elif HAS_REL_KEY and OUTSIDE == "clamp":
-            far = far_scores(query, table, 0 if PART == PAST else last - first, HEAD_DIM, BLOCK_D)
 
         for key_start in tl.range(start, stop, BLOCK_N):
             offs_n = key_start + tile_n
@@ -122,7 +117,8 @@ def forward_kernel(
                 relative = relative_n + key_start
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, OUTSIDE, INPUT_PRECISION)
                 scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
-            elif HAS_REL_KEY and OUTSIDE == "clamp":
+            elif OUTSIDE == "clamp":
+                far = far_past if PART == PAST else far_future
                 scores = tl.broadcast_to(far[:, None], [BLOCK_M, BLOCK_N])
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -160,9 +156,12 @@ def forward(
     if out.numel() == 0:
         return out, lse
 
-    has_rel_key = rel_key is not None
+    outside = None if rel_key is None else spec.outside(seqlen_q, seqlen_k)
+    arch = configs.architecture(query.device)
     if config is None:
-        config = configs.select_forward(configs.architecture(query.device), query.dtype, head_dim, value_dim, has_rel_key)
+        config = configs.select_forward(arch, query.dtype, head_dim, value_dim, outside)
+    elif reason := config.why_invalid(arch, rel_key is not None):
+        raise ValueError(f"{config} is not valid on {arch}: {reason}")
     table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
     forward_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
         query,
@@ -190,8 +189,7 @@ def forward(
         BLOCK_DV=configs.padded_width(value_dim),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        HAS_REL_KEY=has_rel_key,
-        OUTSIDE=spec.outside(seqlen_q, seqlen_k) if has_rel_key else "none",
+        OUTSIDE=outside,
         IS_CAUSAL=spec.is_causal,
         INPUT_PRECISION=configs.input_precision(query.dtype),
         WIDE_INDEX=any(configs.needs_wide_index(t) for t in (query, key, value, table, out) if t is not None),
