@@ -63,9 +63,15 @@ class Block:
         first = -(self.queries.stop - 1) - self.spec.query_offset
         return min(max(relative_position - first, 0), self.width)
 
+    @property
+    def visible_width(self) -> int:
+        """Columns up to the last relative position that is not hidden. Table rows beyond it are not read."""
+        return self.column(1) if self.spec.is_causal else self.width
+
     def near_columns(self) -> slice:
-        """Band columns with a table row of their own."""
-        return slice(self.column(self.spec.first), self.column(self.spec.last + 1))
+        """Visible band columns with a table row of their own."""
+        first, stop = self.column(self.spec.first), self.column(self.spec.last + 1)
+        return slice(min(first, self.visible_width), min(stop, self.visible_width))
 
     def near_rows(self) -> slice:
         """The table rows of the near columns."""
@@ -74,11 +80,11 @@ class Block:
         return slice(row, row + near.stop - near.start)
 
     def far_columns(self, near: slice) -> Iterator[tuple[slice, int]]:
-        """Band columns beyond the table, past and future, each with the table row that clamping gives them."""
+        """Visible band columns beyond the table, past and future, each with the table row that clamping gives them."""
         if near.start > 0:
             yield slice(0, near.start), 0
-        if near.stop < self.width:
-            yield slice(near.stop, self.width), -1
+        if near.stop < self.visible_width:
+            yield slice(near.stop, self.visible_width), -1
 
     def scores_view(self, band: torch.Tensor) -> torch.Tensor:
         """The (heads, num_queries, num_keys) view of a contiguous band in which element (m, n) is band[m, n - m + M - 1]."""
@@ -142,8 +148,7 @@ def logits(
     for columns, row in block.far_columns(near):
         far = query @ table[:, row, :, None] if table is not None and block.spec.clamp else query.new_zeros(())
         band[..., columns] = far if start is None else far + start
-    if block.spec.is_causal:
-        band[..., block.column(1) :] = -math.inf
+    band[..., block.visible_width :] = -math.inf
     scores = block.scores_view(band)
     scores.baddbmm_(query, key[:, : block.num_keys].mT)
     return band, scores
@@ -217,7 +222,9 @@ def backward(
             probs = scores.exp_()
             dv[:, keys].baddbmm_(probs.mT, do)
             d_probs = do @ v[:, keys].mT
-            delta = torch.linalg.vecdot(probs, d_probs).sub_(d_lse[b, heads, block.queries])
+            # The rounding of lse scales a row of probs; left in delta it would not cancel against dP, which may be large.
+            row_sum = probs.sum(-1).clamp_min_(0.5)
+            delta = torch.linalg.vecdot(probs, d_probs).div_(row_sum).sub_(d_lse[b, heads, block.queries])
             d_scores = probs.mul_(d_probs.sub_(delta[..., None]))  # in the band: from here on it holds dS
             dq = d_scores @ k[:, keys]
             dk[:, keys].baddbmm_(d_scores.mT, q)

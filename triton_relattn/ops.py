@@ -1,6 +1,5 @@
-"""Registration with torch: two opaque operators with fakes, and the autograd.Function that ties them together.
+"""Registration with torch: two opaque operators, their fakes, and the derivative of the first by the second.
 
-The operators have no autograd formula of their own, so a second differentiation raises instead of dropping terms.
 The scalars of AttentionSpec are part of the schema, in the order of its fields.
 """
 
@@ -58,27 +57,56 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
 
 
-class _RelativeAttention(torch.autograd.Function):
-    """out, lse = f(query, key, value, rel_key; key_lengths, scalars...), differentiable in the first four and through both."""
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _out, lse = output
+    ctx.save_for_backward(lse, *inputs[:5])
+    ctx.scalars = inputs[5:-1]
+    ctx.has_rel_key = inputs[3] is not None
+
+
+def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[Any, ...]:
+    # Compiled graphs refuse a second derivative by themselves, and torch.compile cannot trace one Function in another's backward.
+    run = torch.ops.triton_relattn.attention_backward if torch.compiler.is_compiling() else _Backward.apply
+    d_query, d_key, d_value, d_rel_key = run(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars)
+    not_tensors = (None,) * (2 + len(ctx.scalars))
+    return d_query, d_key, d_value, d_rel_key if ctx.has_rel_key else None, *not_tensors
+
+
+class _Forward(torch.autograd.Function):
+    """out, lse = f(query, key, value, rel_key; key_lengths, scalars...), differentiable in the first four, through both."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ops.triton_relattn.attention_forward(*arguments)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        *tensors, _out, lse = *inputs[:5], *output
-        ctx.save_for_backward(*tensors, lse)
-        ctx.scalars = inputs[5:-1]
-        ctx.has_rel_key = inputs[3] is not None
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients. Differentiating them raises; without this, terms would be dropped."""
 
     @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        *tensors, lse = ctx.saved_tensors
-        gradients = torch.ops.triton_relattn.attention_backward(d_out, d_lse, lse, *tensors, *ctx.scalars)
-        d_query, d_key, d_value, d_rel_key = gradients
-        not_tensors = (None,) * (2 + len(ctx.scalars))
-        return d_query, d_key, d_value, d_rel_key if ctx.has_rel_key else None, *not_tensors
+    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        return torch.ops.triton_relattn.attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> None:
+        raise RuntimeError(
+            "triton_relattn::attention_backward cannot be differentiated: relative attention has first derivatives only; "
+            'implementation="reference" has all of them'
+        )
+
+
+# A registered formula serves those who call the operator itself. The public function goes through _Forward: a registered
+# formula does not work under torch.func, and its forward-mode tangents are zero where _Forward raises.
+torch.library.register_autograd(
+    "triton_relattn::attention_forward", _differentiate, setup_context=_save_for_backward, lib=_library
+)
 
 
 def relative_attention(
@@ -91,4 +119,4 @@ def relative_attention(
     implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    return _RelativeAttention.apply(query, key, value, rel_key, key_lengths, *astuple(spec), implementation)
+    return _Forward.apply(query, key, value, rel_key, key_lengths, *astuple(spec), implementation)

@@ -121,7 +121,8 @@ def resolve(
         scale = query.shape[-1] ** -0.5
     elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise TypeError(f"scale must be a float, got {scale!r}")
-    _require(math.isfinite(scale), f"scale must be finite, got {scale}")
+    # Not math.isfinite: torch.compile with symbolic widths can trace comparisons only. NaN fails both.
+    _require(-math.inf < scale < math.inf, f"scale must be finite, got {scale}")
     positions = _resolve_positions(positions, rel_key)
     return AttentionSpec(
         scale=float(scale),

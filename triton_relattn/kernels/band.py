@@ -16,17 +16,7 @@ None: there is no table.
 import triton
 import triton.language as tl
 
-from .tiles import load_rows
-
-
-@triton.jit
-def table_rows(relative_position, first, last, OUTSIDE: tl.constexpr):
-    """Row of the table for each relative position, and whether there is one."""
-    row = tl.minimum(tl.maximum(relative_position, first), last) - first
-    if OUTSIDE == "clamp":
-        return row, row >= 0
-    else:
-        return row, (relative_position >= first) & (relative_position <= last)
+from .tiles import key_order, load_rows
 
 
 @triton.jit
@@ -38,20 +28,34 @@ def table_block(
     last,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Products of the queries with the table rows of N relative positions."""
-    rows, exists = table_rows(relative_position, first, last, OUTSIDE)
+    """Products of the queries with the table rows of BLOCK_N relative positions, the given one first."""
+    start = relative_position - first
+    rows = key_order(BLOCK_N)
+    if OUTSIDE == "clamp":
+        rows = tl.minimum(tl.maximum(start + rows, 0), last - first)
+        start = 0
+        exists = tl.full([BLOCK_N], 1, tl.int1)
+    else:
+        exists = (start + rows).to(tl.uint32) <= tl.cast(last - first, tl.uint32)  # negative rows are large
     # [M, D] @ [D, N] -> [M, N]
-    return tl.dot(query, tl.trans(load_rows(table, rows, exists, WIDTH, BLOCK_WIDTH)), input_precision=INPUT_PRECISION)
+    return tl.dot(query, tl.trans(load_rows(table, start, rows, exists, WIDTH, BLOCK_WIDTH)), input_precision=INPUT_PRECISION)
 
 
 @triton.jit
-def far_scores(query, table, row, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[M]: products of the queries with one table row, which clamping uses for every key beyond the table."""
-    end_row = load_rows(table, row + tl.arange(0, 1), tl.full([1], 1, tl.int1), WIDTH, BLOCK_WIDTH)
-    return tl.sum(query.to(tl.float32) * end_row.to(tl.float32), axis=1)
+def far_scores(query, table, first, last, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """Two [M]: products of the queries with the first and the last table row, which clamping uses for all keys beyond."""
+    column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
+    rows = tl.where(column == 0, 0, last - first)
+    ends = load_rows(table, 0, rows, rows >= 0, WIDTH, BLOCK_WIDTH)
+    # [M, D] @ [D, 16] -> [M, 16]
+    scores = tl.dot(query, tl.trans(ends), input_precision=INPUT_PRECISION)
+    past = tl.sum(tl.where((column == 0)[None, :], scores, 0.0), axis=1)
+    future = tl.sum(tl.where((column == 1)[None, :], scores, 0.0), axis=1)
+    return past, future
 
 
 @triton.jit

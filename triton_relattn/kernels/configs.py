@@ -57,11 +57,13 @@ def input_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def needs_wide_index(tensor: torch.Tensor) -> bool:
-    """Whether an offset within one (length, width) matrix of the tensor can exceed 31 bits."""
-    (length, width), (row_stride, column_stride) = tensor.shape[-2:], tensor.stride()[-2:]
-    # Tiles reach past the end of a matrix, by less than a tile; those elements are masked, but their offsets are formed.
-    return (length + MAX_BLOCK) * row_stride + (width + MAX_BLOCK) * column_stride >= 2**31
+def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
+    """Whether the offsets of so many rows of the tensor's (length, width) matrices exceed 31 bits.
+
+    A tile is addressed from its first row on, whose offset is 64-bit anyway; only a clamped table is from row 0.
+    """
+    row_stride, column_stride = tensor.stride()[-2:]
+    return rows * row_stride + (tensor.shape[-1] + MAX_BLOCK) * column_stride >= 2**31
 
 
 def select_forward(arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None) -> ForwardConfig:
@@ -75,13 +77,15 @@ def select_forward(arch: str, dtype: torch.dtype, head_dim: int, value_dim: int,
         return ForwardConfig(64, 32, 8, 2) if width <= 64 else ForwardConfig(32, 32, 4, 2 if width == 128 else 1)
     if arch.startswith("gfx"):
         return ForwardConfig(64, 32, 4, 2 if width <= 128 else 1)
-    small_shared_memory = arch in ("sm_86", "sm_87", "sm_89") or arch.startswith("sm_12")
+    ampere = arch.startswith(("sm_8", "sm_12"))  # matrix instructions of 16 rows, operands in registers
     if width == 256:
-        if small_shared_memory:
-            return ForwardConfig(32, 32, 4, 1)
-        return ForwardConfig(64, 64, 8, 2) if arch == "sm_80" else ForwardConfig(64, 32, 8, 2)
-    if outside is None or not (arch.startswith("sm_8") or arch.startswith("sm_12")):
+        if arch == "sm_80":
+            return ForwardConfig(64, 64, 8, 2)
+        return ForwardConfig(32, 32, 4, 1) if ampere else ForwardConfig(64, 32, 8, 2)
+    if outside is None:
         return ForwardConfig(128, 64, 8, 2)
-    if width == 128:
-        return ForwardConfig(64, 64, 8, 2)
-    return ForwardConfig(64, 64, 4, 2) if outside == "none" else ForwardConfig(64, 32, 4, 2)
+    if ampere:
+        return ForwardConfig(64, 32, 4, 2) if width <= 64 else ForwardConfig(64, 64, 8, 2)
+    if arch == "sm_90" and (width <= 64 or outside == "clamp"):
+        return ForwardConfig(64, 64 if width <= 64 else 32, 4, 2)
+    return ForwardConfig(128, 64, 8, 2)

@@ -1,5 +1,7 @@
 """The forward kernel and its launcher: online softmax over key tiles with the relative term from the rotating band."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,6 @@ from .band import empty_band, far_scores, near_keys, next_tile, table_block
 from .masking import key_length, last_key, visible
 from .tiles import head_matrix, key_order, load_rows, store_rows
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # The walk over the keys has three parts. Without a table it has only the last; with one that covers every pair, only NEAR.
@@ -21,13 +22,14 @@ FUTURE = tl.constexpr(2)
 
 
 @triton.jit
-def softmax_update(scores, row_max, row_sum):
-    """One step of the online softmax in base 2: probabilities [M, N], new maximum and sum [M], factor of what came before."""
+def softmax_update(scores, row_max, row_sum, base_2_scale):
+    """One step of the online softmax of base_2_scale * scores, in base 2: probabilities [M, N], new maximum and sum [M],
+    factor of what came before. The maximum is that of the unscaled scores: the scale is positive."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    probs = tl.exp2(scores - shift[:, None])
-    rescale = tl.exp2(row_max - shift)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max * base_2_scale)
+    probs = tl.exp2(scores * base_2_scale - shift[:, None])
+    rescale = tl.exp2(row_max * base_2_scale - shift)
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
 
 
@@ -48,7 +50,7 @@ def forward_kernel(
     num_heads,
     seqlen_q,
     seqlen_k,
-    scale,
+    base_2_scale,
     first,
     last,
     query_offset,
@@ -72,13 +74,14 @@ def forward_kernel(
         block = num_blocks - 1 - block  # the longest walks first
 
     row_start = block * BLOCK_M
-    offs_m = row_start + tl.arange(0, BLOCK_M)
+    tile_m = tl.arange(0, BLOCK_M)
+    offs_m = row_start + tile_m
     tile_n = key_order(BLOCK_N)
     valid_m = offs_m < seqlen_q
     keys = head_matrix(key_ptr, k_strides, batch, head, WIDE_INDEX)
     values = head_matrix(value_ptr, v_strides, batch, head, WIDE_INDEX)
     queries = head_matrix(query_ptr, q_strides, batch, head, WIDE_INDEX)
-    query = load_rows(queries, offs_m, valid_m, HEAD_DIM, BLOCK_D)
+    query = load_rows(queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
 
     num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
     key_stop = last_key(tl.minimum(row_start + BLOCK_M, seqlen_q) - 1, num_keys, query_offset, IS_CAUSAL)
@@ -86,17 +89,15 @@ def forward_kernel(
     near_stop = 0 if OUTSIDE is None else key_stop
     if OUTSIDE is not None:
         table = head_matrix(rel_key_ptr, e_strides, batch, head, WIDE_INDEX)
-        relative_n = tile_n - row_start - query_offset  # of the tile's own table block, but for its first key
     if OUTSIDE == "clamp":
-        far_past = far_scores(query, table, 0, HEAD_DIM, BLOCK_D)
-        far_future = far_scores(query, table, last - first, HEAD_DIM, BLOCK_D)
+        far_past, far_future = far_scores(query, table, first, last, HEAD_DIM, BLOCK_D, INPUT_PRECISION)
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
         near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
 
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    base_2_scale = tl.cast(scale, tl.float32) * LOG2_E
+    base_2_scale = tl.cast(base_2_scale, tl.float32)
 
     FIRST_PART: tl.constexpr = FUTURE if OUTSIDE is None else NEAR if OUTSIDE == "none" else PAST
     LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" else FUTURE
@@ -106,37 +107,37 @@ def forward_kernel(
         if PART == NEAR:
             carried = empty_band(BLOCK_M, BLOCK_N)
             for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
-                relative = relative_n + (start - ago * BLOCK_N)
-                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, OUTSIDE, INPUT_PRECISION)
+                relative = start - ago * BLOCK_N - row_start - query_offset
+                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
 
         for key_start in tl.range(start, stop, BLOCK_N):
             offs_n = key_start + tile_n
             valid_n = offs_n < num_keys
             if PART == NEAR:
-                relative = relative_n + key_start
-                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, OUTSIDE, INPUT_PRECISION)
+                relative = key_start - row_start - query_offset
+                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
             elif OUTSIDE == "clamp":
                 far = far_past if PART == PAST else far_future
                 scores = tl.broadcast_to(far[:, None], [BLOCK_M, BLOCK_N])
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            key = load_rows(keys, offs_n, valid_n, HEAD_DIM, BLOCK_D)
+            key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             # [M, D] @ [D, N] -> [M, N], on top of the relative scores: their layout then is the matrix units' own.
             scores = tl.dot(query, tl.trans(key), scores, input_precision=INPUT_PRECISION)
             seen = visible(offs_m, offs_n, num_keys, query_offset, IS_CAUSAL)
-            scores = tl.where(seen, scores * base_2_scale, -float("inf"))
-            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum)
-            value = load_rows(values, offs_n, valid_n, VALUE_DIM, BLOCK_DV)
+            scores = tl.where(seen, scores, -float("inf"))
+            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, base_2_scale)
+            value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=INPUT_PRECISION)
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # sees nothing: out = 0, and lse = -inf by row_max
     out = head_matrix(out_ptr, o_strides, batch, head, WIDE_INDEX)
-    store_rows(out, offs_m, valid_m, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
+    store_rows(out, row_start, tile_m, valid_m, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
     lse = lse_ptr + (batch * num_heads + head).to(tl.int64) * seqlen_q
-    tl.store(lse + offs_m, row_max * LN_2 + tl.log(row_sum), mask=valid_m)
+    tl.store(lse + offs_m, row_max * base_2_scale * LN_2 + tl.log(row_sum), mask=valid_m)
 
 
 def forward(
@@ -156,6 +157,8 @@ def forward(
     if out.numel() == 0:
         return out, lse
 
+    if spec.scale <= 0:  # rare, and exact: the kernel takes positive scales
+        query = -query if spec.scale else torch.zeros_like(query)
     outside = None if rel_key is None else spec.outside(seqlen_q, seqlen_k)
     arch = configs.architecture(query.device)
     if config is None:
@@ -163,6 +166,9 @@ def forward(
     elif reason := config.why_invalid(arch, rel_key is not None):
         raise ValueError(f"{config} is not valid on {arch}: {reason}")
     table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
+    wide_index = any(configs.needs_wide_index(tensor) for tensor in (query, key, value, out))
+    if table is not None:
+        wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
     forward_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
         query,
         key,
@@ -179,7 +185,7 @@ def forward(
         num_heads=heads,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        scale=spec.scale,
+        base_2_scale=abs(spec.scale or 1.0) / math.log(2),  # in double, so that it is rounded once
         first=spec.first,
         last=spec.last,
         query_offset=spec.query_offset,
@@ -192,7 +198,7 @@ def forward(
         OUTSIDE=outside,
         IS_CAUSAL=spec.is_causal,
         INPUT_PRECISION=configs.input_precision(query.dtype),
-        WIDE_INDEX=any(configs.needs_wide_index(t) for t in (query, key, value, table, out) if t is not None),
+        WIDE_INDEX=wide_index,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

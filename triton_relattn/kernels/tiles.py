@@ -24,10 +24,14 @@ def head_matrix(tensor_ptr, strides, batch, head, WIDE_INDEX: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(matrix, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[rows, BLOCK_WIDTH] pointers, and the mask of valid rows and, where the width is padded, existing columns."""
+def row_pointers(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[rows, BLOCK_WIDTH] pointers to rows start + rows, and the mask of valid rows and, if padded, existing columns.
+
+    start is a scalar, so that only its product is computed anew from tile to tile, and in 64 bits.
+    """
     columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = matrix[0] + rows[:, None] * matrix[1] + columns[None, :] * matrix[2]
+    first_row = matrix[0] + tl.cast(start, tl.int64) * matrix[1]
+    pointers = first_row + (rows[:, None] * matrix[1] + columns[None, :] * matrix[2])
     if WIDTH == BLOCK_WIDTH:
         return pointers, valid[:, None]
     else:
@@ -35,14 +39,14 @@ def row_pointers(matrix, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.const
 
 
 @triton.jit
-def load_rows(matrix, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Load [rows, BLOCK_WIDTH]; rows that are not valid and columns beyond WIDTH are zero."""
-    pointers, mask = row_pointers(matrix, rows, valid, WIDTH, BLOCK_WIDTH)
+def load_rows(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Load rows start + rows, [rows, BLOCK_WIDTH]; those that are not valid and columns beyond WIDTH are zero."""
+    pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(matrix, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Store the valid rows and existing columns of [rows, BLOCK_WIDTH] in the matrix's dtype."""
-    pointers, mask = row_pointers(matrix, rows, valid, WIDTH, BLOCK_WIDTH)
+    pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     tl.store(pointers, tile.to(matrix[0].dtype.element_ty), mask=mask)

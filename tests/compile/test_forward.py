@@ -1,0 +1,154 @@
+"""The forward kernel compiled for GPUs that are not there: resources, matrix instructions, and what the relative term costs.
+
+Registers and instruction counts belong to a Triton version: what is asserted here holds for the one in constraints.txt.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import triton
+
+from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, resources
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import AttentionSpec
+
+LENGTH = 4096
+# Name -> (rows of the table, clamp); a full table has a row for every pair.
+TABLES: dict[str, tuple[int, bool]] = {
+    "none": (0, True),
+    "full": (2 * LENGTH - 1, True),
+    "clamp": (129, True),
+    "zero": (129, False),
+}
+NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+on_triton_3_7 = pytest.mark.skipif(
+    not triton.__version__.startswith("3.7."), reason=f"the counts are Triton 3.7's, this is {triton.__version__}"
+)
+
+
+def launch(
+    target: str, dtype: torch.dtype, width: int, table: str, is_causal: bool = False, has_lengths: bool = True
+) -> tuple[configs.ForwardConfig, triton.compiler.CompiledKernel]:
+    """The kernel that the launcher compiles and launches for a call, and its configuration."""
+    rows, clamp = TABLES[table]
+    tensor = torch.empty(1, 2, LENGTH, width, dtype=dtype)
+    rel_key = torch.empty(rows, width, dtype=dtype) if rows else None
+    lengths = torch.zeros(1, dtype=torch.int32) if has_lengths else None
+    spec = AttentionSpec(0.1, -(rows // 2), rows // 2, clamp, is_causal, 0)
+    config = configs.select_forward(target, dtype, width, width, spec.outside(LENGTH, LENGTH) if rows else None)
+    with recorded_launches(target) as launches:
+        forward(tensor, tensor, tensor, rel_key, lengths, spec, config=config)
+    assert len(launches) == 1 and launches[0].grid == (triton.cdiv(LENGTH, config.block_m) * 2, 1, 1)
+    return config, launches[0].kernel
+
+
+@functools.cache
+def compiled(target: str, width: int, table: str, is_causal: bool = False, has_lengths: bool = True) -> Resources:
+    return resources(launch(target, torch.bfloat16, width, table, is_causal, has_lengths)[1])
+
+
+def per_score(target: str, width: int, table: str) -> float:
+    """Instructions of the main loop per score element: warps times instructions over the elements of a tile."""
+    outside = {"none": None, "full": "none"}.get(table, table)
+    config = configs.select_forward(target, torch.bfloat16, width, width, outside)
+    loop = compiled(target, width, table).main_loop
+    return sum(loop.values()) * config.num_warps / (config.block_m * config.block_n)
+
+
+@on_triton_3_7
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_no_spills(target: str, width: int, table: str) -> None:
+    """Default configurations, bfloat16, causal or not, with lengths or not: nothing in local memory, shared memory fits."""
+    for is_causal in (False, True):
+        for has_lengths in (False, True):
+            used = compiled(target, width, table, is_causal, has_lengths)
+            assert (used.spill_bytes, used.stack_bytes) == (0, 0), used
+            assert used.shared_bytes <= SHARED_MEMORY[target]
+
+
+@on_triton_3_7
+@pytest.mark.parametrize(("width", "limit"), [(64, 1.8), (128, 2.1)])
+def test_cost_of_the_relative_term(width: int, limit: float) -> None:
+    """Instructions of the near loop per score on sm_90, against the plain kernel with its own default configuration."""
+    ratio = per_score("sm_90", width, "full") / per_score("sm_90", width, "none")
+    assert 1 < ratio <= limit, f"width {width}: {ratio:.2f} times the instructions of the plain kernel, the limit is {limit}"
+
+
+@on_triton_3_7
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_main_loop(target: str, width: int) -> None:
+    """One more product than plain attention on the matrix units, one shuffle an element, loads still asynchronous."""
+    unit = "HGMMA" if target == "sm_90" else "HMMA"
+    full, plain = compiled(target, width, "full").main_loop, compiled(target, width, "none").main_loop
+    outside = {"full": "none", "none": None}
+    elements = {
+        table: config.block_m * config.block_n / (32 * config.num_warps)
+        for table in outside
+        for config in [configs.select_forward(target, torch.bfloat16, width, width, outside[table])]
+    }
+    assert matrix_instructions(full) == full[unit] and matrix_instructions(plain) == plain[unit]
+    if target == "sm_80":  # every product of a tile is as many instructions
+        assert full[unit] / elements["full"] == pytest.approx(1.5 * plain[unit] / elements["none"])
+    assert full["LDGSTS"] > 0 and full["LDG"] == 0, "a value carried unchanged turns Triton's loop pipelining off"
+    assert full["LDL"] == full["STL"] == 0
+    reductions = 8  # shuffles of the row maximum and sum, two rows a thread
+    if (target, width) != ("sm_80", 128):  # there a row of scores lies in several warps
+        assert full["SHFL"] == elements["full"] + reductions
+
+
+def test_far_tiles_cost_no_product() -> None:
+    """Beyond a bounded table: as many matrix instructions as without a table, and for "zero" hardly more of anything."""
+    config = configs.select_forward("sm_90", torch.bfloat16, 64, 64, "zero")
+    assert config == configs.select_forward("sm_90", torch.bfloat16, 64, 64, "clamp")
+    plain_matrix = None
+    for table in ("zero", "clamp"):
+        near, *far = (loop for loop in compiled("sm_90", 64, table).loops if matrix_instructions(loop))
+        assert len(far) == 2
+        counts = {matrix_instructions(loop) for loop in far}
+        assert len(counts) == 1 and counts.pop() * 3 == matrix_instructions(near) * 2
+        plain_matrix = matrix_instructions(far[0])
+    assert plain_matrix
+
+
+def test_dtypes_and_widths_compile_and_fit() -> None:
+    """A sample of what the selector can return; all of it in the slow sweep."""
+    for target, dtype, width in (
+        ("sm_90", torch.float16, 32),
+        ("sm_80", torch.float32, 64),
+        ("sm_86", torch.bfloat16, 256),
+        ("sm_100", torch.bfloat16, 128),
+        ("gfx942", torch.bfloat16, 128),
+    ):
+        _, kernel = launch(target, dtype, width, "clamp", is_causal=True)
+        assert kernel.metadata.shared <= SHARED_MEMORY[target], (target, dtype, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("width", [16, 40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
+def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
+    """Every target, dtype, width and table; widths that are no power of two go with the next one."""
+    config, kernel = launch(target, dtype, width, table, is_causal=True)
+    assert config.why_invalid(target, table != "none") is None
+    assert kernel.metadata.shared <= SHARED_MEMORY[target]
+
+
+def test_grid_and_launches() -> None:
+    """70,000 heads lie on grid axis 0, whose limit is 2**31 - 1; an empty call launches nothing."""
+    spec = AttentionSpec(0.1, -3, 3, True, False, 0)
+    with recorded_launches("sm_90") as launches:
+        tensor = torch.empty(1, dtype=torch.float16).expand(70, 1000, 16, 16)
+        rel_key = torch.empty(7, 16, dtype=torch.float16)
+        forward(tensor, tensor, tensor, rel_key, None, spec)
+        forward(tensor[:0], tensor[:0], tensor[:0], rel_key, None, spec)
+    assert [launch.grid for launch in launches] == [(70_000, 1, 1)]

@@ -1,0 +1,73 @@
+"""What holds for every test: one thread per worker, poisoned memory, and each kind of test in the process made for it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton decides when a kernel is decorated whether it is interpreted, so one process cannot do both.
+NOT_HERE = {
+    TESTS / "interpreter": None if INTERPRETED else "runs kernels in Triton's interpreter: needs TRITON_INTERPRET=1",
+    TESTS / "compile": "compiles kernels: needs a process without TRITON_INTERPRET=1" if INTERPRETED else None,
+    TESTS / "cpu": "tests what happens without kernels: needs a process without TRITON_INTERPRET=1" if INTERPRETED else None,
+}
+
+
+class SkippedModule(pytest.Module):
+    """A test module that is reported as skipped without being imported."""
+
+    reason: str
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        pytest.skip(self.reason, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    reason = next((why for folder, why in NOT_HERE.items() if why and folder in module_path.parents), None)
+    if reason is None:
+        return None
+    module: SkippedModule = SkippedModule.from_parent(parent, path=module_path)
+    module.reason = reason
+    return module
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``create``, which fills what it creates for the package's own modules: NaN, or the largest integer."""
+
+    @functools.wraps(create)
+    def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = create(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "triton_relattn":
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(math.nan)
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that a result that depends on it is wrong every time instead of rarely."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, names in (
+            (torch, ("empty", "empty_like", "empty_strided")),
+            (torch.Tensor, ("new_empty", "new_empty_strided")),
+        ):
+            for name in names:
+                patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield

@@ -1,0 +1,81 @@
+"""What importing the package needs and brings along, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+USE = """
+import torch
+from triton_relattn import fused_relative_attention
+from triton_relattn.testing import make_inputs, with_different_strides
+inputs = with_different_strides(make_inputs(2, 3, 17, 19, 8, num_rows=7, dtype=torch.float32, seed=0))
+"""
+
+
+def run(program: str) -> str:
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def test_works_without_triton() -> None:
+    """Forward and backward by default are blockwise, and right."""
+    program = f"""
+import sys
+sys.modules["triton"] = None
+{USE}
+from triton_relattn.testing import assert_within_budget, dense_gradients, forward_backward
+blockwise, reference = (
+    forward_backward(fused_relative_attention, inputs, return_lse=True, implementation=name) for name in (None, "reference")
+)
+golden = dense_gradients(inputs)._asdict()
+for name in blockwise:
+    assert_within_budget(name, blockwise[name], golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
+    print(name)
+"""
+    assert run(program).split() == ["out", "lse", "d_query", "d_key", "d_value", "d_rel_key"]
+
+
+def test_triton_that_is_missing_is_named() -> None:
+    program = f"""
+import sys
+sys.modules["triton"] = None
+{USE}
+from triton_relattn import can_run_triton
+print(can_run_triton(inputs.query, inputs.value))
+try:
+    fused_relative_attention(*inputs[:4], implementation="triton")
+except RuntimeError as error:
+    print(error)
+"""
+    output = run(program)
+    assert output.startswith('False\nimplementation="triton" cannot run here: the package triton is not installed')
+    assert "pip install triton" in output
+
+
+def test_importing_and_using_brings_no_optional_package() -> None:
+    """torch may import what it likes; the package adds nothing to that, and loads its kernels only when they are used."""
+    program = f"""
+import sys
+import torch
+of_torch = set(sys.modules)
+{USE}
+fused_relative_attention(*inputs[:4])
+added = {{name.partition(".")[0] for name in set(sys.modules) - of_torch}}
+print(sorted(added & {{"triton", "matplotlib", "music21", "tqdm", "transformers"}}), "triton_relattn.kernels" in sys.modules)
+"""
+    assert run(program).split() == ["[]", "False"]
+
+
+def test_public_names() -> None:
+    program = """
+import triton_relattn
+print(sorted(name for name in triton_relattn.__all__ if getattr(triton_relattn, name, None) is None))
+print(triton_relattn.__version__)
+"""
+    missing, version = run(program).split()
+    assert missing == "[]" and version.count(".") == 2

@@ -1,0 +1,197 @@
+"""The shipped helpers: right inputs, and assertions that fail when they should, with the numbers in the message."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from triton_relattn.testing import (
+    SHARP_FACTOR,
+    SHARP_SHIFT,
+    Inputs,
+    assert_gradients_close_fp32,
+    assert_table_gradient,
+    assert_within_budget,
+    dense_gradients,
+    in_memory_order,
+    last_place,
+    make_inputs,
+    table_gradient_budget,
+    with_different_strides,
+)
+
+GOLDEN = torch.tensor([1.0, -3.0, 0.5], dtype=torch.float64)
+REFERENCE = GOLDEN + torch.tensor([0.0, 0.01, 0.0], dtype=torch.float64)
+
+
+def small_inputs(dtype: torch.dtype = torch.float64, sharp: bool = False) -> Inputs:
+    return make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, per_head=True, dtype=dtype, seed=11, sharp=sharp)
+
+
+def test_inputs_are_the_same_numbers_in_every_precision() -> None:
+    exact = small_inputs()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        rounded = small_inputs(dtype)
+        for name, tensor in rounded._asdict().items():
+            expected_dtype = torch.float32 if name == "d_lse" else dtype
+            assert tensor.dtype == expected_dtype
+            assert torch.equal(tensor, getattr(exact, name).to(expected_dtype))
+        assert torch.equal(rounded.to(torch.float64).key, rounded.key.double())
+
+
+def test_inputs_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(0)
+    first = small_inputs()
+    torch.manual_seed(1)
+    for one, other in zip(first, small_inputs(), strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
+    other_seed = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float64, seed=12)
+    assert not torch.equal(first.query, other_seed.query)
+
+
+def test_shapes() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in small_inputs()._asdict().items()}
+    assert shapes == {
+        "query": (2, 3, 5, 8),
+        "key": (2, 3, 7, 8),
+        "value": (2, 3, 7, 4),
+        "rel_key": (3, 9, 8),
+        "d_out": (2, 3, 5, 4),
+        "d_lse": (2, 3, 5),
+    }
+    shared = make_inputs(1, 3, 2, 2, 8, num_rows=9, dtype=torch.float32, seed=0)
+    assert shared.rel_key is not None and shared.rel_key.shape == (9, 8) and shared.value.shape == (1, 3, 2, 8)
+    assert make_inputs(1, 1, 2, 2, 8, num_rows=None, dtype=torch.float32, seed=0).rel_key is None
+
+
+def test_sharp_inputs() -> None:
+    plain, sharp = small_inputs(), small_inputs(sharp=True)
+    assert torch.equal(sharp.query, plain.query * SHARP_FACTOR)
+    assert torch.equal(sharp.value, plain.value + SHARP_SHIFT) and torch.equal(sharp.d_out, plain.d_out + SHARP_SHIFT)
+    assert torch.equal(sharp.key, plain.key)
+
+
+def test_different_strides() -> None:
+    """The same numbers, no two tensors laid out alike, NaN between them."""
+    inputs = small_inputs(torch.bfloat16)
+    strided = with_different_strides(inputs)
+    for name, tensor in strided._asdict().items():
+        assert torch.equal(tensor, getattr(inputs, name)) and not tensor.is_contiguous()
+        assert tensor.storage_offset() > 0 and torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().any()
+    four = (strided.query, strided.key, strided.value, strided.d_out)
+    orders = {tuple(torch.tensor(tensor.stride()).argsort(descending=True).tolist()) for tensor in four}
+    assert len(orders) == 4
+
+
+def test_in_memory_order() -> None:
+    tensor = torch.arange(24.0).view(2, 3, 4)
+    view = in_memory_order(tensor, 2, 0, 1, step=3)
+    assert torch.equal(view, tensor)
+    assert view.stride() == (4 * 3, 3, 3 * 4 * 3)
+
+
+def test_budget_passes_and_fails_at_its_edge() -> None:
+    """Budget for float32: 2 * 0.01 and two units in the last place of 3, that is 2 * 2^-22."""
+    budget = 0.02 + 2 * 2**-22
+    assert_within_budget("out", (GOLDEN + torch.tensor([0, 0, 0.02])).float(), GOLDEN, REFERENCE, factor=2)
+    with pytest.raises(AssertionError) as raised:
+        assert_within_budget("out", (GOLDEN + torch.tensor([0.001, 0, 1.001 * budget])).float(), GOLDEN, REFERENCE, factor=2)
+    for part in ("out: error 2.002e-02", "budget 2.000e-02", "2 * 1.000e-02", "worst at (2,)", "expected 0.5", "1 of 3 elements"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("actual", "golden", "reference", "message"),
+    [
+        (GOLDEN, 0 * GOLDEN, REFERENCE, "golden result is all zero"),
+        (GOLDEN, GOLDEN, GOLDEN, "the reference has no error"),
+        (GOLDEN[:0], GOLDEN[:0], GOLDEN[:0], "nothing to compare"),
+        (GOLDEN[:2], GOLDEN, REFERENCE, r"shape \(2,\), expected \(3,\)"),
+        (
+            GOLDEN * torch.tensor([1, math.nan, 1]),
+            GOLDEN,
+            REFERENCE,
+            r"1 of 3 elements are not finite .* first at \(1,\): got nan",
+        ),
+        (GOLDEN * torch.tensor([1, 1, math.inf]), GOLDEN, REFERENCE, r"not finite .* \(2,\): got inf"),
+        (GOLDEN, GOLDEN, REFERENCE * math.nan, r"\(reference\): 3 of 3 elements are not finite"),
+        (GOLDEN, GOLDEN * math.nan, REFERENCE, "golden result has NaN"),
+        (GOLDEN, GOLDEN - torch.tensor([0, 0, math.inf]), REFERENCE, r"not -inf\) where"),
+    ],
+)
+def test_budget_refuses(actual: torch.Tensor, golden: torch.Tensor, reference: torch.Tensor, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_within_budget("out", actual, golden, reference, factor=2)
+
+
+def test_budget_of_a_row_that_sees_nothing() -> None:
+    blind = torch.tensor([0, 0, math.inf], dtype=torch.float64)
+    assert_within_budget("lse", GOLDEN - blind, GOLDEN - blind, REFERENCE - blind, factor=2)
+    with pytest.raises(AssertionError, match=r"lse: error .* worst at \(0,\)"):
+        assert_within_budget("lse", GOLDEN - blind + torch.tensor([1, 0, 0]), GOLDEN - blind, REFERENCE - blind, factor=2)
+
+
+def test_exact_reference_leaves_two_units_in_the_last_place() -> None:
+    unit = last_place(3.0, torch.float16)
+    assert unit == 2.0**-9
+    for units, fails in ((2, False), (3, True)):
+        actual = GOLDEN.half() + torch.tensor([0, units * unit, 0]).half()
+        if fails:
+            with pytest.raises(AssertionError, match="exceeds the budget"):
+                assert_within_budget("out", actual, GOLDEN, GOLDEN, factor=2, exact_reference=True)
+        else:
+            assert_within_budget("out", actual, GOLDEN, GOLDEN, factor=2, exact_reference=True)
+
+
+def test_table_gradient_fails_beyond_its_budget() -> None:
+    inputs = make_inputs(2, 2, 33, 35, 16, num_rows=21, dtype=torch.bfloat16, seed=0, sharp=True)
+    golden, budget = table_gradient_budget(inputs, is_causal=True)
+    assert 0 < budget < golden.abs().max()
+    shift = torch.zeros_like(golden)
+    shift[3, 5] = budget
+    assert_table_gradient("d_rel_key", golden + 0.99 * shift, inputs, is_causal=True)
+    with pytest.raises(AssertionError, match=r"worst at \(3, 5\)"):
+        assert_table_gradient("d_rel_key", golden + 1.01 * shift, inputs, is_causal=True)
+    with pytest.raises(AssertionError, match="golden table gradient is all zero"):
+        silent = inputs._replace(d_out=torch.zeros_like(inputs.d_out), d_lse=torch.zeros_like(inputs.d_lse))
+        assert_table_gradient("d_rel_key", torch.zeros_like(golden), silent)
+    with pytest.raises(ValueError, match="no table"):
+        table_gradient_budget(inputs._replace(rel_key=None))
+
+
+def test_gradients_close_fp32() -> None:
+    """A gradient that cancels to nothing is measured against 5% of the largest gradient's RMS."""
+    large, small = torch.full((4, 4), 100.0, dtype=torch.float64), torch.full((2, 2), 1e-9, dtype=torch.float64)
+    assert_gradients_close_fp32("large", large * (1 + 1.9e-4), large, [large, small])
+    with pytest.raises(AssertionError, match=r"large: norm of the error 8\.4\d*e-02 exceeds the budget 8\.000e-02"):
+        assert_gradients_close_fp32("large", large * (1 + 2.1e-4), large, [large, small])
+    room = 2e-4 * 0.05 * 100
+    assert_gradients_close_fp32("small", small + 0.9 * room, small, [large, small])
+    with pytest.raises(AssertionError, match="small: norm of the error"):
+        assert_gradients_close_fp32("small", small + 1.1 * room, small, [large, small])
+    with pytest.raises(AssertionError, match="vacuous"):
+        assert_gradients_close_fp32("zero", 0 * large, 0 * large, [0 * large])
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_gradients_close_fp32("nan", large * math.nan, large, [large])
+
+
+def test_dense_gradients_by_finite_differences() -> None:
+    """The hand-written backward against central differences of its own forward, in one random direction per input."""
+    inputs = small_inputs()
+    arguments = {"is_causal": True, "query_offset": 2, "key_lengths": torch.tensor([7, 5])}
+
+    def loss(changed: Inputs) -> torch.Tensor:
+        dense = dense_gradients(changed, **arguments)  # type: ignore[arg-type]
+        return (dense.out * inputs.d_out).sum() + (dense.lse * inputs.d_lse).sum()
+
+    gradients = dense_gradients(inputs, **arguments)._asdict()  # type: ignore[arg-type]
+    step = torch.finfo(torch.float64).eps ** (1 / 3)  # balances rounding and the cubic term
+    for name in ("query", "key", "value", "rel_key"):
+        tensor = getattr(inputs, name)
+        direction = torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        ends = [loss(inputs._replace(**{name: tensor + sign * step * direction})) for sign in (1, -1)]
+        expected = float((gradients[f"d_{name}"] * direction).sum())
+        slope = float(ends[0] - ends[1]) / (2 * step)
+        assert abs(slope - expected) <= 100 * step**2 * abs(expected), name

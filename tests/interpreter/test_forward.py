@@ -1,0 +1,110 @@
+"""The forward kernel in Triton's interpreter: shapes, widths, tables, masks and configurations, by the error rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
+from tests.interpreter.launch import check
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.configs import ForwardConfig
+from triton_relattn.testing import make_inputs, with_different_strides
+
+SMALL = ForwardConfig(32, 16, 4, 1)  # several tiles each way in short sequences, and two tiles a block of queries
+
+
+# Every configuration that the selector returns for some target, dtype, width and table.
+SELECTABLE = sorted(
+    {
+        configs.select_forward(arch, dtype, width, width, outside)
+        for arch in ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+        for dtype in (torch.float16, torch.float32)
+        for width in (16, 64, 128, 256)
+        for outside in ("none", "clamp", "zero")
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize("num_queries", LENGTHS)
+def test_lengths(num_queries: int) -> None:
+    """Every pair of lengths around the block sizes, full table; causal and with an offset where they differ."""
+    for num_keys in LENGTHS:
+        num_rows = 2 * max(num_queries, num_keys) - 1
+        inputs = make_inputs(1, 4, num_queries, num_keys, 16, num_rows=num_rows, dtype=torch.float32, seed=num_keys)
+        is_causal = (num_queries + num_keys) % 2 == 1
+        check(inputs, is_causal=is_causal, query_offset=num_keys - num_queries if num_keys % 3 == 0 else 0)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [*UNEVEN_LENGTHS, pytest.param(1023, 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [33, 2047])
+@pytest.mark.parametrize("lower_right", [False, True])
+def test_cross_attention(num_queries: int, num_keys: int, num_rows: int, lower_right: bool) -> None:
+    """Very uneven lengths, aligned at the upper left or the lower right corner, with a short and a long table."""
+    inputs = make_inputs(1, 2, num_queries, num_keys, 16, 24, num_rows=num_rows, dtype=torch.float16, seed=1)
+    offset = num_keys - num_queries if lower_right else 0
+    check(inputs, query_offset=offset)
+    check(inputs, query_offset=offset, is_causal=True)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 16, 21, 40, 59, 64, 80, 96, 111, 128, 192, 256])
+def test_widths(width: int) -> None:
+    """Widths that are no power of two are padded inside the kernel; the storage beyond them holds NaN."""
+    for value_width in (width, 24):
+        inputs = make_inputs(1, 2, 33, 47, width, value_width, num_rows=31, per_head=True, dtype=torch.float16, seed=width)
+        check(with_different_strides(inputs))
+
+
+@pytest.mark.parametrize("config", SELECTABLE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_selectable_configuration(config: ForwardConfig, dtype: torch.dtype) -> None:
+    """A full, a clamped and a bounded table, and none, with lengths that divide no block."""
+    positions: tuple[RelativePositions | None, ...] = (
+        RelativePositions(-160, 210),
+        RelativePositions(-3, 7),
+        RelativePositions(-90, 20, "zero"),
+        None,
+    )
+    for seed, where in enumerate(positions):
+        num_rows = None if where is None else where.num_rows
+        inputs = make_inputs(1, 2, 150, 201, 16, num_rows=num_rows, dtype=dtype, seed=seed)
+        check(inputs, config, positions=where, is_causal=seed % 2 == 0, query_offset=51, key_lengths=torch.tensor([177]))
+
+
+TABLES: dict[str, RelativePositions] = {
+    "exact": RelativePositions(-69, 89),
+    "longer": RelativePositions(-100, 120),
+    "shorter": RelativePositions(-20, 8),
+    "one_row": RelativePositions(0, 0),
+    "one_row_future": RelativePositions(17, 17),
+    "two_rows": RelativePositions(-1, 0),
+    "causal_rows": RelativePositions(-69, 0),
+    "wholly_past": RelativePositions(-500, -200),
+    "past": RelativePositions(-40, -16),
+    "wholly_future": RelativePositions(300, 333),
+    "future": RelativePositions(16, 48),
+}
+
+
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("config", [SMALL, ForwardConfig(32, 32, 4, 1)], ids=["32x16", "32x32"])
+def test_tables(table: str, outside: Any, config: ForwardConfig) -> None:
+    """Tables that cover all, part or none of the relative positions, shared and per head, with an offset and lengths."""
+    positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
+    for seed, (is_causal, query_offset) in enumerate(((False, 0), (True, 20), (False, -13))):
+        inputs = make_inputs(2, 2, 70, 90, 16, num_rows=positions.num_rows, per_head=seed == 1, dtype=torch.float32, seed=seed)
+        lengths = torch.tensor([90, 37]) if seed else None
+        check(inputs, config, positions=positions, is_causal=is_causal, query_offset=query_offset, key_lengths=lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 400))])
+def test_random_combination(seed: int, dtype: torch.dtype) -> None:
+    """Any shapes, tables, masks, offsets, strides and scales; sharp attention among them."""
+    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33))
+    check(inputs, SMALL if seed % 2 else None, **arguments)
