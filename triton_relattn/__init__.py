@@ -1,9 +1,9 @@
 """Learned relative position attention in linear memory.
 
-    fused_relative_attention   softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i]
-    RelativePositions          which row of a table belongs to which relative position
-    can_run_triton             whether the Triton kernels can serve given tensors
-    tables                     conversions from other table layouts
+fused_relative_attention   softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i]
+RelativePositions          which row of a table belongs to which relative position
+can_run_triton             whether the Triton kernels can serve given tensors
+tables                     conversions from other table layouts
 """
 
 from . import tables
