@@ -1,0 +1,44 @@
+"""What the README and the docstrings show runs, and what the README says of support is so."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from triton_relattn import functional, fused_relative_attention, positions
+from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_readme_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["table"].grad.any() and names["out"].shape == (1, 8, 1024, 64)
+
+
+@pytest.mark.parametrize("module", [functional, positions])
+def test_docstring_examples(module: Any) -> None:
+    torch.manual_seed(0)
+    result = doctest.testmod(module, extraglobs={"torch": torch, "fused_relative_attention": fused_relative_attention})
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_readme_support_table() -> None:
+    """Its columns are the implementations, its dtypes and widths those of the predicate that decides."""
+    rows = {
+        cells[0]: cells[1:]
+        for line in README.splitlines()
+        if line.startswith("|")
+        for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
+    }
+    assert [name.strip('`"') for name in rows[""]] == list(IMPLEMENTATIONS)
+    assert {dtype for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in TRITON_DTYPES} == set(TRITON_DTYPES)
+    assert rows["float16, bfloat16, float32"] == ["yes", "yes", "yes"] and rows["float64"] == ["no", "yes", "yes"]
+    assert rows["widths of query and value"][0] == f"up to {MAX_TRITON_WIDTH} each"
