@@ -24,8 +24,9 @@ from .methods import METHODS, Method, forward_backward, make_inputs
 OUT_OF_MEMORY = "out of memory"
 WARM_UP_LENGTH = 64  # tiny, so that what it leaves behind does not matter beside the smallest length measured
 MAX_REPEATS = 15  # enough for a median; short lengths would repeat hundreds of times in the time they are given
-M_MMAP_THRESHOLD = -3  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PAGE = 4 << 10
+LARGEST_MMAP_THRESHOLD = 32 << 20  # as far as glibc raises it by itself; its trim threshold is then twice that
 STATUS = Path("/proc/self/status")
 
 
@@ -54,16 +55,12 @@ def _max_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _give_back_freed_memory() -> None:
-    """Have glibc return what is free, and from now on what becomes free, to the system. Other C libraries: no effect.
-
-    By default it keeps freed blocks in a heap with holes; the peak would be the heap's, up to twice that of the tensors, and
-    what the timed passes left there would not be seen at all.
-    """
+def _map_blocks_from(size: int) -> None:
+    """Have glibc map blocks of ``size`` bytes and more one by one, and return them when freed. Other C libraries: no effect."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
-        libc.mallopt(M_MMAP_THRESHOLD, PAGE)
-        libc.malloc_trim(0)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, size)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * size)
 
 
 def _peak_cpu(work: Callable[[], object]) -> int:
@@ -113,17 +110,22 @@ def _measure(method: Method, length: int, dtype: torch.dtype, device: str, secon
     def work() -> None:
         forward_backward(method, inputs, d_out)
 
+    if device == "cuda":
+        peak = _peak_cuda(work)
+    else:
+        # Memory comes first, while the heap has no holes: glibc fills holes before it maps, whatever the threshold, and the peak
+        # would be the heap's, at short lengths twice that of the tensors. The clock then runs with glibc's usual settings.
+        _map_blocks_from(PAGE)
+        peak = _peak_cpu(work)
+        _map_blocks_from(LARGEST_MMAP_THRESHOLD)
     times: list[float] = []
     while not times or (sum(times) < 1e3 * seconds and len(times) < MAX_REPEATS):
         times.append(_milliseconds(work, device))
-    if device == "cuda":
-        return Measurement(statistics.median(times), _peak_cuda(work))
-    _give_back_freed_memory()
-    return Measurement(statistics.median(times), _peak_cpu(work))
+    return Measurement(statistics.median(times), peak)
 
 
 def measure(method: str, length: int, dtype: torch.dtype, device: str, seconds: float) -> Measurement:
-    """The median time of passes that take about ``seconds`` together, at least one; then the peak memory of another.
+    """The peak memory of one pass; then the median time of passes that take about ``seconds`` together, at least one.
 
     What torch and its libraries set up once has been set up before, by a tiny call.
     """

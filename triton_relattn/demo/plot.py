@@ -30,7 +30,7 @@ def _powers(low: float, high: float, base: float, unit: float) -> list[float]:
     while tick * base <= low:
         tick *= base
     ticks = [tick]
-    while ticks[-1] < high:
+    while ticks[-1] < high or len(ticks) < 2:
         ticks.append(ticks[-1] * base)
     return ticks
 
@@ -86,11 +86,12 @@ def _annotate_ratio(axes: Any, points: dict[str, list[tuple[int, float]]]) -> No
         zorder=4,
     )
     axes.annotate(
-        f"{best / ours[length]:.2g}x",
-        xy=(length, (best * ours[length]) ** 0.5),
-        xytext=(7, 0),
+        f"{best / ours[length]:.2g}x less",
+        xy=(length, ours[length]),
+        xytext=(7, -11),
         textcoords="offset points",
-        va="center",
+        ha="left",
+        va="top",
         fontsize=11,
         fontweight="bold",
         color=INK,
@@ -111,7 +112,7 @@ def draw(rows: Sequence[sweep.Row], environment: Environment, path: Path) -> Non
         _draw_panel(milliseconds, rows, "milliseconds", "Time")
         handles, labels = memory.get_legend_handles_labels()
         powers = {method: report.exponent(report.measured(rows, method, "peak_bytes")) for method in labels}
-        named = [label if powers[label] is None else f"{label}  (memory ~ n^{powers[label]:.1f})" for label in labels]
+        named = [label if powers[label] is None else f"{label}  (memory $\\sim n^{{{powers[label]:.1f}}}$)" for label in labels]
         figure.legend(handles, named, loc="upper left", bbox_to_anchor=(0.03, 0.99), ncols=3, frameon=False)
         figure.text(0.035, 0.02, _caption(rows, environment), fontsize=8.5, color=MUTED, linespacing=1.5)
         figure.savefig(path, dpi=160, facecolor="white")
@@ -125,9 +126,7 @@ def _caption(rows: Sequence[sweep.Row], environment: Environment) -> str:
     row = rows[0]
     shape = f"batch {row.batch}, {row.heads} heads of {row.head_dim}, {row.dtype}"
     versions = f"torch {row.torch}, triton {row.triton}, triton_relattn {environment.package} ({environment.implementation})"
-    missing = ""
-    if any("GiB" in other.status for other in rows):
-        missing = f" Points not shown would need more than {report.short_bytes(sweep.CPU_MEMORY_LIMIT)}."
+    missing = " The CSV file says why points are missing." if any(other.status != "ok" for other in rows) else ""
     return (
         f"Forward + backward, full attention, one table of 2n - 1 rows, {shape}; {environment.device_name}.\n"
         f"{versions}. Memory: peak above the inputs.{missing}"
