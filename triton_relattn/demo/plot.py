@@ -68,14 +68,16 @@ def _draw_panel(axes: Any, rows: Sequence[sweep.Row], column: str, title: str) -
 
 
 def _annotate_ratio(axes: Any, points: dict[str, list[tuple[int, float]]]) -> None:
-    """At the longest length that a baseline reached: how many times the best baseline takes what ours takes."""
-    ours = dict(points.get(OURS, ()))
-    others = [(length, value) for method, values in points.items() if method != OURS for length, value in values]
-    shared = [length for length, _ in others if length in ours]
+    """At the longest length that every method reached: how many times the best baseline takes what ours takes.
+
+    Beyond it the best baseline may be among those that are missing, and the ratio would flatter.
+    """
+    values = {method: dict(measured) for method, measured in points.items()}
+    shared = set.intersection(*(set(values.get(method, ())) for method in METHODS))
     if not shared:
         return
-    length = max(shared)
-    best = min(value for n, value in others if n == length)
+    length, ours = max(shared), values[OURS]
+    best = min(values[method][length] for method in METHODS if method != OURS)
     if best <= ours[length]:
         return
     axes.annotate(
