@@ -29,3 +29,7 @@ test: lint
 test-slow: setup
 	$(PYTEST) -m slow tests --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
+
+# The demo's measurements at leisure: every method until it needs too much memory.
+bench: setup
+	$(BIN)/python -m triton_relattn --out out/bench --max-length 16384 --seconds 900
