@@ -80,10 +80,6 @@ class Launch:
     kernel: CompiledKernel
     grid: tuple[int, int, int]
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.kernel.metadata.shared
-
 
 @contextmanager
 def recorded_launches(target: str) -> Iterator[list[Launch]]:

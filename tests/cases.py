@@ -76,3 +76,20 @@ def random_case(
         lengths = [choose.choice((0, num_keys, choose.randint(0, num_keys))) for _ in range(batch)]
         arguments["key_lengths"] = torch.tensor(lengths, dtype=choose.choice((torch.int32, torch.int64)))
     return inputs, arguments
+
+
+def one_hot_case(outside: Any, width: int, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any], torch.Tensor]:
+    """Inputs with a d_out of one number (query 21, batch entry 1, head 0), arguments, and the table rows (R,) that it reaches."""
+    inputs = make_inputs(2, 2, 40, 50, width, num_rows=31, dtype=dtype, seed=2)
+    i, first, last, offset, num_keys = 21, -20, 10, 5, 36
+    d_out = torch.zeros_like(inputs.d_out)
+    d_out[1, 0, i, 2] = 1
+    inputs = inputs._replace(d_out=d_out, d_lse=torch.zeros_like(inputs.d_lse))
+    seen = [j - i - offset for j in range(num_keys) if j <= i + offset]
+    if outside == "clamp":
+        seen = [max(first, min(last, r)) for r in seen]
+    hit = torch.zeros(31, dtype=torch.bool)
+    hit[[r - first for r in seen if first <= r <= last]] = True
+    assert 0 < int(hit.sum()) < 31
+    arguments = {"positions": RelativePositions(first, last, outside), "key_lengths": torch.tensor([50, num_keys])}
+    return inputs, {**arguments, "is_causal": True, "query_offset": offset}, hit

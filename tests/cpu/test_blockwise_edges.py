@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import one_hot_case
 from tests.cpu.oracle import assert_same, attend
 from triton_relattn import RelativePositions, blockwise
 from triton_relattn.reference import reference_attention
@@ -48,19 +49,9 @@ def test_one_table_row_moves_only_its_diagonal(r: int, query_offset: int, block_
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_one_hot_d_out_reaches_only_its_rows(outside: Any, block_size: None) -> None:
     """The gradient of one query's output touches the table rows of its visible keys; all others are exactly zero."""
-    inputs = make_inputs(2, 2, 40, 50, 4, num_rows=31, dtype=torch.float64, seed=2)
-    i, first, last = 21, -20, 10
-    d_out = torch.zeros_like(inputs.d_out)
-    d_out[1, 0, i, 2] = 1
-    inputs = inputs._replace(d_out=d_out, d_lse=torch.zeros_like(inputs.d_lse))
-    arguments: dict[str, Any] = {"positions": RelativePositions(first, last, outside), "key_lengths": torch.tensor([50, 36])}
-    results = forward_backward(attend, inputs, is_causal=True, query_offset=5, **arguments)
-    seen = [j - i - 5 for j in range(36) if j <= i + 5]
-    if outside == "clamp":
-        seen = [max(first, min(last, r)) for r in seen]
-    hit = torch.zeros(31, dtype=torch.bool)
-    hit[[r - first for r in seen if first <= r <= last]] = True
-    assert 0 < int(hit.sum()) < 31
+    inputs, arguments, hit = one_hot_case(outside, 4, torch.float64)
+    i = 21
+    results = forward_backward(attend, inputs, **arguments)
     assert torch.equal(results["d_rel_key"] != 0, hit[:, None].expand(31, 4))
     assert torch.equal(results["d_query"].any(-1).nonzero(), torch.tensor([[1, 0, i]]))
     keys = torch.zeros(2, 2, 50, dtype=torch.bool)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.cases import one_hot_case
 from tests.interpreter.launch import check, run
-from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn import fused_relative_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import ForwardConfig
 from triton_relattn.reference import reference_attention
@@ -51,19 +52,8 @@ def test_one_table_row_moves_only_its_diagonal(r: int, query_offset: int) -> Non
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_one_hot_d_out_reaches_only_its_rows(outside: Any) -> None:
     """The gradient of one query's output touches the table rows of its visible keys; all others are exactly zero."""
-    inputs = make_inputs(2, 2, 40, 50, 16, num_rows=31, dtype=torch.float32, seed=2)
-    i, first, last = 21, -20, 10
-    d_out = torch.zeros_like(inputs.d_out)
-    d_out[1, 0, i, 2] = 1
-    inputs = inputs._replace(d_out=d_out, d_lse=torch.zeros_like(inputs.d_lse))
-    arguments: dict[str, Any] = {"positions": RelativePositions(first, last, outside), "key_lengths": torch.tensor([50, 36])}
-    d_rel_key = forward_backward(attend, inputs, is_causal=True, query_offset=5, **arguments)["d_rel_key"]
-    seen = [j - i - 5 for j in range(36) if j <= i + 5]
-    if outside == "clamp":
-        seen = [max(first, min(last, r)) for r in seen]
-    hit = torch.zeros(31, dtype=torch.bool)
-    hit[[r - first for r in seen if first <= r <= last]] = True
-    assert 0 < int(hit.sum()) < 31
+    inputs, arguments, hit = one_hot_case(outside, 16, torch.float32)
+    d_rel_key = forward_backward(attend, inputs, **arguments)["d_rel_key"]
     assert torch.equal(d_rel_key != 0, hit[:, None].expand(31, 16))
 
 
