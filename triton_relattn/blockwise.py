@@ -14,7 +14,7 @@ position (causal) is a range of columns. The working set is one band buffer per 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,31 +186,32 @@ def forward(
 def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor,
+    lse: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     rel_key: torch.Tensor | None,
-    lse: torch.Tensor,
     key_lengths: torch.Tensor | None,
     spec: AttentionSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of query, key, value and rel_key.
+    wanted: Sequence[bool] = (True, True, True, True),
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of query, key, value and rel_key, None where not wanted or not there.
 
     delta_i = sum_j P[i, j] dP[i, j] - dlse_i is computed from the block itself. The usual shortcut, rowsum(out * d_out), uses
     an out that was rounded to the input dtype; every dS of the row then carries the same small error, and the table's
     gradient, a sum over all rows, adds these errors up.
     """
     dtype = compute_dtype(query.dtype)
-    d_query, d_key, d_value = new_like(query, query.shape[-1]), new_like(key, key.shape[-1]), new_like(value, value.shape[-1])
-    d_query.zero_()
-    table = d_table = None
-    if rel_key is not None:
-        table = matmul_ready(rel_key, dtype)
-        d_table = torch.zeros(table.shape, dtype=dtype, device=table.device)
+    wants_query, wants_key, wants_value, wants_table = wanted
+    d_query = new_like(query, query.shape[-1]).zero_() if wants_query else None
+    d_key = new_like(key, key.shape[-1]) if wants_key else None
+    d_value = new_like(value, value.shape[-1]) if wants_value else None
+    table = None if rel_key is None else matmul_ready(rel_key, dtype)
+    d_table = None if table is None or not wants_table else torch.zeros(table.shape, dtype=dtype, device=table.device)
 
     for b, heads, length in chunks(query, key.shape[2], key_lengths):
         k, v = matmul_ready(key[b, heads], dtype), matmul_ready(value[b, heads], dtype)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dk, dv = (None if gradient is None else torch.zeros_like(x) for x, gradient in ((k, d_key), (v, d_value)))
         tables = None if table is None else per_head(table, heads)
         for block in query_blocks(b, heads, length, query.shape[2], spec):
             keys = slice(0, block.num_keys)
@@ -220,36 +221,48 @@ def backward(
             # exp(-inf) = 0 also for a row that sees nothing, whose lse is -inf too.
             band, scores = logits(block, q, k, tables, start=torch.where(row_lse == -math.inf, row_lse, -row_lse))
             probs = scores.exp_()
-            dv[:, keys].baddbmm_(probs.mT, do)
+            if dv is not None:
+                dv[:, keys].baddbmm_(probs.mT, do)
+            if d_query is None and dk is None and d_table is None:
+                continue
             d_probs = do @ v[:, keys].mT
             # The rounding of lse scales a row of probs; left in delta it would not cancel against dP, which may be large.
             row_sum = probs.sum(-1).clamp_min_(0.5)
             delta = torch.linalg.vecdot(probs, d_probs).div_(row_sum).sub_(d_lse[b, heads, block.queries])
             d_scores = probs.mul_(d_probs.sub_(delta[..., None]))  # in the band: from here on it holds dS
-            dq = d_scores @ k[:, keys]
-            dk[:, keys].baddbmm_(d_scores.mT, q)
-            if tables is not None and d_table is not None:
+            dq = None if d_query is None else d_scores @ k[:, keys]
+            if dk is not None:
+                dk[:, keys].baddbmm_(d_scores.mT, q)
+            if tables is not None:
                 block.clear_corners(band)
-                dq += table_gradients(block, band, q, tables, d_table)
-            d_query[b, heads, block.queries] = dq.mul_(spec.scale)
-        d_key[b, heads], d_value[b, heads] = dk, dv
+                add_table_gradients(block, band, q, tables, dq, d_table)
+            if d_query is not None and dq is not None:
+                d_query[b, heads, block.queries] = dq.mul_(spec.scale)
+        if d_key is not None:
+            d_key[b, heads] = dk
+        if d_value is not None:
+            d_value[b, heads] = dv
     return d_query, d_key, d_value, None if d_table is None else d_table.to(query.dtype)
 
 
-def table_gradients(
-    block: Block, d_band: torch.Tensor, query: torch.Tensor, tables: torch.Tensor, d_table: torch.Tensor
-) -> torch.Tensor:
-    """Add the block's part to d_table, (R, D) or (H, R, D), and return that of the query, (heads, M, D)."""
+def add_table_gradients(
+    block: Block,
+    d_band: torch.Tensor,
+    query: torch.Tensor,
+    tables: torch.Tensor,
+    d_query: torch.Tensor | None,
+    d_table: torch.Tensor | None,
+) -> None:
+    """Add the block's part to d_table, (R, D) or (H, R, D), and the table's part to d_query, (heads, M, D)."""
     parts = [(d_band[..., block.near_columns()], block.near_rows())]
     if block.spec.clamp:
         rows = tables.shape[1]
         for columns, row in block.far_columns(block.near_columns()):
             parts.append((d_band[..., columns].sum(-1, keepdim=True), slice(row % rows, row % rows + 1)))
-    d_query = torch.zeros_like(query)
     for d_part, rows_of_part in parts:
-        d_query.baddbmm_(d_part, tables[:, rows_of_part])
-        if d_table.dim() == 2:
+        if d_query is not None:
+            d_query.baddbmm_(d_part, tables[:, rows_of_part])
+        if d_table is not None and d_table.dim() == 2:
             d_table[rows_of_part].addmm_(d_part.flatten(0, 1).mT, query.flatten(0, 1))
-        else:
+        elif d_table is not None:
             d_table[block.heads, rows_of_part].baddbmm_(d_part.mT, query)
-    return d_query

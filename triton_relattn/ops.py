@@ -20,7 +20,8 @@ _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? key
 _library = torch.library.Library("triton_relattn", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor d_out, Tensor d_lse, Tensor lse, {_TENSORS}, {_SCALARS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor d_out, Tensor d_lse, Tensor? out, Tensor lse, {_TENSORS}, {_SCALARS}, str implementation, "
+    "bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -37,16 +38,22 @@ def _forward_fake(query, key, value, *_):  # type: ignore[no-untyped-def]
     return out, query.new_empty(query.shape[:3], dtype=blockwise.compute_dtype(query.dtype))
 
 
-def _backward(d_out, d_lse, lse, query, key, value, rel_key, key_lengths, *scalars):  # type: ignore[no-untyped-def]
-    *gradients, d_rel_key = blockwise.backward(
-        d_out, d_lse, query, key, value, rel_key, lse, key_lengths, AttentionSpec(*scalars)
-    )
-    return *gradients, query.new_empty(0) if d_rel_key is None else d_rel_key
+def _backward(d_out, d_lse, out, lse, query, key, value, rel_key, key_lengths, *rest):  # type: ignore[no-untyped-def]
+    *scalars, implementation, wanted = rest
+    arguments = (query, key, value, rel_key, key_lengths, AttentionSpec(*scalars), wanted)
+    if implementation == "triton":
+        from .kernels.backward import backward
+
+        gradients = backward(d_out, d_lse, out, lse, *arguments)
+    else:
+        gradients = blockwise.backward(d_out, d_lse, lse, *arguments)
+    return tuple(query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _backward_fake(_d_out, _d_lse, _lse, query, key, value, rel_key, *_):  # type: ignore[no-untyped-def]
-    gradients = tuple(blockwise.new_like(tensor, tensor.shape[-1]) for tensor in (query, key, value))
-    return *gradients, query.new_empty(0 if rel_key is None else rel_key.shape)
+def _backward_fake(_d_out, _d_lse, _out, _lse, query, key, value, rel_key, *rest):  # type: ignore[no-untyped-def]
+    gradients = [blockwise.new_like(tensor, tensor.shape[-1]) for tensor in (query, key, value)]
+    gradients.append(query.new_empty(0 if rel_key is None else rel_key.shape))
+    return tuple(gradient if want else query.new_empty(0) for gradient, want in zip(gradients, rest[-1], strict=True))
 
 
 for _name, _run, _fake in (
@@ -58,18 +65,20 @@ for _name, _run, _fake in (
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _out, lse = output
-    ctx.save_for_backward(lse, *inputs[:5])
+    out, lse = output
+    ctx.implementation = inputs[-1]
+    # blockwise computes delta from its blocks and does not need out.
+    ctx.save_for_backward(out if ctx.implementation == "triton" else None, lse, *inputs[:5])
     ctx.scalars = inputs[5:-1]
-    ctx.has_rel_key = inputs[3] is not None
 
 
 def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[Any, ...]:
     # Compiled graphs refuse a second derivative by themselves, and torch.compile cannot trace one Function in another's backward.
     run = torch.ops.triton_relattn.attention_backward if torch.compiler.is_compiling() else _Backward.apply
-    d_query, d_key, d_value, d_rel_key = run(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars)
+    wanted = ctx.needs_input_grad[:4]
+    gradients = run(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars, ctx.implementation, wanted)
     not_tensors = (None,) * (2 + len(ctx.scalars))
-    return d_query, d_key, d_value, d_rel_key if ctx.has_rel_key else None, *not_tensors
+    return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *not_tensors
 
 
 class _Forward(torch.autograd.Function):

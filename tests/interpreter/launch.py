@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from triton_relattn import validation
-from triton_relattn.kernels.configs import ForwardConfig
+from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.reference import reference_attention
 from triton_relattn.testing import Inputs, assert_within_budget
@@ -15,7 +15,7 @@ from triton_relattn.testing import Inputs, assert_within_budget
 DEFAULT_ARGUMENTS = {"positions": None, "key_lengths": None, "is_causal": False, "query_offset": 0, "scale": None}
 
 
-def run(inputs: Inputs, config: ForwardConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the forward kernel; the call is validated as the public function validates it."""
     query, key, value, rel_key = inputs[:4]
     arguments = DEFAULT_ARGUMENTS | arguments
@@ -24,7 +24,7 @@ def run(inputs: Inputs, config: ForwardConfig | None = None, **arguments: Any) -
     return out, lse
 
 
-def check(inputs: Inputs, config: ForwardConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def check(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run and apply the error rule to out and lse: at most twice the error of plain torch in the same precision.
 
     In float32 at most four times: the kernel scales logits to base 2, a rounding that plain torch does not have and that the

@@ -11,16 +11,16 @@ from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
 from tests.interpreter.launch import check
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import configs
-from triton_relattn.kernels.configs import ForwardConfig
+from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import make_inputs, with_different_strides
 
-SMALL = ForwardConfig(32, 16, 4, 1)  # several tiles each way in short sequences, and two tiles a block of queries
+SMALL = TileConfig(32, 16, 4, 1)  # several tiles each way in short sequences, and two tiles a block of queries
 
 
 # Every configuration that the selector returns for some target, dtype, width and table.
 SELECTABLE = sorted(
     {
-        configs.select_forward(arch, dtype, width, width, outside)
+        configs.select("forward", arch, dtype, width, width, outside)
         for arch in ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
         for dtype in (torch.float16, torch.float32)
         for width in (16, 64, 128, 256)
@@ -61,7 +61,7 @@ def test_widths(width: int) -> None:
 
 @pytest.mark.parametrize("config", SELECTABLE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_every_selectable_configuration(config: ForwardConfig, dtype: torch.dtype) -> None:
+def test_every_selectable_configuration(config: TileConfig, dtype: torch.dtype) -> None:
     """A full, a clamped and a bounded table, and none, with lengths that divide no block."""
     positions: tuple[RelativePositions | None, ...] = (
         RelativePositions(-160, 210),
@@ -92,8 +92,8 @@ TABLES: dict[str, RelativePositions] = {
 
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("config", [SMALL, ForwardConfig(32, 32, 4, 1)], ids=["32x16", "32x32"])
-def test_tables(table: str, outside: Any, config: ForwardConfig) -> None:
+@pytest.mark.parametrize("config", [SMALL, TileConfig(32, 32, 4, 1)], ids=["32x16", "32x32"])
+def test_tables(table: str, outside: Any, config: TileConfig) -> None:
     """Tables that cover all, part or none of the relative positions, shared and per head, with an offset and lengths."""
     positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
     for seed, (is_causal, query_offset) in enumerate(((False, 0), (True, 20), (False, -13))):

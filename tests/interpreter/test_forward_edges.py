@@ -14,7 +14,7 @@ from tests.cases import one_hot_case
 from tests.interpreter.launch import check, run
 from triton_relattn import fused_relative_attention
 from triton_relattn.kernels import configs
-from triton_relattn.kernels.configs import ForwardConfig
+from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
@@ -25,7 +25,7 @@ from triton_relattn.testing import (
     make_inputs,
 )
 
-SMALL = ForwardConfig(32, 16, 4, 1)
+SMALL = TileConfig(32, 16, 4, 1)
 
 
 @pytest.mark.parametrize("r", [-9, -1, 0, 2, 11])
@@ -159,7 +159,7 @@ def test_nan_does_not_leak() -> None:
             value=in_memory_order(value, 0, 1, 3, 2),
             rel_key=in_memory_order(table, 0, 1, step=2),
         )
-        for config in (SMALL, ForwardConfig(64, 64, 4, 1)):
+        for config in (SMALL, TileConfig(64, 64, 4, 1)):
             out, lse = run(spoilt, config, key_lengths=lengths, is_causal=is_causal)
             expected, expected_lse = run(inputs, config, key_lengths=lengths, is_causal=is_causal)
             assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
@@ -248,8 +248,8 @@ def test_repeats_bit_for_bit_in_any_order(order: str, monkeypatch: pytest.Monkey
 def test_invalid_configuration() -> None:
     inputs = make_inputs(1, 1, 20, 20, 16, num_rows=39, dtype=torch.float32, seed=6)
     with pytest.raises(ValueError, match=r"block_m must be block_n or twice that.*64 and 16"):
-        run(inputs, ForwardConfig(64, 16, 4, 1))
-    run(inputs._replace(rel_key=None), ForwardConfig(64, 16, 4, 1))
+        run(inputs, TileConfig(64, 16, 4, 1))
+    run(inputs._replace(rel_key=None), TileConfig(64, 16, 4, 1))
 
 
 def test_what_the_interpreter_cannot_do() -> None:

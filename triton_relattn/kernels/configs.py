@@ -14,9 +14,12 @@ import triton
 MAX_BLOCK = 256
 
 
+KERNELS = ("forward", "rows", "columns", "table")
+
+
 @dataclass(frozen=True)
-class ForwardConfig:
-    """Tile of the forward kernel, block_m queries by block_n keys, and the resources of a program."""
+class TileConfig:
+    """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program."""
 
     block_m: int
     block_n: int
@@ -24,7 +27,7 @@ class ForwardConfig:
     num_stages: int
 
     def why_invalid(self, arch: str, has_rel_key: bool) -> str | None:
-        """The rule that forbids this configuration, None if none does. Whether it fits is known after compiling."""
+        """The rule that forbids this configuration for all kernels, None if none does. Whether it fits is known after compiling."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"
@@ -66,26 +69,39 @@ def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
     return rows * row_stride + (tensor.shape[-1] + MAX_BLOCK) * column_stride >= 2**31
 
 
-def select_forward(arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None) -> ForwardConfig:
-    """The configuration for a call; outside is what lies beyond the table (None: there is no table)."""
+def table_splits(device: torch.device, programs: int, units: int) -> int:
+    """How many programs share each block of a table's rows, so that a GPU is busy with as few partial sums as that takes.
+
+    Args:
+        programs: blocks of rows, of all tables.
+        units: what the programs of a block can divide among them: batch entries, times heads if those share the table.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(units, 4 * multiprocessors // programs))
+
+
+def select(kernel: str, arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None) -> TileConfig:
+    """The configuration of one of KERNELS for a call; outside is what lies beyond the table (None: there is no table)."""
     width = max(padded_width(head_dim), padded_width(value_dim))
     if arch == "interpreter":
-        return ForwardConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
+        return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
+    if kernel != "forward":
+        return TileConfig(32, 32, 4, 1)
     if dtype == torch.float32:
         if input_precision(dtype) == "ieee":  # no matrix units: whole rows of the operands lie in registers
-            return ForwardConfig(32, 32, 8, 1) if width <= 64 else ForwardConfig(16, 16, 8, 1)
-        return ForwardConfig(64, 32, 8, 2) if width <= 64 else ForwardConfig(32, 32, 4, 2 if width == 128 else 1)
+            return TileConfig(32, 32, 8, 1) if width <= 64 else TileConfig(16, 16, 8, 1)
+        return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 else 1)
     if arch.startswith("gfx"):
-        return ForwardConfig(64, 32, 4, 2 if width <= 128 else 1)
+        return TileConfig(64, 32, 4, 2 if width <= 128 else 1)
     ampere = arch.startswith(("sm_8", "sm_12"))  # matrix instructions of 16 rows, operands in registers
     if width == 256:
         if arch == "sm_80":
-            return ForwardConfig(64, 64, 8, 2)
-        return ForwardConfig(32, 32, 4, 1) if ampere else ForwardConfig(64, 32, 8, 2)
+            return TileConfig(64, 64, 8, 2)
+        return TileConfig(32, 32, 4, 1) if ampere else TileConfig(64, 32, 8, 2)
     if outside is None:
-        return ForwardConfig(128, 64, 8, 2)
+        return TileConfig(128, 64, 8, 2)
     if ampere:
-        return ForwardConfig(64, 32, 4, 2) if width <= 64 else ForwardConfig(64, 64, 8, 2)
+        return TileConfig(64, 32, 4, 2) if width <= 64 else TileConfig(64, 64, 8, 2)
     if arch == "sm_90" and (width <= 64 or outside == "clamp"):
-        return ForwardConfig(64, 64 if width <= 64 else 32, 4, 2)
-    return ForwardConfig(128, 64, 8, 2)
+        return TileConfig(64, 64 if width <= 64 else 32, 4, 2)
+    return TileConfig(128, 64, 8, 2)

@@ -1,6 +1,6 @@
 """The forward kernel and its launcher: online softmax over key tiles with the relative term from the rotating band."""
 
-import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -9,44 +9,21 @@ import triton.language as tl
 from ..blockwise import new_like
 from ..spec import AttentionSpec
 from . import configs
-from .band import empty_band, far_scores, near_keys, next_tile, table_block
+from .arguments import call_arguments, strided, tile_arguments
+from .band import FUTURE, NEAR, PAST, empty_band, far_scores, near_keys, next_tile, table_block
 from .masking import key_length, last_key, visible
+from .scores import LN_2, softmax_update, tile_scores
 from .tiles import head_matrix, key_order, load_rows, store_rows
-
-LN_2 = tl.constexpr(0.6931471805599453)
-
-# The walk over the keys has three parts. Without a table it has only the last; with one that covers every pair, only NEAR.
-PAST = tl.constexpr(0)
-NEAR = tl.constexpr(1)
-FUTURE = tl.constexpr(2)
-
-
-@triton.jit
-def softmax_update(scores, row_max, row_sum, base_2_scale):
-    """One step of the online softmax of base_2_scale * scores, in base 2: probabilities [M, N], new maximum and sum [M],
-    factor of what came before. The maximum is that of the unscaled scores: the scale is positive."""
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max * base_2_scale)
-    probs = tl.exp2(scores * base_2_scale - shift[:, None])
-    rescale = tl.exp2(row_max * base_2_scale - shift)
-    return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
-
 
 @triton.jit
 def forward_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    rel_key_ptr,
+    queries,
+    keys,
+    values,
+    table,
+    outs,
     key_lengths_ptr,
-    out_ptr,
     lse_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    e_strides,
-    o_strides,
     num_heads,
     seqlen_q,
     seqlen_k,
@@ -78,9 +55,9 @@ def forward_kernel(
     offs_m = row_start + tile_m
     tile_n = key_order(BLOCK_N)
     valid_m = offs_m < seqlen_q
-    keys = head_matrix(key_ptr, k_strides, batch, head, WIDE_INDEX)
-    values = head_matrix(value_ptr, v_strides, batch, head, WIDE_INDEX)
-    queries = head_matrix(query_ptr, q_strides, batch, head, WIDE_INDEX)
+    keys = head_matrix(keys, batch, head, WIDE_INDEX)
+    values = head_matrix(values, batch, head, WIDE_INDEX)
+    queries = head_matrix(queries, batch, head, WIDE_INDEX)
     query = load_rows(queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
 
     num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
@@ -88,7 +65,7 @@ def forward_kernel(
     near_start = 0
     near_stop = 0 if OUTSIDE is None else key_stop
     if OUTSIDE is not None:
-        table = head_matrix(rel_key_ptr, e_strides, batch, head, WIDE_INDEX)
+        table = head_matrix(table, batch, head, WIDE_INDEX)
     if OUTSIDE == "clamp":
         far_past, far_future = far_scores(query, table, first, last, HEAD_DIM, BLOCK_D, INPUT_PRECISION)
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
@@ -124,9 +101,8 @@ def forward_kernel(
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
-            # [M, D] @ [D, N] -> [M, N], on top of the relative scores: their layout then is the matrix units' own.
-            scores = tl.dot(query, tl.trans(key), scores, input_precision=INPUT_PRECISION)
-            seen = visible(offs_m, offs_n, num_keys, query_offset, IS_CAUSAL)
+            scores = tile_scores(query, key, scores, INPUT_PRECISION)
+            seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, base_2_scale)
             value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
@@ -134,8 +110,8 @@ def forward_kernel(
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=INPUT_PRECISION)
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # sees nothing: out = 0, and lse = -inf by row_max
-    out = head_matrix(out_ptr, o_strides, batch, head, WIDE_INDEX)
-    store_rows(out, row_start, tile_m, valid_m, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
+    outs = head_matrix(outs, batch, head, WIDE_INDEX)
+    store_rows(outs, row_start, tile_m, valid_m, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
     lse = lse_ptr + (batch * num_heads + head).to(tl.int64) * seqlen_q
     tl.store(lse + offs_m, row_max * base_2_scale * LN_2 + tl.log(row_sum), mask=valid_m)
 
@@ -147,11 +123,11 @@ def forward(
     rel_key: torch.Tensor | None,
     key_lengths: torch.Tensor | None,
     spec: AttentionSpec,
-    config: configs.ForwardConfig | None = None,
+    config: configs.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, H, Nq, Dv) in the inputs' dtype and memory order, lse (B, H, Nq) float32."""
     batch, heads, seqlen_q, head_dim = query.shape
-    seqlen_k, value_dim = value.shape[2:]
+    value_dim = value.shape[-1]
     out = new_like(query, value_dim)
     lse = query.new_empty(batch, heads, seqlen_q, dtype=torch.float32)
     if out.numel() == 0:
@@ -159,47 +135,22 @@ def forward(
 
     if spec.scale <= 0:  # rare, and exact: the kernel takes positive scales
         query = -query if spec.scale else torch.zeros_like(query)
-    outside = None if rel_key is None else spec.outside(seqlen_q, seqlen_k)
+    table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
+    arguments = call_arguments(query, value, table, replace(spec, scale=abs(spec.scale or 1.0)), (query, key, value, out))
     arch = configs.architecture(query.device)
     if config is None:
-        config = configs.select_forward(arch, query.dtype, head_dim, value_dim, outside)
+        config = configs.select("forward", arch, query.dtype, head_dim, value_dim, arguments["OUTSIDE"])
     elif reason := config.why_invalid(arch, rel_key is not None):
         raise ValueError(f"{config} is not valid on {arch}: {reason}")
-    table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
-    wide_index = any(configs.needs_wide_index(tensor) for tensor in (query, key, value, out))
-    if table is not None:
-        wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
     forward_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
-        query,
-        key,
-        value,
-        table,
+        strided(query),
+        strided(key),
+        strided(value),
+        strided(table),
+        strided(out),
         key_lengths,
-        out,
         lse,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        None if table is None else table.stride(),
-        out.stride(),
-        num_heads=heads,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        base_2_scale=abs(spec.scale or 1.0) / math.log(2),  # in double, so that it is rounded once
-        first=spec.first,
-        last=spec.last,
-        query_offset=spec.query_offset,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=configs.padded_width(head_dim),
-        BLOCK_DV=configs.padded_width(value_dim),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        OUTSIDE=outside,
-        IS_CAUSAL=spec.is_causal,
-        INPUT_PRECISION=configs.input_precision(query.dtype),
-        WIDE_INDEX=wide_index,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **arguments,
+        **tile_arguments(config),
     )
     return out, lse

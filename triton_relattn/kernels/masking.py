@@ -15,10 +15,10 @@ def key_length(key_lengths_ptr, batch, seqlen_k):
 
 @triton.jit
 def visible(offs_m, offs_n, num_keys, query_offset, IS_CAUSAL: tl.constexpr):
-    """[M, N] mask of the keys that each query sees."""
-    exists = (offs_n < num_keys)[None, :]
+    """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N]."""
+    exists = offs_n < num_keys
     if IS_CAUSAL:
-        return exists & (offs_n[None, :] <= (offs_m + query_offset)[:, None])
+        return exists & (offs_n <= offs_m + query_offset)
     else:
         return exists
 
@@ -30,3 +30,12 @@ def last_key(last_query, num_keys, query_offset, IS_CAUSAL: tl.constexpr):
         return tl.maximum(tl.minimum(num_keys, last_query + query_offset + 1), 0)
     else:
         return num_keys
+
+
+@triton.jit
+def first_query(first_key, query_offset, IS_CAUSAL: tl.constexpr):
+    """The first query that sees keys from first_key on."""
+    if IS_CAUSAL:
+        return tl.maximum(first_key - query_offset, 0)
+    else:
+        return 0

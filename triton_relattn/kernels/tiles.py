@@ -11,16 +11,23 @@ def key_order(BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def head_matrix(tensor_ptr, strides, batch, head, WIDE_INDEX: tl.constexpr):
-    """The (length, width) matrix of one batch entry and head of a 4-d tensor.
+def head_matrix(tensor, batch, head, WIDE_INDEX: tl.constexpr):
+    """The (length, width) matrix of one batch entry and head of a 4-d tensor, given as (pointer, strides).
 
     Its start is a 64-bit offset; WIDE_INDEX makes the offsets within it 64-bit too, for matrices of 2**31 elements and more.
     """
-    start = tensor_ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    pointer, strides = tensor
+    start = pointer + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     if WIDE_INDEX:
         return start, tl.cast(strides[2], tl.int64), tl.cast(strides[3], tl.int64)
     else:
         return start, strides[2], strides[3]
+
+
+@triton.jit
+def row_vector(pointer, index, length):
+    """One of the contiguous vectors of float32, each as long as the sequence, that hold a number for every query."""
+    return pointer + tl.cast(index, tl.int64) * length
 
 
 @triton.jit

@@ -1,0 +1,145 @@
+"""Launcher of the backward: of its kernels, those that the wanted gradients need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import triton
+
+from ..blockwise import new_like
+from ..spec import AttentionSpec
+from . import configs
+from .arguments import call_arguments, strided, tile_arguments
+from .bwd_columns import columns_kernel
+from .bwd_rows import rows_kernel
+from .bwd_table import table_ends_kernel, table_kernel
+
+
+def backward(
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    spec: AttentionSpec,
+    wanted: Sequence[bool] = (True, True, True, True),
+    tiles: Mapping[str, configs.TileConfig] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of query, key, value and rel_key, None where not wanted or not there.
+
+    Memory beyond the gradients: a float32 for each query (five with a clamped table), and the table's gradient in float32,
+    once for each of the programs that share its sum (configs.table_splits).
+
+    Args:
+        tiles: configurations by the kernels' names, for those that shall not be the selected ones.
+    """
+    wants_query, wants_key, wants_value, wants_table = wanted
+    d_query = new_like(query, query.shape[-1]) if wants_query else None
+    d_key = new_like(key, key.shape[-1]) if wants_key else None
+    d_value = new_like(value, value.shape[-1]) if wants_value else None
+    d_rel_key = torch.zeros_like(rel_key) if wants_table and rel_key is not None else None
+    batch, heads, seqlen_q, head_dim = query.shape
+    seqlen_k, value_dim = value.shape[2:]
+    if batch * heads * seqlen_q * seqlen_k == 0:
+        return *(None if gradient is None else gradient.zero_() for gradient in (d_query, d_key, d_value)), d_rel_key
+
+    table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
+    d_lse = d_lse.contiguous()
+    arguments = call_arguments(query, value, table, spec, (query, key, value, out, d_out, d_query, d_key, d_value))
+    outside = arguments["OUTSIDE"]
+    arch = configs.architecture(query.device)
+
+    def tile(kernel: str) -> configs.TileConfig:
+        chosen = (tiles or {}).get(kernel)
+        return chosen or configs.select(kernel, arch, query.dtype, head_dim, value_dim, outside)
+
+    delta = far_lse = far_sums = None
+    if outside == "clamp":
+        far_lse, far_sums = (query.new_empty(batch, heads, 2, seqlen_q, dtype=torch.float32) for _ in range(2))
+    if wants_query or wants_key or d_rel_key is not None or outside == "clamp":
+        delta = torch.empty_like(lse)
+        config = tile("rows")
+        rows_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
+            strided(query),
+            strided(key),
+            strided(value),
+            strided(table),
+            strided(out),
+            strided(d_out),
+            strided(d_query),
+            key_lengths,
+            lse,
+            d_lse,
+            delta,
+            far_lse,
+            far_sums,
+            **arguments,
+            **tile_arguments(config),
+        )
+    if wants_key or wants_value:
+        config = tile("columns")
+        columns_kernel[(triton.cdiv(seqlen_k, config.block_n) * batch * heads,)](
+            strided(query),
+            strided(key),
+            strided(value),
+            strided(table),
+            strided(d_out),
+            strided(d_key),
+            strided(d_value),
+            key_lengths,
+            lse,
+            delta,
+            far_lse,
+            **arguments,
+            **tile_arguments(config),
+        )
+    if rel_key is not None and d_rel_key is not None:
+        config = tile("table")
+        per_head = rel_key.dim() == 3
+        table_heads = heads if per_head else 1
+        num_rows = rel_key.shape[-2]
+        inner_rows = num_rows - 2 if outside == "clamp" else num_rows  # the end rows of a clamped table are the other kernel's
+        programs = max(triton.cdiv(inner_rows, config.block_n), 1) * table_heads
+        splits = configs.table_splits(query.device, programs, batch if per_head else batch * heads)
+        partials = query.new_empty(splits, table_heads, num_rows, head_dim, dtype=torch.float32)
+        if inner_rows > 0:
+            table_kernel[(programs * splits,)](
+                strided(query),
+                strided(key),
+                strided(value),
+                strided(table),
+                strided(d_out),
+                strided(partials),
+                key_lengths,
+                lse,
+                delta,
+                num_batches=batch,
+                num_splits=splits,
+                PER_HEAD=per_head,
+                **arguments,
+                **tile_arguments(config),
+            )
+        if outside == "clamp":
+            table_ends_kernel[(splits * table_heads,)](
+                strided(query),
+                strided(partials),
+                far_sums,
+                num_batches=batch,
+                num_heads=heads,
+                num_splits=splits,
+                num_rows=num_rows,
+                seqlen_q=seqlen_q,
+                base_2_scale=arguments["base_2_scale"],
+                HEAD_DIM=head_dim,
+                BLOCK_D=arguments["BLOCK_D"],
+                BLOCK_M=64,
+                PER_HEAD=per_head,
+                WIDE_INDEX=arguments["WIDE_INDEX"],
+            )
+        d_rel_key.copy_((partials[0] if splits == 1 else partials.sum(0)).view_as(rel_key))
+    return d_query, d_key, d_value, d_rel_key

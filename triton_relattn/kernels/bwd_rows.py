@@ -1,0 +1,185 @@
+"""Backward, first kernel: a program owns a block of queries and walks their keys, as the forward does.
+
+It gives d_query and what the other two kernels need of each query: the exact delta and, for a clamped table, sums over the
+keys beyond the table and log-sum-exps to use there.
+"""
+
+import triton
+import triton.language as tl
+
+from .band import FUTURE, NEAR, PAST, empty_band, end_row, far_scores, near_keys, next_tile, previous_block, reached, table_block, table_rows
+from .masking import key_length, last_key, visible
+from .scores import LN_2, LOG2_E, probabilities, tile_scores
+from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
+
+
+@triton.jit
+def rows_kernel(
+    queries,
+    keys,
+    values,
+    table,
+    outs,
+    d_outs,
+    d_queries,
+    key_lengths_ptr,
+    lse_ptr,
+    d_lse_ptr,
+    delta_ptr,
+    far_lse_ptr,
+    far_sums_ptr,
+    num_heads,
+    seqlen_q,
+    seqlen_k,
+    base_2_scale,
+    first,
+    last,
+    query_offset,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    WIDE_INDEX: tl.constexpr,
+):
+    """d_query, delta, far_lse and far_sums of BLOCK_M queries of one head. d_queries may be None, far_* are for "clamp" only.
+
+    delta [B, H, Nq] is ``sum_j P dP - d_lse``. far_lse and far_sums [B, H, 2, Nq] are, past and future: the log-sum-exp less
+    the term that all keys beyond the table have, and the sum of dS over r <= first and over r >= last.
+    Grid: (query blocks * batch * heads,), query blocks fastest.
+    """
+    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    batch = tl.program_id(0) // num_blocks // num_heads
+    if IS_CAUSAL:
+        block = num_blocks - 1 - block  # the longest walks first
+
+    row_start = block * BLOCK_M
+    tile_m = tl.arange(0, BLOCK_M)
+    offs_m = row_start + tile_m
+    tile_n = key_order(BLOCK_N)
+    valid_m = offs_m < seqlen_q
+    keys = head_matrix(keys, batch, head, WIDE_INDEX)
+    values = head_matrix(values, batch, head, WIDE_INDEX)
+    query = load_rows(head_matrix(queries, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
+    d_out = load_rows(head_matrix(d_outs, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
+    out = load_rows(head_matrix(outs, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
+    head_index = batch * num_heads + head
+    d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
+    base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
+    # out was rounded, so this is off by the same amount for all keys of a query; the sum of dS will tell by how much.
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1) - d_lse
+    base_2_scale = tl.cast(base_2_scale, tl.float32)
+
+    last_query = tl.minimum(row_start + BLOCK_M, seqlen_q) - 1
+    num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
+    key_stop = last_key(last_query, num_keys, query_offset, IS_CAUSAL)
+    near_start = 0
+    near_stop = 0 if OUTSIDE is None else key_stop
+    past_lse = base_2_lse
+    future_lse = base_2_lse
+    if OUTSIDE is not None:
+        table = head_matrix(table, batch, head, WIDE_INDEX)
+        # Relative positions that some of the queries have to some key they see; their rows make the gradient of the query.
+        lowest = -last_query - query_offset
+        highest = tl.where(num_keys > 0, num_keys - 1 - row_start - query_offset, lowest - 1)
+        if IS_CAUSAL:
+            highest = tl.minimum(highest, 0)
+        INNER: tl.constexpr = 1 if OUTSIDE == "clamp" else 0  # the end rows of a clamped table come from the far sums
+        near, near_first, near_last = reached(table, first, last, tl.maximum(lowest, first + INNER), tl.minimum(highest, last - INNER))
+    if OUTSIDE == "clamp" or OUTSIDE == "zero":
+        near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
+    if OUTSIDE == "clamp":
+        far_past, far_future = far_scores(query, table, first, last, HEAD_DIM, BLOCK_D, INPUT_PRECISION)
+        past_lse -= far_past * base_2_scale
+        future_lse -= far_future * base_2_scale
+        tl.store(row_vector(far_lse_ptr, 2 * head_index, seqlen_q) + offs_m, past_lse, mask=valid_m)
+        tl.store(row_vector(far_lse_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future_lse, mask=valid_m)
+
+    total = tl.zeros([BLOCK_M], tl.float32)
+    past_d_sum, past_sum, future_d_sum, future_sum = total, total, total, total
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    FIRST_PART: tl.constexpr = FUTURE if OUTSIDE is None else NEAR if OUTSIDE == "none" else PAST
+    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" else FUTURE
+    for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
+        start = 0 if PART == PAST else near_start if PART == NEAR else near_stop
+        stop = tl.minimum(near_start if PART == PAST else near_stop if PART == NEAR else key_stop, key_stop)
+        part_lse = past_lse if PART == PAST else base_2_lse if PART == NEAR else future_lse
+        if PART == NEAR:
+            carried = empty_band(BLOCK_M, BLOCK_N)
+            d_carried = empty_band(BLOCK_M, BLOCK_N, query.dtype)
+            for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
+                relative = start - ago * BLOCK_N - row_start - query_offset
+                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+
+        for key_start in tl.range(start, stop, BLOCK_N):
+            offs_n = key_start + tile_n
+            valid_n = offs_n < num_keys
+            relative = key_start - row_start - query_offset
+            if PART == NEAR:
+                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+            else:
+                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
+            scores = tile_scores(query, key, scores, INPUT_PRECISION)
+            seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
+            probs = probabilities(scores, seen, base_2_scale, part_lse)
+            value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+            # [M, Dv] @ [Dv, N] -> [M, N]
+            d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
+            d_scores = probs * (d_probs - delta[:, None])
+            total += tl.sum(d_scores, axis=1)
+            if OUTSIDE == "clamp":
+                if PART == PAST:
+                    past_d_sum += tl.sum(d_scores, axis=1)
+                    past_sum += tl.sum(probs, axis=1)
+                elif PART == FUTURE:
+                    future_d_sum += tl.sum(d_scores, axis=1)
+                    future_sum += tl.sum(probs, axis=1)
+                else:
+                    r = offs_n[None, :] - (offs_m + query_offset)[:, None]
+                    is_past = r <= first
+                    past_d_sum += tl.sum(tl.where(is_past, d_scores, 0.0), axis=1)
+                    past_sum += tl.sum(tl.where(is_past, probs, 0.0), axis=1)
+                    is_future = r >= tl.maximum(last, first + 1)  # a table of one row counts each key once
+                    future_d_sum += tl.sum(tl.where(is_future, d_scores, 0.0), axis=1)
+                    future_sum += tl.sum(tl.where(is_future, probs, 0.0), axis=1)
+            if d_queries is not None:
+                rounded = d_scores.to(key.dtype)
+                # [M, N] @ [N, D] -> [M, D]
+                acc = tl.dot(rounded, key, acc, input_precision=INPUT_PRECISION)
+                if PART == NEAR:
+                    d_block, d_carried = previous_block(rounded, d_carried, BLOCK_M, BLOCK_N)
+                    # [M, N] @ [N, D] -> [M, D]
+                    rows = table_rows(near, relative - BLOCK_M, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
+                    acc = tl.dot(d_block, rows, acc, input_precision=INPUT_PRECISION)
+
+        if PART == NEAR and d_queries is not None:  # the blocks that wait for tiles which do not come
+            for ahead in tl.static_range(BLOCK_M // BLOCK_N):
+                no_scores = tl.zeros([BLOCK_M, BLOCK_N], query.dtype)
+                d_block, d_carried = previous_block(no_scores, d_carried, BLOCK_M, BLOCK_N)
+                relative = start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N) * BLOCK_N + ahead * BLOCK_N - BLOCK_M
+                relative -= row_start + query_offset
+                rows = table_rows(near, relative, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
+                acc = tl.dot(d_block, rows, acc, input_precision=INPUT_PRECISION)
+
+    correction = total - d_lse  # exact delta less delta
+    tl.store(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, delta + correction, mask=valid_m)
+    if OUTSIDE == "clamp":
+        past, future = past_d_sum - correction * past_sum, future_d_sum - correction * future_sum
+        tl.store(row_vector(far_sums_ptr, 2 * head_index, seqlen_q) + offs_m, past, mask=valid_m)
+        tl.store(row_vector(far_sums_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future, mask=valid_m)
+    if d_queries is not None:
+        if OUTSIDE == "clamp":
+            acc += past_d_sum[:, None] * end_row(table, 0, lowest <= first, HEAD_DIM, BLOCK_D)[None, :]
+            acc += future_d_sum[:, None] * end_row(table, last - first, highest >= last, HEAD_DIM, BLOCK_D)[None, :]
+        d_queries = head_matrix(d_queries, batch, head, WIDE_INDEX)
+        store_rows(d_queries, row_start, tile_m, valid_m, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)
