@@ -24,6 +24,12 @@ NEAR = tl.constexpr(1)
 FUTURE = tl.constexpr(2)
 
 
+@triton.constexpr_function
+def chunk_width(block_m, block_n):
+    """Columns that are rotated together: at most 32, because a second shuffle is needed beyond a warp's lanes."""
+    return block_n if block_m == block_n <= 32 else block_n // 2
+
+
 @triton.jit
 def table_rows(
     table,
@@ -104,76 +110,73 @@ def end_row(table, row, is_reached, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constex
 
 
 @triton.jit
-def split_halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[M, N] -> two [M, W]: the lower and the higher columns."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def join_halves(low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Two [M, W] -> [M, N], the inverse of split_halves."""
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
-def step_back(low, high, before, where):
-    """The halves, each replaced by its predecessor where the mask says so; before is the last half of the tile before."""
-    return tl.where(where, before, low), tl.where(where, low, high)
-
-
-@triton.jit
 def rotate(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BACK: tl.constexpr = False):
-    """[M, N] -> [M, N]: within each half, move row m by m places: ``rotated[m, n] = half[m, (n - m) mod W]``. BACK undoes it."""
-    W: tl.constexpr = BLOCK_N // 2
+    """[M, N] -> [M, N]: within each chunk, move row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
+    W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
     m = tl.arange(0, BLOCK_M)[:, None, None]
     n = tl.arange(0, W)[None, None, :]
     index = (n + m) % W if BACK else (n - m + BLOCK_M) % W
-    halves = tl.reshape(tile, (BLOCK_M, 2, W))
-    return tl.reshape(tl.gather(halves, tl.broadcast_to(index, (BLOCK_M, 2, W)), axis=2), (BLOCK_M, BLOCK_N))
+    chunks = tl.reshape(tile, (BLOCK_M, BLOCK_N // W, W))
+    return tl.reshape(tl.gather(chunks, tl.broadcast_to(index, (BLOCK_M, BLOCK_N // W, W)), axis=2), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
-def empty_band(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr = tl.float32):
-    """What delayed carries, before the first tile."""
-    half = tl.zeros([BLOCK_M, BLOCK_N // 2], dtype)
-    if BLOCK_M == BLOCK_N:
-        return half, half
+def step_back(chunks, before, where):
+    """The chunks of a tile, each replaced by its predecessor where the mask says so; before is the last of the tile before."""
+    if len(chunks) == 1:
+        return (tl.where(where, before, chunks[0]),)
     else:
-        return half, half, half, half
+        return tl.where(where, before, chunks[0]), tl.where(where, chunks[0], chunks[1])
+
+
+@triton.jit
+def empty_band(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What delayed carries, before the first tile."""
+    chunk = tl.zeros([BLOCK_M, chunk_width(BLOCK_M, BLOCK_N)], tl.float32)
+    if BLOCK_M == 2 * BLOCK_N:
+        return chunk, chunk, chunk, chunk
+    else:
+        return chunk, chunk
 
 
 @triton.jit
 def delayed(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.constexpr):
-    """[M, N] -> [M, N], and what to carry to the next tile: each element as it was ``group + wraps`` halves ago.
+    """[M, N] -> [M, N], and what to carry to the next tile: each element as it was ``group + wraps`` chunks ago.
 
-    BACK: as it was ``BLOCK_M / W - group - wraps`` halves ago, so that after one and the other all are equally late, by
-    BLOCK_M // BLOCK_N tiles. ROTATED: the columns are those of the tile, not of the band.
+    BACK: as it was ``BLOCK_M / W - group - wraps`` chunks ago, so that after one and the other all are equally late, by
+    BLOCK_M // BLOCK_N tiles. ROTATED: the columns are those of the tile; else those of the table block.
     All that is carried is made in this turn: a value passed on unchanged would turn off Triton's loop pipelining.
     """
-    W: tl.constexpr = BLOCK_N // 2
+    W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
+    GROUPS: tl.constexpr = BLOCK_M // W
     m = tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, W)[None, :]
-    group = m // W
-    by_half = group % 2 == (0 if BACK else 1)
+    group = GROUPS - 1 - m // W if BACK else m // W
     if BACK:
-        wraps = m % W <= n if ROTATED else m % W + n < W
-        by_tile = group < 2
+        wraps = m % W <= n
+    elif ROTATED:
+        wraps = m % W > n
     else:
-        wraps = m % W > n if ROTATED else m % W + n >= W
-        by_tile = group >= 2
+        wraps = m % W + n >= W
 
-    low, high = split_halves(tile, BLOCK_M, BLOCK_N)
-    if BLOCK_M == BLOCK_N:
-        due_low, due_high = low, high
-    else:  # two of the four groups are one whole tile behind
-        due_low, due_high = tl.where(by_tile, carried[2], low), tl.where(by_tile, carried[3], high)
-    late_low, late_high = step_back(due_low, due_high, carried[0], by_half)
-    latest_low, latest_high = step_back(late_low, late_high, carried[1], wraps)
-    result = join_halves(latest_low, latest_high, BLOCK_M, BLOCK_N)
-    if BLOCK_M == BLOCK_N:
-        return result, (due_high, late_high)
+    if BLOCK_N == W:
+        due = (tile,)
     else:
-        return result, (due_high, late_high, low, high)
+        chunks = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, W)), (0, 2, 1)))
+        if GROUPS == 4:  # half of the groups are one whole tile behind
+            due = tl.where(group >= 2, carried[2], chunks[0]), tl.where(group >= 2, carried[3], chunks[1])
+        else:
+            due = chunks
+    late = step_back(due, carried[0], group % 2 == 1) if GROUPS > 1 else due
+    latest = step_back(late, carried[1], wraps)
+    if BLOCK_N == W:
+        return latest[0], (due[0], late[0])
+    else:
+        result = tl.reshape(tl.permute(tl.join(latest[0], latest[1]), (0, 2, 1)), (BLOCK_M, BLOCK_N))
+        if GROUPS == 4:
+            return result, (due[1], late[1], chunks[0], chunks[1])
+        else:
+            return result, (due[1], late[1])
 
 
 @triton.jit
@@ -182,14 +185,14 @@ def next_tile(block, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
     The scores are right once the BLOCK_M // BLOCK_N blocks before have gone through. BLOCK_M is BLOCK_N or twice that.
     """
-    band, carried = delayed(block, carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=False)
-    return rotate(band, BLOCK_M, BLOCK_N), carried
+    return delayed(rotate(block, BLOCK_M, BLOCK_N), carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=True)
 
 
 @triton.jit
-def previous_block(d_scores, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The way back: gradient [M, N] of the table block BLOCK_M // BLOCK_N tiles ago, complete with this tile's."""
-    return delayed(rotate(d_scores, BLOCK_M, BLOCK_N, BACK=True), carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=False)
+def previous_block(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The way back: the elements of the table block BLOCK_M // BLOCK_N tiles ago, complete with this tile's."""
+    block, carried = delayed(tile, carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=True)
+    return rotate(block, BLOCK_M, BLOCK_N, BACK=True), carried
 
 
 @triton.jit
@@ -204,7 +207,7 @@ def from_tiles(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def band_column(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[M, N]: column of the table block that an element has after rotating back; its key is that many after the first."""
-    W: tl.constexpr = BLOCK_N // 2
+    W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
     m = tl.arange(0, BLOCK_M)[:, None]
     n = key_order(BLOCK_N)[None, :]
     return n // W * W + (n - m + BLOCK_M) % W
@@ -222,3 +225,4 @@ def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK
     start = tl.maximum(last_past + BLOCK_N, 0) // BLOCK_N * BLOCK_N
     stop = (tl.maximum(first_future, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     return start, stop
+

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .band import FUTURE, NEAR, PAST, empty_band, near_keys, next_tile, table_block
+from .band import FUTURE, NEAR, PAST, empty_band, delayed, near_keys, rotate, table_block
 from .masking import first_query, key_length, visible
 from .scores import LN_2, LOG2_E, probabilities, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
@@ -96,7 +96,8 @@ def columns_kernel(
                 for ago in tl.static_range(BLOCK_M // BLOCK_N, -1, -1):
                     behind = relative - ago * BLOCK_N
                     band = table_block(query, table, behind, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                    scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+                    band, carried = delayed(band, carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=False)
+                scores = rotate(band, BLOCK_M, BLOCK_N)
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)

@@ -113,7 +113,7 @@ def rows_kernel(
         part_lse = past_lse if PART == PAST else base_2_lse if PART == NEAR else future_lse
         if PART == NEAR:
             carried = empty_band(BLOCK_M, BLOCK_N)
-            d_carried = empty_band(BLOCK_M, BLOCK_N, query.dtype)
+            d_carried = empty_band(BLOCK_M, BLOCK_N)
             for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
                 relative = start - ago * BLOCK_N - row_start - query_offset
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
@@ -153,23 +153,22 @@ def rows_kernel(
                     future_d_sum += tl.sum(tl.where(is_future, d_scores, 0.0), axis=1)
                     future_sum += tl.sum(tl.where(is_future, probs, 0.0), axis=1)
             if d_queries is not None:
-                rounded = d_scores.to(key.dtype)
                 # [M, N] @ [N, D] -> [M, D]
-                acc = tl.dot(rounded, key, acc, input_precision=INPUT_PRECISION)
+                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=INPUT_PRECISION)
                 if PART == NEAR:
-                    d_block, d_carried = previous_block(rounded, d_carried, BLOCK_M, BLOCK_N)
+                    d_block, d_carried = previous_block(d_scores, d_carried, BLOCK_M, BLOCK_N)
                     # [M, N] @ [N, D] -> [M, D]
                     rows = table_rows(near, relative - BLOCK_M, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
-                    acc = tl.dot(d_block, rows, acc, input_precision=INPUT_PRECISION)
+                    acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
 
         if PART == NEAR and d_queries is not None:  # the blocks that wait for tiles which do not come
             for ahead in tl.static_range(BLOCK_M // BLOCK_N):
-                no_scores = tl.zeros([BLOCK_M, BLOCK_N], query.dtype)
+                no_scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 d_block, d_carried = previous_block(no_scores, d_carried, BLOCK_M, BLOCK_N)
                 relative = start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N) * BLOCK_N + ahead * BLOCK_N - BLOCK_M
                 relative -= row_start + query_offset
                 rows = table_rows(near, relative, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
-                acc = tl.dot(d_block, rows, acc, input_precision=INPUT_PRECISION)
+                acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
 
     correction = total - d_lse  # exact delta less delta
     tl.store(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, delta + correction, mask=valid_m)

@@ -87,26 +87,28 @@ def table_kernel(
             valid_m = offs_m < seqlen_q
             query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
             d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-            scores_of_tiles, d_probs_of_tiles = empty_band(BLOCK_M, BLOCK_N), empty_band(BLOCK_M, BLOCK_N)
+            key_start = row_start + query_offset + relative
+            carried = empty_band(BLOCK_M, BLOCK_N)
             for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
-                key_start = row_start + query_offset + relative + ahead * BLOCK_N
-                offs_n = key_start + tile_n
-                valid_n = (offs_n >= 0) & (offs_n < num_keys)
-                key = load_rows(head_keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
+                valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < num_keys.to(tl.uint32)
+                key = load_rows(head_keys, key_start + ahead * BLOCK_N, tile_n, valid_n, HEAD_DIM, BLOCK_D)
                 scores = tile_scores(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INPUT_PRECISION)
-                scores, scores_of_tiles = from_tiles(scores, scores_of_tiles, BLOCK_M, BLOCK_N)
-                value = load_rows(head_values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
-                # [M, Dv] @ [Dv, N] -> [M, N]
-                d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
-                d_probs, d_probs_of_tiles = from_tiles(d_probs, d_probs_of_tiles, BLOCK_M, BLOCK_N)
+                scores, carried = from_tiles(scores, carried, BLOCK_M, BLOCK_N)
             # [M, D] @ [D, N] -> [M, N]
-            band = tl.dot(query, tl.trans(table_rows), input_precision=INPUT_PRECISION)
-            scores += rotate(band, BLOCK_M, BLOCK_N)
+            scores += rotate(tl.dot(query, tl.trans(table_rows), input_precision=INPUT_PRECISION), BLOCK_M, BLOCK_N)
             offs_n = (offs_m + query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
-            seen = (offs_n >= 0) & visible(offs_m[:, None], offs_n, num_keys, query_offset, IS_CAUSAL)
+            seen = visible(offs_m[:, None], offs_n, num_keys, query_offset, IS_CAUSAL)
             # For a query that does not exist, lse = inf makes the probabilities 0.
             base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)
+
+            carried = empty_band(BLOCK_M, BLOCK_N)
+            for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
+                valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < num_keys.to(tl.uint32)
+                value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+                # [M, Dv] @ [Dv, N] -> [M, N]
+                d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
+                d_probs, carried = from_tiles(d_probs, carried, BLOCK_M, BLOCK_N)
             delta = tl.load(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
             d_scores = (probs * (d_probs - delta[:, None])).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]

@@ -16,7 +16,7 @@ def key_length(key_lengths_ptr, batch, seqlen_k):
 @triton.jit
 def visible(offs_m, offs_n, num_keys, query_offset, IS_CAUSAL: tl.constexpr):
     """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N]."""
-    exists = offs_n < num_keys
+    exists = offs_n.to(tl.uint32) < num_keys.to(tl.uint32)  # negative ones are large
     if IS_CAUSAL:
         return exists & (offs_n <= offs_m + query_offset)
     else:
