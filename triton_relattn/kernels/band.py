@@ -18,10 +18,10 @@ import triton.language as tl
 
 from .tiles import key_order, load_rows
 
-# A walk along keys or queries has three parts. Without a table it has only the last; with one that covers every pair, only NEAR.
-PAST = tl.constexpr(0)
+# The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
+# the second.
+FAR = tl.constexpr(0)
 NEAR = tl.constexpr(1)
-FUTURE = tl.constexpr(2)
 
 
 @triton.constexpr_function
@@ -226,3 +226,20 @@ def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK
     stop = (tl.maximum(first_future, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     return start, stop
 
+
+@triton.jit
+def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
+    """(start, stop) of one part of a walk; the far part is what lies before and behind the near one, pushed together."""
+    if PART == FAR:
+        return start, tl.minimum(near_start, stop) + tl.maximum(stop - near_stop, 0)
+    else:
+        return near_start, tl.minimum(near_stop, stop)
+
+
+@triton.jit
+def walk_position(PART: tl.constexpr, position, near_start, near_stop, OUTSIDE: tl.constexpr):
+    """Where the walk is: in the far part the near one is stepped over."""
+    if PART == FAR and OUTSIDE is not None:
+        return tl.where(position < near_start, position, position + near_stop - near_start)
+    else:
+        return position

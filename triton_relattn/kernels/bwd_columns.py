@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .band import FUTURE, NEAR, PAST, empty_band, delayed, near_keys, rotate, table_block
+from .band import FAR, NEAR, delayed, empty_band, near_keys, part_range, rotate, table_block, walk_position
 from .masking import first_query, key_length, visible
 from .scores import LN_2, LOG2_E, probabilities, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
@@ -64,6 +64,7 @@ def columns_kernel(
     if d_values is not None:
         d_value = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     head_index = batch * num_heads + head
+    lse = row_vector(lse_ptr, head_index, seqlen_q)
     base_2_scale = tl.cast(base_2_scale, tl.float32)
 
     # Along the queries the relative position falls: keys in the future of the table come first.
@@ -77,16 +78,12 @@ def columns_kernel(
         # As seen from the keys: i - j has the sign and the limits turned round.
         near_start, near_stop = near_keys(key_start, -last, -first, -query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
 
-    FIRST_PART: tl.constexpr = PAST if OUTSIDE is None else NEAR if OUTSIDE == "none" else FUTURE
-    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" else PAST
-    for PART in tl.static_range(FIRST_PART, LAST_PART - 1, -1):
-        start = tl.maximum(row_first, 0 if PART == FUTURE else near_start if PART == NEAR else near_stop)
-        stop = tl.minimum(near_start if PART == FUTURE else near_stop if PART == NEAR else row_stop, row_stop)
-        if PART == NEAR or OUTSIDE != "clamp":
-            lse = row_vector(lse_ptr, head_index, seqlen_q)
-        else:
-            lse = row_vector(far_lse_ptr, 2 * head_index + (0 if PART == PAST else 1), seqlen_q)
-        for row_start in tl.range(start, stop, BLOCK_M):
+    near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
+
+    for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
+        start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
+        for position in tl.range(start, stop, BLOCK_M):
+            row_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_m = row_start + tile_m
             valid_m = offs_m < seqlen_q
             query = load_rows(queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
@@ -102,9 +99,12 @@ def columns_kernel(
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
-            base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=float("inf"))  # no such query: probability 0
-            if PART == NEAR or OUTSIDE != "clamp":
-                base_2_lse *= LOG2_E
+            # For a query that does not exist, lse = inf makes the probabilities 0.
+            if PART == FAR and OUTSIDE == "clamp":
+                far_lse = row_vector(far_lse_ptr, 2 * head_index + tl.where(row_start < near_start, 1, 0), seqlen_q)
+                base_2_lse = tl.load(far_lse + offs_m, mask=valid_m, other=float("inf"))
+            else:
+                base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)
             d_out = load_rows(d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
             if d_values is not None:

@@ -7,7 +7,7 @@ keys beyond the table and log-sum-exps to use there.
 import triton
 import triton.language as tl
 
-from .band import FUTURE, NEAR, PAST, empty_band, end_row, far_scores, near_keys, next_tile, previous_block, reached, table_block, table_rows
+from .band import FAR, NEAR, empty_band, end_row, far_scores, near_keys, next_tile, part_range, previous_block, reached, table_block, table_rows, walk_position
 from .masking import key_length, last_key, visible
 from .scores import LN_2, LOG2_E, probabilities, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
@@ -105,12 +105,8 @@ def rows_kernel(
     past_d_sum, past_sum, future_d_sum, future_sum = total, total, total, total
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    FIRST_PART: tl.constexpr = FUTURE if OUTSIDE is None else NEAR if OUTSIDE == "none" else PAST
-    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" else FUTURE
-    for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
-        start = 0 if PART == PAST else near_start if PART == NEAR else near_stop
-        stop = tl.minimum(near_start if PART == PAST else near_stop if PART == NEAR else key_stop, key_stop)
-        part_lse = past_lse if PART == PAST else base_2_lse if PART == NEAR else future_lse
+    for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
+        start, stop = part_range(PART, 0, key_stop, near_start, near_stop)
         if PART == NEAR:
             carried = empty_band(BLOCK_M, BLOCK_N)
             d_carried = empty_band(BLOCK_M, BLOCK_N)
@@ -119,15 +115,18 @@ def rows_kernel(
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
 
-        for key_start in tl.range(start, stop, BLOCK_N):
+        for position in tl.range(start, stop, BLOCK_N):
+            key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
             valid_n = offs_n < num_keys
             relative = key_start - row_start - query_offset
             if PART == NEAR:
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+                part_lse = base_2_lse
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                part_lse = tl.where(key_start < near_start, past_lse, future_lse)
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
@@ -138,12 +137,12 @@ def rows_kernel(
             d_scores = probs * (d_probs - delta[:, None])
             total += tl.sum(d_scores, axis=1)
             if OUTSIDE == "clamp":
-                if PART == PAST:
-                    past_d_sum += tl.sum(d_scores, axis=1)
-                    past_sum += tl.sum(probs, axis=1)
-                elif PART == FUTURE:
-                    future_d_sum += tl.sum(d_scores, axis=1)
-                    future_sum += tl.sum(probs, axis=1)
+                if PART == FAR:
+                    d_sum, sum = tl.sum(d_scores, axis=1), tl.sum(probs, axis=1)
+                    past_d_sum += tl.where(key_start < near_start, d_sum, 0.0)
+                    past_sum += tl.where(key_start < near_start, sum, 0.0)
+                    future_d_sum += tl.where(key_start < near_start, 0.0, d_sum)
+                    future_sum += tl.where(key_start < near_start, 0.0, sum)
                 else:
                     r = offs_n[None, :] - (offs_m + query_offset)[:, None]
                     is_past = r <= first

@@ -10,7 +10,7 @@ from ..blockwise import new_like
 from ..spec import AttentionSpec
 from . import configs
 from .arguments import call_arguments, strided, tile_arguments
-from .band import FUTURE, NEAR, PAST, empty_band, far_scores, near_keys, next_tile, table_block
+from .band import FAR, NEAR, empty_band, far_scores, near_keys, next_tile, part_range, table_block, walk_position
 from .masking import key_length, last_key, visible
 from .scores import LN_2, softmax_update, tile_scores
 from .tiles import head_matrix, key_order, load_rows, store_rows
@@ -76,11 +76,8 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     base_2_scale = tl.cast(base_2_scale, tl.float32)
 
-    FIRST_PART: tl.constexpr = FUTURE if OUTSIDE is None else NEAR if OUTSIDE == "none" else PAST
-    LAST_PART: tl.constexpr = NEAR if OUTSIDE == "none" else FUTURE
-    for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
-        start = 0 if PART == PAST else near_start if PART == NEAR else near_stop
-        stop = tl.minimum(near_start if PART == PAST else near_stop if PART == NEAR else key_stop, key_stop)
+    for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
+        start, stop = part_range(PART, 0, key_stop, near_start, near_stop)
         if PART == NEAR:
             carried = empty_band(BLOCK_M, BLOCK_N)
             for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
@@ -88,7 +85,8 @@ def forward_kernel(
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
 
-        for key_start in tl.range(start, stop, BLOCK_N):
+        for position in tl.range(start, stop, BLOCK_N):
+            key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
             valid_n = offs_n < num_keys
             if PART == NEAR:
@@ -96,8 +94,8 @@ def forward_kernel(
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
             elif OUTSIDE == "clamp":
-                far = far_past if PART == PAST else far_future
-                scores = tl.broadcast_to(far[:, None], [BLOCK_M, BLOCK_N])
+                far = tl.where(key_start < near_start, far_past, far_future)
+                scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
