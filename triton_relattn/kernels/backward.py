@@ -56,7 +56,7 @@ def backward(
 
     def tile(kernel: str) -> configs.TileConfig:
         chosen = (tiles or {}).get(kernel)
-        return chosen or configs.select(kernel, arch, query.dtype, head_dim, value_dim, outside)
+        return chosen or configs.select(kernel, arch, query.dtype, head_dim, value_dim, outside, spec.is_causal)
 
     delta = far_lse = far_sums = None
     if outside == "clamp":

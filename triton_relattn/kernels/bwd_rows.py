@@ -146,8 +146,9 @@ def rows_kernel(
                 else:
                     r = offs_n[None, :] - (offs_m + query_offset)[:, None]
                     is_past = r <= first
-                    past_d_sum += tl.sum(tl.where(is_past, d_scores, 0.0), axis=1)
-                    past_sum += tl.sum(tl.where(is_past, probs, 0.0), axis=1)
+                    far_probs = tl.where(is_past, probs, 0.0)
+                    past_sum += tl.sum(far_probs, axis=1)
+                    past_d_sum += tl.sum(far_probs * (d_probs - delta[:, None]), axis=1)
                     is_future = r >= tl.maximum(last, first + 1)  # a table of one row counts each key once
                     future_d_sum += tl.sum(tl.where(is_future, d_scores, 0.0), axis=1)
                     future_sum += tl.sum(tl.where(is_future, probs, 0.0), axis=1)
@@ -169,6 +170,7 @@ def rows_kernel(
                 rows = table_rows(near, relative, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
                 acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
 
+    d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
     correction = total - d_lse  # exact delta less delta
     tl.store(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, delta + correction, mask=valid_m)
     if OUTSIDE == "clamp":

@@ -88,12 +88,16 @@ def table_kernel(
             query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
             d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
             key_start = row_start + query_offset + relative
-            carried = empty_band(BLOCK_M, BLOCK_N)
+            scores_carried, d_probs_carried = empty_band(BLOCK_M, BLOCK_N), empty_band(BLOCK_M, BLOCK_N)
             for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
                 valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < num_keys.to(tl.uint32)
                 key = load_rows(head_keys, key_start + ahead * BLOCK_N, tile_n, valid_n, HEAD_DIM, BLOCK_D)
                 scores = tile_scores(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INPUT_PRECISION)
-                scores, carried = from_tiles(scores, carried, BLOCK_M, BLOCK_N)
+                scores, scores_carried = from_tiles(scores, scores_carried, BLOCK_M, BLOCK_N)
+                value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+                # [M, Dv] @ [Dv, N] -> [M, N]
+                d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
+                d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, BLOCK_M, BLOCK_N)
             # [M, D] @ [D, N] -> [M, N]
             scores += rotate(tl.dot(query, tl.trans(table_rows), input_precision=INPUT_PRECISION), BLOCK_M, BLOCK_N)
             offs_n = (offs_m + query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
@@ -102,13 +106,6 @@ def table_kernel(
             base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)
 
-            carried = empty_band(BLOCK_M, BLOCK_N)
-            for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
-                valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < num_keys.to(tl.uint32)
-                value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
-                # [M, Dv] @ [Dv, N] -> [M, N]
-                d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
-                d_probs, carried = from_tiles(d_probs, carried, BLOCK_M, BLOCK_N)
             delta = tl.load(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
             d_scores = (probs * (d_probs - delta[:, None])).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]

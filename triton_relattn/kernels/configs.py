@@ -80,20 +80,49 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
     return max(1, min(units, 4 * multiprocessors // programs))
 
 
-def select(kernel: str, arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None) -> TileConfig:
+def select(
+    kernel: str, arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None, is_causal: bool
+) -> TileConfig:
     """The configuration of one of KERNELS for a call; outside is what lies beyond the table (None: there is no table)."""
     width = max(padded_width(head_dim), padded_width(value_dim))
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
-    if kernel != "forward":
-        return TileConfig(32, 32, 4, 1)
     if dtype == torch.float32:
-        if input_precision(dtype) == "ieee":  # no matrix units: whole rows of the operands lie in registers
-            return TileConfig(32, 32, 8, 1) if width <= 64 else TileConfig(16, 16, 8, 1)
-        return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 else 1)
+        return _select_float32(kernel, width)
     if arch.startswith("gfx"):
-        return TileConfig(64, 32, 4, 2 if width <= 128 else 1)
+        stages = 2 if width <= 128 else 1
+        return TileConfig(64, 32, 4, stages) if kernel == "forward" else TileConfig(32, 32, 4, stages)
     ampere = arch.startswith(("sm_8", "sm_12"))  # matrix instructions of 16 rows, operands in registers
+    if kernel == "forward":
+        return _select_forward(arch, ampere, width, outside)
+    if width == 256:
+        return TileConfig(32, 32, 8, 1 if ampere and arch != "sm_80" else 2)
+    if kernel == "table":
+        return TileConfig(32, 32, 4 if width <= 64 else 8, 2)
+    if kernel == "columns":
+        if outside is None:
+            if ampere:
+                return TileConfig(32, 32, 2 if width <= 64 else 4, 2)
+            return TileConfig(64, 64 if width <= 64 else 32, 4, 2)
+        if ampere or width == 128:
+            return TileConfig(32, 32, 2 if width <= 64 else 4, 2)
+        return TileConfig(64, 64, 4, 2)
+    if outside is None:
+        return TileConfig(64, 64, 4, 2) if ampere and width == 128 else TileConfig(128, 64, 8, 2)
+    if width == 128:
+        return TileConfig(32, 32, 4, 1)
+    return TileConfig(64, 32, 4, 2)
+
+
+def _select_float32(kernel: str, width: int) -> TileConfig:
+    if input_precision(torch.float32) == "ieee":  # no matrix units: whole rows of the operands lie in registers
+        return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8 if kernel=="forward" else 4, 1)
+    if kernel != "forward":
+        return TileConfig(32, 32, 4 if width <= 64 else 8, 1)
+    return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 else 1)
+
+
+def _select_forward(arch: str, ampere: bool, width: int, outside: str | None) -> TileConfig:
     if width == 256:
         if arch == "sm_80":
             return TileConfig(64, 64, 8, 2)

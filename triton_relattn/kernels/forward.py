@@ -137,7 +137,7 @@ def forward(
     arguments = call_arguments(query, value, table, replace(spec, scale=abs(spec.scale or 1.0)), (query, key, value, out))
     arch = configs.architecture(query.device)
     if config is None:
-        config = configs.select("forward", arch, query.dtype, head_dim, value_dim, arguments["OUTSIDE"])
+        config = configs.select("forward", arch, query.dtype, head_dim, value_dim, arguments["OUTSIDE"], spec.is_causal)
     elif reason := config.why_invalid(arch, rel_key is not None):
         raise ValueError(f"{config} is not valid on {arch}: {reason}")
     forward_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
