@@ -11,6 +11,7 @@ from ..blockwise import new_like
 from ..spec import AttentionSpec
 from . import configs
 from .arguments import call_arguments, strided, tile_arguments
+from .band import clamp_margin
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
 from .bwd_table import table_ends_kernel, table_kernel
@@ -42,7 +43,7 @@ def backward(
     d_query = new_like(query, query.shape[-1]) if wants_query else None
     d_key = new_like(key, key.shape[-1]) if wants_key else None
     d_value = new_like(value, value.shape[-1]) if wants_value else None
-    d_rel_key = torch.zeros_like(rel_key) if wants_table and rel_key is not None else None
+    d_rel_key = torch.zeros(rel_key.shape, dtype=rel_key.dtype, device=rel_key.device) if wants_table and rel_key is not None else None
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k, value_dim = value.shape[2:]
     if batch * heads * seqlen_q * seqlen_k == 0:
@@ -99,31 +100,34 @@ def backward(
             **tile_arguments(config),
         )
     if rel_key is not None and d_rel_key is not None:
-        config = tile("table")
+        config, rows_config = tile("table"), tile("rows")
         per_head = rel_key.dim() == 3
         table_heads = heads if per_head else 1
         num_rows = rel_key.shape[-2]
-        inner_rows = num_rows - 2 if outside == "clamp" else num_rows  # the end rows of a clamped table are the other kernel's
-        programs = max(triton.cdiv(inner_rows, config.block_n), 1) * table_heads
+        # Keys beyond a clamped table: near ones row by row (the margins), far ones in one row at either end.
+        margin = clamp_margin(rows_config.block_m, rows_config.block_n) if outside == "clamp" else 0
+        padding = margin + 1 if outside == "clamp" else 0
+        programs = triton.cdiv(num_rows + 2 * margin, config.block_n) * table_heads
         splits = configs.table_splits(query.device, programs, batch if per_head else batch * heads)
-        partials = query.new_empty(splits, table_heads, num_rows, head_dim, dtype=torch.float32)
-        if inner_rows > 0:
-            table_kernel[(programs * splits,)](
-                strided(query),
-                strided(key),
-                strided(value),
-                strided(table),
-                strided(d_out),
-                strided(partials),
-                key_lengths,
-                lse,
-                delta,
-                num_batches=batch,
-                num_splits=splits,
-                PER_HEAD=per_head,
-                **arguments,
-                **tile_arguments(config),
-            )
+        partials = query.new_empty(splits, table_heads, num_rows + 2 * padding, head_dim, dtype=torch.float32)
+        table_kernel[(programs * splits,)](
+            strided(query),
+            strided(key),
+            strided(value),
+            strided(table),
+            strided(d_out),
+            strided(partials),
+            key_lengths,
+            lse,
+            delta,
+            num_batches=batch,
+            num_splits=splits,
+            PER_HEAD=per_head,
+            ROWS_BLOCK_M=rows_config.block_m,
+            ROWS_BLOCK_N=rows_config.block_n,
+            **arguments,
+            **tile_arguments(config),
+        )
         if outside == "clamp":
             table_ends_kernel[(splits * table_heads,)](
                 strided(query),
@@ -132,7 +136,7 @@ def backward(
                 num_batches=batch,
                 num_heads=heads,
                 num_splits=splits,
-                num_rows=num_rows,
+                num_rows=partials.shape[-2],
                 seqlen_q=seqlen_q,
                 base_2_scale=arguments["base_2_scale"],
                 HEAD_DIM=head_dim,
@@ -141,5 +145,10 @@ def backward(
                 PER_HEAD=per_head,
                 WIDE_INDEX=arguments["WIDE_INDEX"],
             )
-        d_rel_key.copy_((partials[0] if splits == 1 else partials.sum(0)).view_as(rel_key))
+        summed = partials[0] if splits == 1 else partials.sum(0)
+        inner = summed[:, padding : padding + num_rows]
+        if padding:
+            inner[:, 0] += summed[:, :padding].sum(1)
+            inner[:, -1] += summed[:, padding + num_rows :].sum(1)
+        d_rel_key.copy_(inner if per_head else inner[0])
     return d_query, d_key, d_value, d_rel_key

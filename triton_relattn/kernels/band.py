@@ -47,7 +47,7 @@ def table_rows(
     if OUTSIDE == "clamp":
         rows = tl.minimum(tl.maximum(start + rows, 0), last - first)
         start = 0
-        exists = tl.full([BLOCK_N], 1, tl.int1)
+        exists = rows >= 0  # none if last is before first
     else:
         exists = (start + rows).to(tl.uint32) <= tl.cast(last - first, tl.uint32)  # negative rows are large
     return load_rows(table, start, rows, exists, WIDTH, BLOCK_WIDTH)
@@ -86,19 +86,22 @@ def far_scores(query, table, first, last, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.c
 
 
 @triton.jit
-def reached(table, first, last, lowest, highest):
-    """The part of a table, as (matrix, first, last), whose rows stand for relative positions from lowest to highest.
+def reached_rows(table, first, last, lowest, highest, OUTSIDE: tl.constexpr):
+    """The part of a table, as (matrix, first, last), that pairs at relative positions from lowest to highest use.
 
-    A gradient times a table row that no pair has would be 0, or NaN if the row is.
+    A gradient times a table row that no pair uses is 0, but NaN if the row is.
     """
-    new_first = tl.maximum(first, lowest)
-    new_last = tl.minimum(last, highest)
-    start = table[0] + tl.cast(new_first - first, tl.int64) * table[1]
-    # Of an empty part no row is loaded: its first lies beyond all positions.
-    is_empty = new_last < new_first
-    new_first = tl.where(is_empty, 2**30, new_first)
-    new_last = tl.where(is_empty, 2**30, new_last)
-    return (start, table[1], table[2]), new_first, new_last
+    if OUTSIDE == "clamp":
+        new_first = tl.minimum(tl.maximum(first, lowest), last)
+        new_last = tl.where(lowest <= highest, tl.maximum(tl.minimum(last, highest), first), new_first - 1)
+        start = new_first
+    else:
+        start = tl.maximum(first, lowest)
+        new_last = tl.minimum(last, highest)
+        # Of an empty part no row exists: it lies beyond all positions.
+        new_first = tl.where(start <= new_last, start, 2**30)
+        new_last = tl.where(start <= new_last, new_last, 2**30)
+    return (table[0] + tl.cast(start - first, tl.int64) * table[1], table[1], table[2]), new_first, new_last
 
 
 @triton.jit
@@ -225,6 +228,12 @@ def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK
     start = tl.maximum(last_past + BLOCK_N, 0) // BLOCK_N * BLOCK_N
     stop = (tl.maximum(first_future, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     return start, stop
+
+
+@triton.constexpr_function
+def clamp_margin(block_m, block_n):
+    """How many relative positions beyond the table the near tiles can reach, and some more."""
+    return block_m + block_n
 
 
 @triton.jit

@@ -65,6 +65,8 @@ def columns_kernel(
         d_value = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     head_index = batch * num_heads + head
     lse = row_vector(lse_ptr, head_index, seqlen_q)
+    if OUTSIDE == "clamp":
+        far_lse = row_vector(far_lse_ptr, 2 * head_index, seqlen_q)
     base_2_scale = tl.cast(base_2_scale, tl.float32)
 
     # Along the queries the relative position falls: keys in the future of the table come first.
@@ -101,8 +103,8 @@ def columns_kernel(
             seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
             # For a query that does not exist, lse = inf makes the probabilities 0.
             if PART == FAR and OUTSIDE == "clamp":
-                far_lse = row_vector(far_lse_ptr, 2 * head_index + tl.where(row_start < near_start, 1, 0), seqlen_q)
-                base_2_lse = tl.load(far_lse + offs_m, mask=valid_m, other=float("inf"))
+                future = tl.where(row_start < near_start, seqlen_q, 0)
+                base_2_lse = tl.load(far_lse + future + offs_m, mask=valid_m, other=float("inf"))
             else:
                 base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)

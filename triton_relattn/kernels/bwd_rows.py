@@ -7,7 +7,7 @@ keys beyond the table and log-sum-exps to use there.
 import triton
 import triton.language as tl
 
-from .band import FAR, NEAR, empty_band, end_row, far_scores, near_keys, next_tile, part_range, previous_block, reached, table_block, table_rows, walk_position
+from .band import FAR, NEAR, empty_band, end_row, far_scores, near_keys, next_tile, part_range, previous_block, reached_rows, table_block, table_rows, walk_position
 from .masking import key_length, last_key, visible
 from .scores import LN_2, LOG2_E, probabilities, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
@@ -90,8 +90,7 @@ def rows_kernel(
         highest = tl.where(num_keys > 0, num_keys - 1 - row_start - query_offset, lowest - 1)
         if IS_CAUSAL:
             highest = tl.minimum(highest, 0)
-        INNER: tl.constexpr = 1 if OUTSIDE == "clamp" else 0  # the end rows of a clamped table come from the far sums
-        near, near_first, near_last = reached(table, first, last, tl.maximum(lowest, first + INNER), tl.minimum(highest, last - INNER))
+        reached, reached_first, reached_last = reached_rows(table, first, last, lowest, highest, OUTSIDE)
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
         near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
     if OUTSIDE == "clamp":
@@ -102,7 +101,7 @@ def rows_kernel(
         tl.store(row_vector(far_lse_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future_lse, mask=valid_m)
 
     total = tl.zeros([BLOCK_M], tl.float32)
-    past_d_sum, past_sum, future_d_sum, future_sum = total, total, total, total
+    past, past_sum, future, future_sum = total, total, total, total
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
@@ -135,51 +134,44 @@ def rows_kernel(
             # [M, Dv] @ [Dv, N] -> [M, N]
             d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
             d_scores = probs * (d_probs - delta[:, None])
-            total += tl.sum(d_scores, axis=1)
-            if OUTSIDE == "clamp":
-                if PART == FAR:
-                    d_sum, sum = tl.sum(d_scores, axis=1), tl.sum(probs, axis=1)
-                    past_d_sum += tl.where(key_start < near_start, d_sum, 0.0)
-                    past_sum += tl.where(key_start < near_start, sum, 0.0)
-                    future_d_sum += tl.where(key_start < near_start, 0.0, d_sum)
-                    future_sum += tl.where(key_start < near_start, 0.0, sum)
-                else:
-                    r = offs_n[None, :] - (offs_m + query_offset)[:, None]
-                    is_past = r <= first
-                    far_probs = tl.where(is_past, probs, 0.0)
-                    past_sum += tl.sum(far_probs, axis=1)
-                    past_d_sum += tl.sum(far_probs * (d_probs - delta[:, None]), axis=1)
-                    is_future = r >= tl.maximum(last, first + 1)  # a table of one row counts each key once
-                    future_d_sum += tl.sum(tl.where(is_future, d_scores, 0.0), axis=1)
-                    future_sum += tl.sum(tl.where(is_future, probs, 0.0), axis=1)
+            d_sum = tl.sum(d_scores, axis=1)
+            total += d_sum
+            if PART == FAR and OUTSIDE == "clamp":
+                sum = tl.sum(probs, axis=1)
+                past += tl.where(key_start < near_start, d_sum, 0.0)
+                past_sum += tl.where(key_start < near_start, sum, 0.0)
+                future += tl.where(key_start < near_start, 0.0, d_sum)
+                future_sum += tl.where(key_start < near_start, 0.0, sum)
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=INPUT_PRECISION)
                 if PART == NEAR:
                     d_block, d_carried = previous_block(d_scores, d_carried, BLOCK_M, BLOCK_N)
+                    behind = relative - BLOCK_M
                     # [M, N] @ [N, D] -> [M, D]
-                    rows = table_rows(near, relative - BLOCK_M, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
+                    rows = table_rows(reached, behind, reached_first, reached_last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
                     acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
 
         if PART == NEAR and d_queries is not None:  # the blocks that wait for tiles which do not come
             for ahead in tl.static_range(BLOCK_M // BLOCK_N):
                 no_scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 d_block, d_carried = previous_block(no_scores, d_carried, BLOCK_M, BLOCK_N)
-                relative = start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N) * BLOCK_N + ahead * BLOCK_N - BLOCK_M
-                relative -= row_start + query_offset
-                rows = table_rows(near, relative, near_first, near_last, HEAD_DIM, BLOCK_D, BLOCK_N, "zero")
+                behind = start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N) * BLOCK_N + ahead * BLOCK_N - BLOCK_M
+                behind -= row_start + query_offset
+                rows = table_rows(reached, behind, reached_first, reached_last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
                 acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
 
     d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
     correction = total - d_lse  # exact delta less delta
     tl.store(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, delta + correction, mask=valid_m)
     if OUTSIDE == "clamp":
-        past, future = past_d_sum - correction * past_sum, future_d_sum - correction * future_sum
+        past -= correction * past_sum
+        future -= correction * future_sum
         tl.store(row_vector(far_sums_ptr, 2 * head_index, seqlen_q) + offs_m, past, mask=valid_m)
         tl.store(row_vector(far_sums_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future, mask=valid_m)
     if d_queries is not None:
         if OUTSIDE == "clamp":
-            acc += past_d_sum[:, None] * end_row(table, 0, lowest <= first, HEAD_DIM, BLOCK_D)[None, :]
-            acc += future_d_sum[:, None] * end_row(table, last - first, highest >= last, HEAD_DIM, BLOCK_D)[None, :]
+            acc += past[:, None] * end_row(table, 0, lowest <= first, HEAD_DIM, BLOCK_D)[None, :]
+            acc += future[:, None] * end_row(table, last - first, highest >= last, HEAD_DIM, BLOCK_D)[None, :]
         d_queries = head_matrix(d_queries, batch, head, WIDE_INDEX)
         store_rows(d_queries, row_start, tile_m, valid_m, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)

@@ -7,7 +7,7 @@ blocks of rows than a GPU can work on, several programs share one, each with a p
 import triton
 import triton.language as tl
 
-from .band import band_column, empty_band, from_tiles, rotate
+from .band import band_column, clamp_margin, empty_band, from_tiles, near_keys, rotate, table_rows
 from .masking import key_length, visible
 from .scores import LN_2, LOG2_E, probabilities, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
@@ -42,27 +42,30 @@ def table_kernel(
     OUTSIDE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     PER_HEAD: tl.constexpr,
+    ROWS_BLOCK_M: tl.constexpr,
+    ROWS_BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """Partial sums d_tables [splits, heads or 1, R, D] of BLOCK_N table rows; a clamped table's end rows are not touched.
+    """Partial sums d_tables [splits, heads or 1, R, D] of BLOCK_N table rows.
+
+    Beyond a clamped table there are keys that rows_kernel, with tiles of ROWS_BLOCK_M and ROWS_BLOCK_N, does not count as far.
+    They are summed by distance in rows of their own: d_tables has clamp_margin more rows on either side, and then one more
+    for table_ends_kernel.
 
     Grid: (row blocks * splits * table heads,), row blocks fastest. A program takes every splits-th batch entry; with a table
     that the heads share (PER_HEAD is false), every splits-th pair of batch entry and head.
     """
-    INNER: tl.constexpr = 1 if OUTSIDE == "clamp" else 0
-    num_blocks = tl.cdiv(last - first + 1 - 2 * INNER, BLOCK_N)
+    MARGIN: tl.constexpr = clamp_margin(ROWS_BLOCK_M, ROWS_BLOCK_N) if OUTSIDE == "clamp" else 0
+    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, BLOCK_N)
     block = tl.program_id(0) % num_blocks
     split = tl.program_id(0) // num_blocks % num_splits
     table_head = tl.program_id(0) // num_blocks // num_splits
 
     tile_m = tl.arange(0, BLOCK_M)
     tile_n = key_order(BLOCK_N)
-    row = INNER + block * BLOCK_N
-    relative = first + row
-    exists = row + tile_n <= last - first - INNER
-    table = head_matrix(table, 0, table_head, WIDE_INDEX)
-    table_rows = load_rows(table, row, tile_n, exists, HEAD_DIM, BLOCK_D)
+    relative = first - MARGIN + block * BLOCK_N
+    rows = table_rows(head_matrix(table, 0, table_head, WIDE_INDEX), relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     base_2_scale = tl.cast(base_2_scale, tl.float32)
 
@@ -99,9 +102,13 @@ def table_kernel(
                 d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
                 d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, BLOCK_M, BLOCK_N)
             # [M, D] @ [D, N] -> [M, N]
-            scores += rotate(tl.dot(query, tl.trans(table_rows), input_precision=INPUT_PRECISION), BLOCK_M, BLOCK_N)
+            scores += rotate(tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION), BLOCK_M, BLOCK_N)
             offs_n = (offs_m + query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
             seen = visible(offs_m[:, None], offs_n, num_keys, query_offset, IS_CAUSAL)
+            if OUTSIDE == "clamp":
+                rows_start = offs_m // ROWS_BLOCK_M * ROWS_BLOCK_M
+                near_start, near_stop = near_keys(rows_start, first, last, query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE)
+                seen = seen & (offs_n >= near_start[:, None]) & (offs_n < near_stop[:, None])
             # For a query that does not exist, lse = inf makes the probabilities 0.
             base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)
@@ -113,7 +120,9 @@ def table_kernel(
             acc = tl.dot(tl.trans(d_band), query, acc, input_precision=INPUT_PRECISION)
 
     d_table = head_matrix(d_tables, split, table_head, WIDE_INDEX)
-    store_rows(d_table, row, tile_n, exists, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)
+    row = block * BLOCK_N
+    exists = row + tile_n <= last - first + 2 * MARGIN
+    store_rows(d_table, row + 1 if OUTSIDE == "clamp" else row, tile_n, exists, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -133,7 +142,7 @@ def table_ends_kernel(
     PER_HEAD: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """The first and the last row of d_tables for a clamped table, from far_sums [B, H, 2, Nq] of rows_kernel.
+    """The first and the last row of d_tables for a clamped table: the far keys, from far_sums [B, H, 2, Nq] of rows_kernel.
 
     Grid: (splits * table heads,), divided as in table_kernel.
     """
@@ -157,11 +166,7 @@ def table_ends_kernel(
             future += tl.sum(query * future_sum[:, None], axis=0)
 
     scale = tl.cast(base_2_scale, tl.float32) * LN_2
-    d_table = head_matrix(d_tables, split, table_head, WIDE_INDEX)
     columns = tl.arange(0, BLOCK_D)
-    if num_rows == 1:
-        past += future
-    else:
-        last_row = d_table[0] + tl.cast(num_rows - 1, tl.int64) * d_table[1] + columns * d_table[2]
-        tl.store(last_row, future * scale, mask=columns < HEAD_DIM)
-    tl.store(d_table[0] + columns * d_table[2], past * scale, mask=columns < HEAD_DIM)
+    first_row = head_matrix(d_tables, split, table_head, WIDE_INDEX)[0] + columns
+    tl.store(first_row, past * scale, mask=columns < HEAD_DIM)
+    tl.store(first_row + (num_rows - 1) * HEAD_DIM, future * scale, mask=columns < HEAD_DIM)
