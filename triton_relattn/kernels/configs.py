@@ -80,57 +80,75 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
     return max(1, min(units, 4 * multiprocessors // programs))
 
 
+# 16-bit inputs on NVIDIA GPUs; the entry that says most about a call wins: kernel, kind of matrix unit ("mma": 16 rows a
+# warp, operands in registers; "wgmma": 64 rows of four warps, operands in shared memory), padded width, what lies beyond the
+# table (None: there is none), is_causal. Widths below 64 go with 64.
+_CONFIGS: dict[tuple[object, ...], TileConfig] = {
+    ("forward", "mma", 64): TileConfig(64, 32, 4, 2),
+    ("forward", "mma", 64, None): TileConfig(128, 64, 8, 2),
+    ("forward", "mma", 128): TileConfig(64, 32, 4, 2),
+    ("forward", "mma", 128, "zero"): TileConfig(64, 32, 4, 1),
+    ("forward", "mma", 128, None): TileConfig(128, 64, 8, 2),
+    ("forward", "mma", 256): TileConfig(32, 32, 4, 1),
+    ("forward", "wgmma", 64): TileConfig(64, 64, 4, 2),
+    ("forward", "wgmma", 64, None): TileConfig(128, 64, 8, 2),
+    ("forward", "wgmma", 128): TileConfig(128, 64, 8, 2),
+    ("forward", "wgmma", 128, "clamp"): TileConfig(64, 32, 4, 2),
+    ("forward", "wgmma", 128, "zero", False): TileConfig(128, 64, 8, 1),
+    ("forward", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2),
+    ("forward", "wgmma", 256): TileConfig(64, 32, 8, 2),
+    ("rows", "mma", 64): TileConfig(64, 32, 4, 2),
+    ("rows", "mma", 64, "clamp", True): TileConfig(32, 32, 4, 2),
+    ("rows", "mma", 64, None): TileConfig(128, 64, 8, 2),
+    ("rows", "mma", 128): TileConfig(32, 32, 4, 1),
+    ("rows", "mma", 128, "clamp", True): TileConfig(32, 32, 8, 2),
+    ("rows", "mma", 128, "zero", False): TileConfig(32, 32, 8, 2),
+    ("rows", "mma", 128, None): TileConfig(64, 32, 4, 2),
+    ("rows", "wgmma", 64): TileConfig(64, 32, 4, 2),
+    ("rows", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1),
+    ("rows", "wgmma", 64, None): TileConfig(128, 64, 8, 2),
+    ("rows", "wgmma", 128): TileConfig(32, 32, 4, 1),
+    ("rows", "wgmma", 128, None): TileConfig(128, 64, 8, 2),
+    ("columns", "mma", 64): TileConfig(32, 32, 2, 2),
+    ("columns", "mma", 128): TileConfig(32, 32, 4, 2),
+    ("columns", "wgmma", 64): TileConfig(64, 64, 4, 2),
+    ("columns", "wgmma", 64, "clamp"): TileConfig(64, 64, 4, 1),
+    ("columns", "wgmma", 64, "clamp", True): TileConfig(64, 32, 4, 2),
+    ("columns", "wgmma", 64, "zero", True): TileConfig(64, 32, 4, 2),
+    ("columns", "wgmma", 128): TileConfig(32, 32, 4, 2),
+    ("columns", "wgmma", 128, None): TileConfig(64, 32, 4, 1),
+    ("table", "mma", 64): TileConfig(32, 32, 4, 2),
+    ("table", "wgmma", 64): TileConfig(32, 32, 4, 1),
+    ("table", "wgmma", 64, "clamp"): TileConfig(32, 32, 4, 2),
+    ("table", "mma", 128): TileConfig(32, 32, 8, 2),
+    ("table", "wgmma", 128): TileConfig(32, 32, 8, 2),
+}
+
+
 def select(
     kernel: str, arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None, is_causal: bool
 ) -> TileConfig:
     """The configuration of one of KERNELS for a call; outside is what lies beyond the table (None: there is no table)."""
-    width = max(padded_width(head_dim), padded_width(value_dim))
+    width = max(64, padded_width(head_dim), padded_width(value_dim))
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
     if dtype == torch.float32:
         return _select_float32(kernel, width)
     if arch.startswith("gfx"):
-        stages = 2 if width <= 128 else 1
-        return TileConfig(64, 32, 4, stages) if kernel == "forward" else TileConfig(32, 32, 4, stages)
-    ampere = arch.startswith(("sm_8", "sm_12"))  # matrix instructions of 16 rows, operands in registers
-    if kernel == "forward":
-        return _select_forward(arch, ampere, width, outside)
-    if width == 256:
-        return TileConfig(32, 32, 8, 1 if ampere and arch != "sm_80" else 2)
-    if kernel == "table":
-        return TileConfig(32, 32, 4 if width <= 64 else 8, 2)
-    if kernel == "columns":
-        if outside is None:
-            if ampere:
-                return TileConfig(32, 32, 2 if width <= 64 else 4, 2)
-            return TileConfig(64, 64 if width <= 64 else 32, 4, 2)
-        if ampere or width == 128:
-            return TileConfig(32, 32, 2 if width <= 64 else 4, 2)
-        return TileConfig(64, 64, 4, 2)
-    if outside is None:
-        return TileConfig(64, 64, 4, 2) if ampere and width == 128 else TileConfig(128, 64, 8, 2)
-    if width == 128:
-        return TileConfig(32, 32, 4, 1)
-    return TileConfig(64, 32, 4, 2)
+        if width == 256 and kernel != "forward":
+            return TileConfig(16, 16, 4, 1)
+        return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
+    if (kernel, arch, width) == ("forward", "sm_80", 256):  # more shared memory than its siblings
+        return TileConfig(64, 64, 8, 2)
+    unit = "mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
+    call = (kernel, unit, width, outside, is_causal)
+    entries = (_CONFIGS.get(call[:length]) for length in (5, 4, 3))
+    return next((entry for entry in entries if entry is not None), TileConfig(16, 16, 4, 1))
 
 
 def _select_float32(kernel: str, width: int) -> TileConfig:
     if input_precision(torch.float32) == "ieee":  # no matrix units: whole rows of the operands lie in registers
-        return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8 if kernel=="forward" else 4, 1)
-    if kernel != "forward":
-        return TileConfig(32, 32, 4 if width <= 64 else 8, 1)
-    return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 else 1)
-
-
-def _select_forward(arch: str, ampere: bool, width: int, outside: str | None) -> TileConfig:
-    if width == 256:
-        if arch == "sm_80":
-            return TileConfig(64, 64, 8, 2)
-        return TileConfig(32, 32, 4, 1) if ampere else TileConfig(64, 32, 8, 2)
-    if outside is None:
-        return TileConfig(128, 64, 8, 2)
-    if ampere:
-        return TileConfig(64, 32, 4, 2) if width <= 64 else TileConfig(64, 64, 8, 2)
-    if arch == "sm_90" and (width <= 64 or outside == "clamp"):
-        return TileConfig(64, 64 if width <= 64 else 32, 4, 2)
-    return TileConfig(128, 64, 8, 2)
+        return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8, 1)
+    if kernel == "forward":
+        return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 else 1)
+    return TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 16, 4, 1)
