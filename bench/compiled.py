@@ -23,6 +23,8 @@ from triton.backends.driver import DriverBase
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+from triton_relattn.kernels import configs
+
 # Shared memory one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
 SHARED_MEMORY = {
     "sm_80": 166_912,
@@ -34,6 +36,10 @@ SHARED_MEMORY = {
     "gfx942": 65_536,
     "gfx950": 163_840,
 }
+
+
+# Multiprocessors of the largest GPU of an architecture, where it matters for a grid.
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 
 
 def gpu_target(name: str) -> GPUTarget:
@@ -80,10 +86,15 @@ class Launch:
     kernel: CompiledKernel
     grid: tuple[int, int, int]
 
+    @property
+    def name(self) -> str:
+        """Of the kernel, without what all names end with: "forward", "rows", ..."""
+        return self.kernel.metadata.name.removesuffix("_kernel")
+
 
 @contextmanager
 def recorded_launches(target: str) -> Iterator[list[Launch]]:
-    """Within, Triton kernels are compiled for the target, and their launches are recorded, not run."""
+    """Within, launchers choose configurations for the target; its kernels are compiled, their launches recorded, not run."""
     launches: list[Launch] = []
 
     def record(kernel: CompiledKernel) -> Any:
@@ -99,14 +110,20 @@ def recorded_launches(target: str) -> Iterator[list[Launch]]:
         "function": None,
     }
     kept = {name: CompiledKernel.__dict__.get(name) for name in replaced}
+    device_questions = {"architecture": lambda _: target, "multiprocessors": lambda _: MULTIPROCESSORS.get(target, 64)}
+    answers = {name: getattr(configs, name) for name in device_questions}
     active = driver._active
     driver.set_active(_AbsentGPU(gpu_target(target)))
+    for name, answer in device_questions.items():
+        setattr(configs, name, answer)
     for name, replacement in replaced.items():
         setattr(CompiledKernel, name, replacement)
     try:
         yield launches
     finally:
         driver._active = active
+        for name, answer in answers.items():
+            setattr(configs, name, answer)
         for name, original in kept.items():
             if original is None:
                 delattr(CompiledKernel, name)

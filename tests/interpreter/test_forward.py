@@ -20,11 +20,12 @@ SMALL = TileConfig(32, 16, 4, 1)  # several tiles each way in short sequences, a
 # Every configuration that the selector returns for some target, dtype, width and table.
 SELECTABLE = sorted(
     {
-        configs.select("forward", arch, dtype, width, width, outside)
+        configs.select("forward", arch, dtype, width, width, outside, is_causal)
         for arch in ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
         for dtype in (torch.float16, torch.float32)
         for width in (16, 64, 128, 256)
         for outside in ("none", "clamp", "zero")
+        for is_causal in (False, True)
     },
     key=str,
 )

@@ -6,12 +6,13 @@ them to it); they have not been tuned by timing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 MAX_BLOCK = 256
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of the table kernel, so that its uneven walks even out
 
 
 KERNELS = ("forward", "rows", "columns", "table")
@@ -69,15 +70,19 @@ def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
     return rows * row_stride + (tensor.shape[-1] + MAX_BLOCK) * column_stride >= 2**31
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def table_splits(device: torch.device, programs: int, units: int) -> int:
-    """How many programs share each block of a table's rows, so that a GPU is busy with as few partial sums as that takes.
+    """How many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
 
     Args:
         programs: blocks of rows, of all tables.
-        units: what the programs of a block can divide among them: batch entries, times heads if those share the table.
+        units: what the programs of a block divide among them: batch entries, times heads if those share the table.
     """
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(units, 4 * multiprocessors // programs))
+    return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
 
 
 # 16-bit inputs on NVIDIA GPUs; the entry that says most about a call wins: kernel, kind of matrix unit ("mma": 16 rows a
@@ -143,7 +148,8 @@ def select(
     unit = "mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     call = (kernel, unit, width, outside, is_causal)
     entries = (_CONFIGS.get(call[:length]) for length in (5, 4, 3))
-    return next((entry for entry in entries if entry is not None), TileConfig(16, 16, 4, 1))
+    config = next((entry for entry in entries if entry is not None), TileConfig(16, 16, 4, 1))
+    return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
 
 
 def _select_float32(kernel: str, width: int) -> TileConfig:

@@ -1,0 +1,255 @@
+"""The backward kernels compiled for GPUs that are not there: registers, spills, loops, launches, grids and memory.
+
+Counts of registers and instructions belong to one version of Triton, the one in constraints.txt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.compiled import MULTIPROCESSORS, SHARED_MEMORY, Launch, Resources, matrix_instructions, recorded_launches, resources
+from tests.compile.test_forward import LENGTH, NVIDIA, TABLES, on_triton_3_7
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import AttentionSpec
+
+ALL = (True, True, True, True)
+WANTED = {"rows": (True, False, False, False), "columns": (False, True, True, False), "table": (False, False, False, True)}
+KERNELS_AND_TABLES = [(kernel, table) for kernel in WANTED for table in TABLES if (kernel, table) != ("table", "none")]
+
+
+def launches(
+    target: str,
+    dtype: torch.dtype,
+    width: int,
+    table: str,
+    *,
+    is_causal: bool = False,
+    has_lengths: bool = True,
+    per_head: bool = False,
+    wanted: Sequence[bool] = ALL,
+    length: int = LENGTH,
+    heads: int = 2,
+    tiles: dict[str, configs.TileConfig] | None = None,
+) -> list[Launch]:
+    """What a backward compiles and launches."""
+    rows, clamp = TABLES[table]
+    rows = 2 * length - 1 if table == "full" else rows
+    tensor = (
+        torch.empty(1, dtype=dtype).expand(1, heads, length, width)
+        if heads > 2
+        else torch.empty(1, heads, length, width, dtype=dtype)
+    )
+    rel_key = torch.empty(*(heads,) * per_head, rows, width, dtype=dtype) if rows else None
+    lengths = torch.zeros(1, dtype=torch.int32) if has_lengths else None
+    lse = torch.empty(1, heads, length)
+    spec = AttentionSpec(0.1, -(rows // 2), rows // 2, clamp, is_causal, 0)
+    with recorded_launches(target) as recorded:
+        backward(tensor, lse, tensor, lse, tensor, tensor, tensor, rel_key, lengths, spec, wanted, tiles)
+    return recorded
+
+
+@functools.cache
+def compiled(kernel: str, target: str, width: int, table: str, is_causal: bool = False, has_lengths: bool = True) -> Resources:
+    """A kernel with its default configuration in bfloat16; the others are compiled with something small and quick."""
+    small = configs.TileConfig(16, 16, 4, 1)
+    outside = {"none": None, "full": "none"}.get(table, table)
+    tiles = {
+        name: configs.select(name, target, torch.bfloat16, width, width, outside, is_causal) if name == kernel else small
+        for name in WANTED
+    }
+    if kernel == "table" and table == "clamp":
+        tiles["rows"] = configs.select("rows", target, torch.bfloat16, width, width, outside, is_causal)
+    recorded = launches(
+        target,
+        torch.bfloat16,
+        width,
+        table,
+        is_causal=is_causal,
+        has_lengths=has_lengths,
+        wanted=WANTED[kernel],
+        tiles=tiles,
+    )
+    return resources(next(launch.kernel for launch in recorded if launch.name == kernel))
+
+
+@on_triton_3_7
+@pytest.mark.parametrize(("kernel", "table"), KERNELS_AND_TABLES)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("has_lengths", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lengths", "no_lengths"])
+def test_no_spills(has_lengths: bool, target: str, width: int, kernel: str, table: str) -> None:
+    """Default configurations, bfloat16, causal or not: nothing in local memory, shared memory fits, matrix units at work."""
+    for is_causal in (False, True):
+        used = compiled(kernel, target, width, table, is_causal, has_lengths)
+        assert (used.spill_bytes, used.stack_bytes) == (0, 0), used
+        assert used.shared_bytes <= SHARED_MEMORY[target]
+        loop = used.main_loop
+        assert matrix_instructions(loop) == loop["HMMA"] + loop["HGMMA"] > 0
+        assert loop["LDL"] == loop["STL"] == 0
+
+
+@on_triton_3_7
+@pytest.mark.parametrize("kernel", WANTED)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_loads_are_asynchronous(target: str, kernel: str) -> None:
+    """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off."""
+    width = 64
+    stages = configs.select(kernel, target, torch.bfloat16, width, width, "none", False).num_stages
+    loop = compiled(kernel, target, width, "full").main_loop
+    assert (loop["LDGSTS"] > 0) == (stages > 1) and (loop["LDG"] > 0) == (stages == 1), (stages, loop)
+
+
+def products(kernel: str, target: str, table: str) -> float:
+    """Matrix products per score of the main loop, in units of one [M, D] @ [D, N], on a target that has HMMA only."""
+    outside = {"none": None, "full": "none"}[table]
+    config = configs.select(kernel, target, torch.bfloat16, 64, 64, outside, False)
+    loop = compiled(kernel, target, 64, table).main_loop
+    # One HMMA multiplies 16 x 16 with 16 x 8.
+    return loop["HMMA"] * config.num_warps * 16 * 8 * 16 / (config.block_m * config.block_n * 64)
+
+
+@on_triton_3_7
+def test_products_per_tile() -> None:
+    """As few as the algorithm needs: the table adds QE and dp in the rows, two blocks of QE in the columns."""
+    assert products("rows", "sm_80", "none") == 3  # QK, dP, dQ
+    assert products("rows", "sm_80", "full") == 5
+    assert products("columns", "sm_80", "none") == 4  # QK, dV, dP, dK
+    assert 5 < products("columns", "sm_80", "full") <= 6  # of the block behind, only what the tile uses
+    assert products("table", "sm_80", "full") == 6  # QK and dP of two tiles, QE, dE
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_only_what_the_wanted_gradients_need_is_launched(per_head: bool) -> None:
+    """delta, which d_key and the table's gradient need, comes from the rows kernel; a clamped table's far scores do, too."""
+
+    def names(table: str, *wanted: bool) -> list[str]:
+        recorded = launches("sm_90", torch.float16, 16, table, length=64, wanted=wanted, per_head=per_head)
+        return [launch.name for launch in recorded]
+
+    assert names("full", True, True, True, True) == ["rows", "columns", "table"]
+    assert names("full", True, False, False, False) == ["rows"]
+    assert names("full", False, True, False, False) == ["rows", "columns"]
+    assert names("full", False, False, True, False) == ["columns"]
+    assert names("full", False, False, False, True) == ["rows", "table"]
+    assert names("full", False, False, False, False) == []
+    assert names("none", True, True, True, False) == ["rows", "columns"]
+    assert names("zero", False, False, False, True) == ["rows", "table"]
+    assert names("clamp", False, False, False, False) == []
+    clamp_short: Any = {"clamp": (9, True)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TABLES, "clamp", clamp_short["clamp"])
+        assert names("clamp", True, True, True, True) == ["rows", "columns", "table", "table_ends"]
+        assert names("clamp", False, False, True, False) == ["rows", "columns"]
+
+
+def test_grids() -> None:
+    """All programs lie on axis 0, whose limit is 2**31 - 1, also with 70,000 heads; the table's fill the GPU and no more."""
+    recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
+    assert recorded["rows"] == recorded["columns"] == (70_000, 1, 1)
+    block = configs.select("table", "sm_90", torch.float16, 16, 16, "none", False).block_n
+    blocks = triton.cdiv(31, block)
+    assert recorded["table"] == (blocks * (configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks), 1, 1)
+    # As many blocks as the GPU can hold at once need no partial sums.
+    (_, _, table) = launches("sm_90", torch.float16, 16, "full", length=32 * LENGTH, heads=2)
+    assert table.grid == (triton.cdiv(64 * LENGTH - 1, block), 1, 1)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that are created within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {
+            leaf.untyped_storage().data_ptr() for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in known:
+                self.sizes[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
+                self.kept.append(leaf)  # so that no address is used twice
+        return result
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+
+def allocated(length: int, table: str) -> int:
+    """Bytes that forward and backward allocate, one head of width 16 in float16, all gradients, everything kept."""
+    rows, clamp = (2 * length - 1, True) if table == "full" else (9, True)
+    query, d_out = torch.empty(1, 1, length, 16, dtype=torch.float16), torch.empty(1, 1, length, 16, dtype=torch.float16)
+    rel_key, d_lse = torch.empty(rows, 16, dtype=torch.float16), torch.empty(1, 1, length)
+    spec = AttentionSpec(0.1, -(rows // 2), rows // 2, clamp, False, 0)
+    with recorded_launches("sm_90"), Allocations() as allocations:
+        out, lse = forward(query, query, query, rel_key, None, spec)
+        backward(d_out, d_lse, out, lse, query, query, query, rel_key, None, spec)
+    return allocations.total
+
+
+def test_memory_is_linear() -> None:
+    """Results, lse, delta and the table's partial sums, byte for byte; for a clamped table two pairs of vectors more."""
+    for length in (1024, 16384):
+        row = 16 * 2
+        results = 4 * length * row + length * 4  # out, three gradients, lse
+        table_rows = 2 * length - 1
+        splits = 1  # one head and batch entry: nothing to divide
+        partial = table_rows * 16 * 4
+        assert allocated(length, "full") == results + length * 4 + table_rows * row + splits * partial
+        margin = configs_margin(length)
+        clamped = (9 + 2 * (margin + 1)) * 16 * 4
+        ends = 2 * 16 * 4  # sums of the margins
+        assert allocated(length, "clamp") == results + length * 4 + 4 * length * 4 + 9 * row + clamped + ends
+
+
+def configs_margin(length: int) -> int:
+    """Rows on either side of a clamped table's partial sums."""
+    rows = configs.select("rows", "sm_90", torch.float16, 16, 16, "clamp", False)
+    return rows.block_m + rows.block_n
+
+
+def test_dtypes_and_widths_compile_and_fit() -> None:
+    """A sample of what the selector can return; all of it in the slow sweep."""
+    for target, dtype, width in (
+        ("sm_90", torch.float16, 32),
+        ("sm_80", torch.float32, 64),
+        ("sm_86", torch.bfloat16, 256),
+        ("sm_100", torch.bfloat16, 128),
+        ("gfx942", torch.bfloat16, 128),
+    ):
+        for launch in launches(target, dtype, width, "clamp", is_causal=True):
+            assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], (target, dtype, width, launch.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("width", [16, 40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
+def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
+    """Every target, dtype, width and table; widths that are no power of two go with the next one."""
+    for launch in launches(target, dtype, width, table, is_causal=True):
+        assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
+
+
+@pytest.mark.parametrize("kernel", WANTED)
+def test_selected_configurations_are_valid(kernel: str) -> None:
+    for target in (*NVIDIA, "gfx942", "interpreter"):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for width in (8, 16, 64, 80, 128, 256):
+                for outside in (None, "none", "clamp", "zero"):
+                    for is_causal in (False, True):
+                        config = configs.select(kernel, target, dtype, width, width, outside, is_causal)
+                        assert config.why_invalid(target, outside is not None) is None, (target, dtype, width, outside)
