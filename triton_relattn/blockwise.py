@@ -238,9 +238,9 @@ def backward(
                 add_table_gradients(block, band, q, tables, dq, d_table)
             if d_query is not None and dq is not None:
                 d_query[b, heads, block.queries] = dq.mul_(spec.scale)
-        if d_key is not None:
+        if d_key is not None and dk is not None:
             d_key[b, heads] = dk
-        if d_value is not None:
+        if d_value is not None and dv is not None:
             d_value[b, heads] = dv
     return d_query, d_key, d_value, None if d_table is None else d_table.to(query.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import astuple
 from typing import Any
 
@@ -48,14 +49,17 @@ CASES: dict[str, tuple[Inputs, torch.Tensor | None, AttentionSpec]] = {
 }
 
 
-def arguments(case: str, requires_grad: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+ALL = (True, True, True, True)
+
+
+def arguments(case: str, requires_grad: bool = False, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of the forward and of the backward operator."""
     inputs, key_lengths, spec = CASES[case]
     tensors = [None if tensor is None else tensor.detach().requires_grad_(requires_grad) for tensor in inputs[:4]]
     forward = (*tensors, key_lengths, *astuple(spec), "blockwise")
     lse = FORWARD(*forward)[1].detach()
     plain = [None if tensor is None else tensor.detach() for tensor in tensors]
-    return forward, (inputs.d_out, inputs.d_lse, lse, *plain, key_lengths, *astuple(spec))
+    return forward, (inputs.d_out, inputs.d_lse, None, lse, *plain, key_lengths, *astuple(spec), "blockwise", wanted)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no_grad", "grad"])
@@ -64,14 +68,16 @@ def test_opcheck_forward(case: str, requires_grad: bool) -> None:
     torch.library.opcheck(FORWARD, arguments(case, requires_grad)[0])
 
 
+@pytest.mark.parametrize("wanted", [ALL, (False, True, False, True), (False, False, False, False)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_opcheck_backward(case: str) -> None:
-    torch.library.opcheck(BACKWARD, arguments(case)[1])
+def test_opcheck_backward(case: str, wanted: tuple[bool, ...]) -> None:
+    torch.library.opcheck(BACKWARD, arguments(case, wanted=wanted)[1])
 
 
+@pytest.mark.parametrize("wanted", [ALL, (True, False, True, False), (False, False, False, True)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_fakes_have_the_real_shapes_and_strides(case: str) -> None:
-    for operator, real_arguments in zip((FORWARD, BACKWARD), arguments(case), strict=True):
+def test_fakes_have_the_real_shapes_and_strides(case: str, wanted: tuple[bool, ...]) -> None:
+    for operator, real_arguments in zip((FORWARD, BACKWARD), arguments(case, wanted=wanted), strict=True):
         mode = FakeTensorMode()
         fake_arguments = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in real_arguments]
         with mode:
@@ -145,6 +151,16 @@ def test_only_some_inputs_require_grad(wanted: tuple[str, ...]) -> None:
             assert_same(name, tensor.grad, expected[f"d_{name}"])
         else:
             assert tensor.grad is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unwanted_gradients_are_not_computed(case: str) -> None:
+    """What is wanted does not depend on what else is; the rest comes back empty."""
+    complete = BACKWARD(*arguments(case)[1])
+    for wanted in itertools.product((False, True), repeat=4):
+        gradients = BACKWARD(*arguments(case, wanted=wanted)[1])
+        for gradient, expected, want in zip(gradients, complete, wanted, strict=True):
+            assert torch.equal(gradient, expected) if want else gradient.numel() == 0
 
 
 @pytest.mark.parametrize("used", ["out", "lse"])

@@ -18,7 +18,11 @@ def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]]
 
 
 def call_arguments(
-    query: torch.Tensor, value: torch.Tensor, table: torch.Tensor | None, spec: AttentionSpec, tensors: Iterable[torch.Tensor | None]
+    query: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    spec: AttentionSpec,
+    tensors: Iterable[torch.Tensor | None],
 ) -> dict[str, Any]:
     """The scalars and flags that all kernels share; table is (B, H, R, D), tensors are all others that a kernel addresses."""
     _, heads, seqlen_q, head_dim = query.shape

@@ -43,21 +43,26 @@ def backward(
     d_query = new_like(query, query.shape[-1]) if wants_query else None
     d_key = new_like(key, key.shape[-1]) if wants_key else None
     d_value = new_like(value, value.shape[-1]) if wants_value else None
-    d_rel_key = torch.zeros(rel_key.shape, dtype=rel_key.dtype, device=rel_key.device) if wants_table and rel_key is not None else None
+    d_rel_key = rel_key.new_empty(rel_key.shape) if wants_table and rel_key is not None else None
+    gradients = (d_query, d_key, d_value, d_rel_key)
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k, value_dim = value.shape[2:]
     if batch * heads * seqlen_q * seqlen_k == 0:
-        return *(None if gradient is None else gradient.zero_() for gradient in (d_query, d_key, d_value)), d_rel_key
+        return tuple(None if gradient is None else gradient.zero_() for gradient in gradients)
 
     table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
-    d_lse = d_lse.contiguous()
-    arguments = call_arguments(query, value, table, spec, (query, key, value, out, d_out, d_query, d_key, d_value))
+    lse, d_lse = lse.contiguous(), d_lse.contiguous()
+    arguments = call_arguments(query, value, table, spec, (query, key, value, out, d_out, *gradients[:3]))
     outside = arguments["OUTSIDE"]
     arch = configs.architecture(query.device)
 
     def tile(kernel: str) -> configs.TileConfig:
-        chosen = (tiles or {}).get(kernel)
-        return chosen or configs.select(kernel, arch, query.dtype, head_dim, value_dim, outside, spec.is_causal)
+        config = (tiles or {}).get(kernel)
+        if config is None:
+            return configs.select(kernel, arch, query.dtype, head_dim, value_dim, outside, spec.is_causal)
+        if reason := config.why_invalid(arch, outside is not None):
+            raise ValueError(f"{config} is not valid for {kernel} on {arch}: {reason}")
+        return config
 
     delta = far_lse = far_sums = None
     if outside == "clamp":
@@ -66,13 +71,7 @@ def backward(
         delta = torch.empty_like(lse)
         config = tile("rows")
         rows_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
-            strided(query),
-            strided(key),
-            strided(value),
-            strided(table),
-            strided(out),
-            strided(d_out),
-            strided(d_query),
+            *map(strided, (query, key, value, table, out, d_out, d_query)),
             key_lengths,
             lse,
             d_lse,
@@ -85,13 +84,7 @@ def backward(
     if wants_key or wants_value:
         config = tile("columns")
         columns_kernel[(triton.cdiv(seqlen_k, config.block_n) * batch * heads,)](
-            strided(query),
-            strided(key),
-            strided(value),
-            strided(table),
-            strided(d_out),
-            strided(d_key),
-            strided(d_value),
+            *map(strided, (query, key, value, table, d_out, d_key, d_value)),
             key_lengths,
             lse,
             delta,
@@ -99,56 +92,40 @@ def backward(
             **arguments,
             **tile_arguments(config),
         )
-    if rel_key is not None and d_rel_key is not None:
+    if d_rel_key is not None:
         config, rows_config = tile("table"), tile("rows")
-        per_head = rel_key.dim() == 3
-        table_heads = heads if per_head else 1
-        num_rows = rel_key.shape[-2]
-        # Keys beyond a clamped table: near ones row by row (the margins), far ones in one row at either end.
+        table_heads, num_rows = d_rel_key.shape[0] if d_rel_key.dim() == 3 else 1, d_rel_key.shape[-2]
+        # Keys beyond a clamped table: near ones by distance (the margins), all far ones in one more row at either end.
         margin = clamp_margin(rows_config.block_m, rows_config.block_n) if outside == "clamp" else 0
         padding = margin + 1 if outside == "clamp" else 0
         programs = triton.cdiv(num_rows + 2 * margin, config.block_n) * table_heads
-        splits = configs.table_splits(query.device, programs, batch if per_head else batch * heads)
+        splits = configs.table_splits(query.device, programs, batch * heads // table_heads)
         partials = query.new_empty(splits, table_heads, num_rows + 2 * padding, head_dim, dtype=torch.float32)
+        division = {"num_batches": batch, "num_splits": splits, "PER_HEAD": d_rel_key.dim() == 3}
         table_kernel[(programs * splits,)](
-            strided(query),
-            strided(key),
-            strided(value),
-            strided(table),
-            strided(d_out),
-            strided(partials),
+            *map(strided, (query, key, value, table, d_out, partials)),
             key_lengths,
             lse,
             delta,
-            num_batches=batch,
-            num_splits=splits,
-            PER_HEAD=per_head,
             ROWS_BLOCK_M=rows_config.block_m,
             ROWS_BLOCK_N=rows_config.block_n,
+            **division,
             **arguments,
             **tile_arguments(config),
         )
         if outside == "clamp":
+            shared = ("num_heads", "seqlen_q", "base_2_scale", "HEAD_DIM", "BLOCK_D", "WIDE_INDEX")
             table_ends_kernel[(splits * table_heads,)](
-                strided(query),
-                strided(partials),
+                *map(strided, (query, partials)),
                 far_sums,
-                num_batches=batch,
-                num_heads=heads,
-                num_splits=splits,
-                num_rows=partials.shape[-2],
-                seqlen_q=seqlen_q,
-                base_2_scale=arguments["base_2_scale"],
-                HEAD_DIM=head_dim,
-                BLOCK_D=arguments["BLOCK_D"],
                 BLOCK_M=64,
-                PER_HEAD=per_head,
-                WIDE_INDEX=arguments["WIDE_INDEX"],
+                **division,
+                **{name: arguments[name] for name in shared},
             )
-        summed = partials[0] if splits == 1 else partials.sum(0)
-        inner = summed[:, padding : padding + num_rows]
+        sums = partials[0] if splits == 1 else partials.sum(0)
+        inner = sums[:, padding : padding + num_rows]
         if padding:
-            inner[:, 0] += summed[:, :padding].sum(1)
-            inner[:, -1] += summed[:, padding + num_rows :].sum(1)
-        d_rel_key.copy_(inner if per_head else inner[0])
-    return d_query, d_key, d_value, d_rel_key
+            inner[:, 0] += sums[:, :padding].sum(1)
+            inner[:, -1] += sums[:, padding + num_rows :].sum(1)
+        d_rel_key.copy_(inner if d_rel_key.dim() == 3 else inner[0])
+    return gradients

@@ -114,7 +114,7 @@ def end_row(table, row, is_reached, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constex
 
 @triton.jit
 def rotate(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BACK: tl.constexpr = False):
-    """[M, N] -> [M, N]: within each chunk, move row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
+    """[M, N] -> [M, N]: within each chunk, row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
     W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
     m = tl.arange(0, BLOCK_M)[:, None, None]
     n = tl.arange(0, W)[None, None, :]

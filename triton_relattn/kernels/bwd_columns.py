@@ -122,6 +122,14 @@ def columns_kernel(
 
     exists = offs_n < seqlen_k
     if d_keys is not None:
-        store_rows(head_matrix(d_keys, batch, head, WIDE_INDEX), key_start, tile_n, exists, d_key * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)
+        store_rows(
+            head_matrix(d_keys, batch, head, WIDE_INDEX),
+            key_start,
+            tile_n,
+            exists,
+            d_key * base_2_scale * LN_2,
+            HEAD_DIM,
+            BLOCK_D,
+        )
     if d_values is not None:
         store_rows(head_matrix(d_values, batch, head, WIDE_INDEX), key_start, tile_n, exists, d_value, VALUE_DIM, BLOCK_DV)

@@ -7,7 +7,21 @@ keys beyond the table and log-sum-exps to use there.
 import triton
 import triton.language as tl
 
-from .band import FAR, NEAR, empty_band, end_row, far_scores, near_keys, next_tile, part_range, previous_block, reached_rows, table_block, table_rows, walk_position
+from .band import (
+    FAR,
+    NEAR,
+    empty_band,
+    end_row,
+    far_scores,
+    near_keys,
+    next_tile,
+    part_range,
+    previous_block,
+    reached_rows,
+    table_block,
+    table_rows,
+    walk_position,
+)
 from .masking import key_length, last_key, visible
 from .scores import LN_2, LOG2_E, probabilities, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
@@ -48,8 +62,8 @@ def rows_kernel(
 ):
     """d_query, delta, far_lse and far_sums of BLOCK_M queries of one head. d_queries may be None, far_* are for "clamp" only.
 
-    delta [B, H, Nq] is ``sum_j P dP - d_lse``. far_lse and far_sums [B, H, 2, Nq] are, past and future: the log-sum-exp less
-    the term that all keys beyond the table have, and the sum of dS over r <= first and over r >= last.
+    delta [B, H, Nq] is ``sum_j P dP - d_lse``. The others, [B, H, 2, Nq], are about far keys, those in tiles wholly beyond the
+    table, past and future: far_lse is the log-sum-exp, in base 2, less the term that they all have; far_sums is their sum of dS.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
@@ -81,8 +95,6 @@ def rows_kernel(
     key_stop = last_key(last_query, num_keys, query_offset, IS_CAUSAL)
     near_start = 0
     near_stop = 0 if OUTSIDE is None else key_stop
-    past_lse = base_2_lse
-    future_lse = base_2_lse
     if OUTSIDE is not None:
         table = head_matrix(table, batch, head, WIDE_INDEX)
         # Relative positions that some of the queries have to some key they see; their rows make the gradient of the query.
@@ -95,8 +107,9 @@ def rows_kernel(
         near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
     if OUTSIDE == "clamp":
         far_past, far_future = far_scores(query, table, first, last, HEAD_DIM, BLOCK_D, INPUT_PRECISION)
-        past_lse -= far_past * base_2_scale
-        future_lse -= far_future * base_2_scale
+        # The term is one number for all far keys of a query, so it can go to the other side of the exponent.
+        past_lse = base_2_lse - far_past * base_2_scale
+        future_lse = base_2_lse - far_future * base_2_scale
         tl.store(row_vector(far_lse_ptr, 2 * head_index, seqlen_q) + offs_m, past_lse, mask=valid_m)
         tl.store(row_vector(far_lse_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future_lse, mask=valid_m)
 
@@ -122,10 +135,12 @@ def rows_kernel(
             if PART == NEAR:
                 band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
                 scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
-                part_lse = base_2_lse
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            if PART == FAR and OUTSIDE == "clamp":
                 part_lse = tl.where(key_start < near_start, past_lse, future_lse)
+            else:
+                part_lse = base_2_lse
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
@@ -161,8 +176,8 @@ def rows_kernel(
                 rows = table_rows(reached, behind, reached_first, reached_last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
                 acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
 
-    d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
-    correction = total - d_lse  # exact delta less delta
+    # The exact delta less delta. d_lse is loaded again, which is cheaper than to keep it in registers all the way.
+    correction = total - tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
     tl.store(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, delta + correction, mask=valid_m)
     if OUTSIDE == "clamp":
         past -= correction * past_sum

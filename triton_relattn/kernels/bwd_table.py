@@ -133,7 +133,6 @@ def table_ends_kernel(
     num_batches,
     num_heads,
     num_splits,
-    num_rows,
     seqlen_q,
     base_2_scale,
     HEAD_DIM: tl.constexpr,
@@ -168,5 +167,6 @@ def table_ends_kernel(
     scale = tl.cast(base_2_scale, tl.float32) * LN_2
     columns = tl.arange(0, BLOCK_D)
     first_row = head_matrix(d_tables, split, table_head, WIDE_INDEX)[0] + columns
+    last_row = head_matrix(d_tables, split, table_head + 1, WIDE_INDEX)[0] - HEAD_DIM + columns
     tl.store(first_row, past * scale, mask=columns < HEAD_DIM)
-    tl.store(first_row + (num_rows - 1) * HEAD_DIM, future * scale, mask=columns < HEAD_DIM)
+    tl.store(last_row, future * scale, mask=columns < HEAD_DIM)

@@ -28,7 +28,7 @@ class TileConfig:
     num_stages: int
 
     def why_invalid(self, arch: str, has_rel_key: bool) -> str | None:
-        """The rule that forbids this configuration for all kernels, None if none does. Whether it fits is known after compiling."""
+        """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"

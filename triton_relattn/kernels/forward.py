@@ -15,6 +15,7 @@ from .masking import key_length, last_key, visible
 from .scores import LN_2, softmax_update, tile_scores
 from .tiles import head_matrix, key_order, load_rows, store_rows
 
+
 @triton.jit
 def forward_kernel(
     queries,

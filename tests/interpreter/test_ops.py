@@ -1,0 +1,99 @@
+"""The registered operators with implementation="triton": schemas, fakes, derivatives, determinism, compilation."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from triton_relattn import fused_relative_attention
+from triton_relattn.spec import AttentionSpec
+from triton_relattn.testing import assert_gradients_close_fp32, dense_gradients, forward_backward, in_memory_order, make_inputs
+
+FORWARD = torch.ops.triton_relattn.attention_forward.default
+BACKWARD = torch.ops.triton_relattn.attention_backward.default
+
+INPUTS = make_inputs(2, 2, 9, 13, 16, 8, num_rows=5, dtype=torch.float32, seed=0)
+INPUTS = INPUTS._replace(query=in_memory_order(INPUTS.query, 0, 2, 1, 3))
+LENGTHS = torch.tensor([13, 4])
+SPEC = AttentionSpec(0.3, -2, 2, True, False, 0)
+
+
+def attend(*tensors: Any, **arguments: Any) -> Any:
+    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
+
+
+def arguments(wanted: tuple[bool, ...] = (True, True, True, True)) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of the forward and of the backward operator."""
+    forward = (*INPUTS[:4], LENGTHS, *astuple(SPEC), "triton")
+    out, lse = FORWARD(*forward)
+    return forward, (INPUTS.d_out, INPUTS.d_lse, out, lse, *INPUTS[:4], LENGTHS, *astuple(SPEC), "triton", wanted)
+
+
+def test_opcheck() -> None:
+    forward, backward = arguments()
+    torch.library.opcheck(FORWARD, forward)
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in forward[:4])
+    torch.library.opcheck(FORWARD, (*leaves, *forward[4:]))
+    torch.library.opcheck(BACKWARD, backward)
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True, True), (False, True, False, True)], ids=str)
+def test_fakes_have_the_real_shapes_and_strides(wanted: tuple[bool, ...]) -> None:
+    for operator, real_arguments in zip((FORWARD, BACKWARD), arguments(wanted), strict=True):
+        mode = FakeTensorMode()
+        fake_arguments = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in real_arguments]
+        with mode:
+            fakes = operator(*fake_arguments)
+        for fake, real in zip(fakes, operator(*real_arguments), strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_second_derivative_names_the_operator() -> None:
+    leaves = [tensor.detach().requires_grad_() for tensor in INPUTS[:4] if tensor is not None]
+    out, _ = attend(*leaves)
+    (d_query,) = torch.autograd.grad(out, leaves[0], INPUTS.d_out, create_graph=True)
+    with pytest.raises(RuntimeError, match="triton_relattn::attention_backward cannot be differentiated"):
+        d_query.square().sum().backward()
+
+
+def test_under_torch_func() -> None:
+    def loss(rel_key: torch.Tensor) -> torch.Tensor:
+        out, lse = attend(*INPUTS[:3], rel_key)
+        return (out * INPUTS.d_out).sum() + (lse * INPUTS.d_lse).sum()
+
+    golden = dense_gradients(INPUTS).d_rel_key
+    assert golden is not None and INPUTS.rel_key is not None
+    assert_gradients_close_fp32("d_rel_key", torch.func.grad(loss)(INPUTS.rel_key), golden, [golden])
+
+
+def test_deterministic_algorithms() -> None:
+    """Nothing here needs another path, or raises, when torch is asked for repeatable results."""
+    expected = forward_backward(attend, INPUTS, key_lengths=LENGTHS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = forward_backward(attend, INPUTS, key_lengths=LENGTHS)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, result in results.items():
+        assert torch.equal(result, expected[name]), name
+
+
+def test_compiles_in_one_graph() -> None:
+    """fullgraph and dynamic, forward and backward; only the table requires a gradient."""
+    torch._dynamo.reset()
+    rel_key = INPUTS.rel_key
+    assert rel_key is not None
+
+    def layer(*tensors: torch.Tensor) -> Any:
+        return attend(*tensors, is_causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    gradients = []
+    for function in (layer, compiled):
+        leaf = rel_key.detach().requires_grad_()
+        gradients.append(torch.autograd.grad(function(*INPUTS[:3], leaf), leaf, (INPUTS.d_out, INPUTS.d_lse))[0])
+    assert torch.equal(*gradients)
