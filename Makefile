@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: setup demo test test-slow lint bench
+.PHONY: setup demo test test-slow lint bench gpu
 
 setup: .venv/installed
 
@@ -33,3 +33,7 @@ test-slow: setup
 # The demo's measurements at leisure: every method until it needs too much memory.
 bench: setup
 	$(BIN)/python -m triton_relattn --out out/bench --max-length 16384 --seconds 900
+
+# Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it.
+gpu:
+	$(PYTHON) -m bench.gpu --results $(or $(RESULTS),out/gpu) $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))

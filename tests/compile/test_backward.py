@@ -108,6 +108,26 @@ def test_loads_are_asynchronous(target: str, kernel: str) -> None:
     assert (loop["LDGSTS"] > 0) == (stages > 1) and (loop["LDG"] > 0) == (stages == 1), (stages, loop)
 
 
+def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
+    """Instructions of the loops per score element, near loop first: warps times instructions over the elements of a tile."""
+    outside = {"none": None, "full": "none"}.get(table, table)
+    config = configs.select(kernel, target, torch.bfloat16, width, width, outside, False)
+    loops = [loop for loop in compiled(kernel, target, width, table).loops if matrix_instructions(loop)]
+    return [sum(loop.values()) * config.num_warps / (config.block_m * config.block_n) for loop in loops]
+
+
+@on_triton_3_7
+def test_cost_of_the_relative_term() -> None:
+    """Instructions per score on sm_90, width 64, against the plain kernels: full tables, and far tiles of clamped ones."""
+    (plain_rows,), (plain_columns,) = per_score("rows", "sm_90", 64, "none"), per_score("columns", "sm_90", 64, "none")
+    (rows,), (columns,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in WANTED)
+    assert plain_rows < rows <= 3.5 * plain_rows
+    assert plain_columns < columns <= 1.9 * plain_columns
+    assert plain_rows + plain_columns < rows + columns + table <= 5 * (plain_rows + plain_columns)
+    assert per_score("rows", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
+    assert per_score("columns", "sm_90", 64, "clamp")[1] <= 1.1 * plain_columns
+
+
 def products(kernel: str, target: str, table: str) -> float:
     """Matrix products per score of the main loop, in units of one [M, D] @ [D, N], on a target that has HMMA only."""
     outside = {"none": None, "full": "none"}[table]

@@ -1,4 +1,4 @@
-"""The Triton kernels: one per file, over shared device functions (tiles, band, masking). Importing this needs triton."""
+"""The Triton kernels: one per file, over shared device functions (tiles, band, masking, scores). Importing this needs triton."""
 
 
 def kernels_are_interpreted() -> bool:

@@ -1,13 +1,14 @@
 """The rotating band: the relative term of a tile from one matrix product and one rotation. DERIVATION.md explains it.
 
 A table block holds the products of the tile's queries with the BLOCK_N table rows that start at the tile's own relative
-position: ``block[m, c] = q_m . E[row(j0 - i0 - query_offset + c)]``. Cut into halves of W = BLOCK_N // 2 columns, numbered on
-from tile to tile, with query m = W * group + m', the term of query m and key W * b + n' of the tile is
+position: ``block[m, c] = q_m . E[row(j0 - i0 - query_offset + c)]``. Cut into chunks of W columns, numbered on from tile to
+tile, with query m = W * group + m', the term of query m and key W * b + n' of the tile is
 
-    half[b - group - wraps][m, c]   with   c = (n' - m') mod W,   wraps = (c + m' >= W)
+    chunk[b - group - wraps][m, (n' - m') mod W]   with   wraps = (n' < m')
 
-so three steps give it: delay the halves by the row's group, step back one more where it wraps, rotate each row by m'. Each
-step carries what it needs of the tile before; no block is multiplied or rotated twice.
+so two steps give it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. What
+is carried to the next tile is rotated already; no block is multiplied or rotated twice. The gradient of the scores goes the
+same way back.
 
 OUTSIDE says what lies beyond the table: "clamp" (its end row), "zero" (no term), "none" (nothing does: it covers every pair);
 None: there is no table.
@@ -192,19 +193,19 @@ def next_tile(block, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def previous_block(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The way back: the elements of the table block BLOCK_M // BLOCK_N tiles ago, complete with this tile's."""
-    block, carried = delayed(tile, carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=True)
-    return rotate(block, BLOCK_M, BLOCK_N, BACK=True), carried
-
-
-@triton.jit
 def from_tiles(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The elements of one table block, gathered from the BLOCK_M // BLOCK_N + 1 tiles they lie in: complete with the last.
 
     They keep their tile's columns, so that rotating back puts them in the block's; band_column says where that is.
     """
     return delayed(tile, carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=True)
+
+
+@triton.jit
+def previous_block(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The way back: the table block BLOCK_M // BLOCK_N tiles ago, complete with this tile's elements."""
+    block, carried = from_tiles(tile, carried, BLOCK_M, BLOCK_N)
+    return rotate(block, BLOCK_M, BLOCK_N, BACK=True), carried
 
 
 @triton.jit

@@ -1,0 +1,243 @@
+"""Correctness: whole calls, single kernels in their configurations, and repeated runs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from triton_relattn import RelativePositions, fused_relative_attention, testing, validation
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.forward import forward
+from triton_relattn.reference import reference_attention
+from triton_relattn.testing import Inputs
+
+from .report import RESULTS, Report, in_one_line, shown, spread, synchronize
+
+TABLES = ("full", "clamped", "zero", "none")
+WANTED = {"rows": (True, False, False, False), "columns": (False, True, True, False), "table": (False, False, False, True)}
+OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; with ``kernel``, that kernel alone."""
+
+    table: str
+    is_causal: bool
+    dtype: str
+    width: int = 64
+    value_width: int | None = None
+    batch: int = 2
+    heads: int = 2
+    num_queries: int = 301
+    num_keys: int = 301
+    per_head: bool = False
+    query_offset: int = 0
+    padded: bool = False
+    kernel: str = ""
+
+    def positions(self) -> RelativePositions | None:
+        """Of a table with a row for every visible pair, or with fewer."""
+        span = self.num_keys // 5
+        if self.table == "full":
+            farthest = self.num_keys - 1 - self.query_offset
+            first = 1 - self.num_queries - self.query_offset
+            return RelativePositions(first, min(farthest, 0) if self.is_causal else farthest)
+        if self.table == "clamped":
+            return RelativePositions(-span, span)
+        return RelativePositions(-2 * span, span // 2, "zero") if self.table == "zero" else None
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        lengths = [(self.num_keys, 0, self.num_keys // 3)[entry % 3] for entry in range(self.batch)]
+        return {
+            "positions": self.positions(),
+            "key_lengths": torch.tensor(lengths, dtype=torch.int32, device=device) if self.padded else None,
+            "is_causal": self.is_causal,
+            "query_offset": self.query_offset,
+            "scale": None,
+        }
+
+    def inputs(self, device: str, sharp: bool = False) -> Inputs:
+        positions = self.positions()
+        return testing.make_inputs(
+            *(self.batch, self.heads, self.num_queries, self.num_keys, self.width, self.value_width),
+            num_rows=None if positions is None else positions.num_rows,
+            per_head=self.per_head,
+            dtype=getattr(torch, self.dtype),
+            device=device,
+            seed=1,
+            sharp=sharp,
+        )
+
+
+def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    """What one kernel computes in the selected configuration; those of the backward start from the exact out and lse."""
+    tensors, key_lengths = inputs[:4], arguments["key_lengths"]
+    spec = validation.resolve(*tensors, **arguments)
+    outside = None if inputs.rel_key is None else spec.outside(case.num_queries, case.num_keys)
+    arch, value_width = configs.architecture(inputs.query.device), inputs.value.shape[-1]
+    config = configs.select(case.kernel, arch, inputs.query.dtype, case.width, value_width, outside, case.is_causal)
+    if case.kernel == "forward":
+        return shown(config), dict(zip(RESULTS, forward(*tensors, key_lengths, spec, config=config), strict=False))
+    golden = testing.dense_gradients(inputs, **arguments)
+    out, lse = golden.out.to(inputs.query.dtype), golden.lse.to(inputs.d_lse.dtype)
+    wanted, tiles = WANTED[case.kernel], {case.kernel: config}
+    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, *tensors, key_lengths, spec, wanted, tiles)
+    named = zip(RESULTS[2:], gradients, strict=True)
+    return shown(config), {name: gradient for name, gradient in named if gradient is not None}
+
+
+def check_result(
+    name: str,
+    actual: torch.Tensor,
+    golden: dict[str, Any],
+    reference: dict[str, torch.Tensor],
+    inputs: Inputs,
+    arguments: dict[str, Any],
+) -> None:
+    """The error rule of the tests; in float32 out and lse have more room, since their logits are scaled to base 2."""
+    gradient, float32 = name.startswith("d_"), inputs.query.dtype == torch.float32
+    factor = 3 if gradient else 4 if float32 else 2
+    testing.assert_within_budget(name, actual, golden[name], reference[name], factor=factor, exact_reference=True)
+    if gradient and float32:
+        testing.assert_gradients_close_fp32(name, actual, golden[name], [golden[other] for other in reference])
+    elif name == "d_rel_key":
+        testing.assert_table_gradient(name, actual, inputs, **arguments)
+
+
+def judge(results: dict[str, torch.Tensor], inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Status, message, and each result's largest error as a multiple of that of plain torch in the same precision."""
+    golden = testing.dense_gradients(inputs, **arguments)._asdict()
+    reference = testing.forward_backward(reference_attention, inputs, **arguments)
+    row: dict[str, Any] = {}
+    problems = []
+    for name, actual in results.items():
+        finite = golden[name].isfinite()
+        ours, plain = (float((t.double() - golden[name])[finite].abs().max()) for t in (actual, reference[name]))
+        row[name] = f"{ours / max(plain, 1e-300):.3g}"
+        try:
+            check_result(name, actual, golden, reference, inputs, arguments)
+        except AssertionError as error:
+            problems.append(str(error))
+    return {**row, "status": "FAILED" if problems else "ok", "message": " | ".join(problems)}
+
+
+def run_case(case: Case, device: str) -> list[dict[str, Any]]:
+    """One row for normal and one for sharp inputs; whatever goes wrong is in them."""
+    rows = []
+    for sharp in (False, True):
+        row, started, failure = {**asdict(case), "sharp": sharp}, time.monotonic(), "not run"
+        try:
+            synchronize(device)  # raises if an earlier case has left the GPU in an error
+            failure = "error"
+            inputs, arguments = case.inputs(device, sharp), case.arguments(device)
+            if case.kernel:
+                row["config"], results = run_kernel(case, inputs, arguments)
+            else:
+                results = testing.forward_backward(OURS, inputs, **arguments)
+            synchronize(device)
+            row |= judge(results, inputs, arguments)
+        except Exception as error:
+            row |= {"status": failure, "message": in_one_line(error)}
+        rows.append({**row, "seconds": f"{time.monotonic() - started:.2f}"})
+    return rows
+
+
+def correctness_cases(tiny: bool) -> list[Case]:
+    in_turn = list(zip(TABLES, (True, False, True, False), strict=True))
+    if tiny:
+        small = partial(Case, batch=1, heads=1, num_queries=50, num_keys=61)
+        uneven = partial(Case, batch=3, heads=1, num_queries=40, num_keys=70, padded=True, query_offset=30, width=40)
+        cases = [small(table, causal, "float16") for table, causal in in_turn]
+        return [*cases, uneven("clamped", True, "float16"), small("full", False, "float32", width=16)]
+    shapes: list[dict[str, Any]] = [
+        {"batch": 3, "padded": True},
+        {"num_queries": 129, "num_keys": 523, "query_offset": 394},
+        {"num_queries": 523, "num_keys": 129, "query_offset": -60, "width": 128},
+        {"per_head": True, "num_queries": 512, "num_keys": 512},
+        *({"width": width} for width in (16, 40, 80, 256)),
+        {"value_width": 96, "per_head": True},
+        {"batch": 1, "heads": 1, "num_queries": 2048, "num_keys": 2048},
+        {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200},
+        {"num_queries": 1, "num_keys": 300, "query_offset": 299},
+        {"num_queries": 300, "num_keys": 1},
+    ]
+    main = [(table, causal, width) for width in (64, 128) for table in TABLES for causal in (False, True)]
+    cases = [Case(table, causal, "bfloat16", width) for table, causal, width in main]
+    for number, shape in enumerate(shapes):
+        cases += [Case(table, causal ^ (number % 2 == 1), "bfloat16", **shape) for table, causal in in_turn]
+    cases += [Case(table, causal, "float32") for table, causal in in_turn]
+    cases += [Case(table, causal, "float16", width) for table, causal, width in main]
+    return [*cases, Case("full", True, "float32", 128), Case("clamped", False, "float32", 256)]
+
+
+def config_cases(tiny: bool) -> list[Case]:
+    """Every call that configs.select distinguishes."""
+    length, batch, heads = (45, 1, 1) if tiny else (301, 2, 2)
+    return [
+        Case(table, causal, dtype, width, None, batch, heads, length, length, kernel=kernel)
+        for dtype in (("float16",) if tiny else ("bfloat16", "float16"))
+        for width in ((64,) if tiny else (64, 128, 256))
+        for causal in ((True,) if tiny else (False, True))
+        for table in TABLES
+        for kernel in configs.KERNELS
+        if (table, kernel) != ("none", "table")
+    ]
+
+
+def check_cases(part: str, cases: Sequence[Case], options: argparse.Namespace, report: Report, deadline: float) -> None:
+    missing, failed = dict.fromkeys(cases), report.failed
+    for case, rows in spread(partial(run_case, device=options.device), cases, options.jobs, deadline):
+        missing.pop(case)
+        for row in rows:
+            report.add(f"{part}.csv", {"part": part, **row})
+    if missing and time.monotonic() < deadline:  # a process died with its case
+        for case in missing:
+            report.add(f"{part}.csv", {"part": part, **asdict(case), "status": "lost"})
+    report.say(f"{part}: {len(cases) - len(missing)} of {len(cases)} cases, {report.failed - failed} rows failed")
+
+
+def correctness(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    check_cases("correctness", correctness_cases(options.tiny), options, report, deadline)
+
+
+def every_config(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    check_cases("configs", config_cases(options.tiny), options, report, deadline)
+
+
+def differences(case: Case, device: str, runs: int, deadline: float) -> tuple[int, str]:
+    """How many runs there were, and what was not equal to the first run's; the first again is in torch's deterministic mode."""
+    inputs, arguments = case.inputs(device), case.arguments(device)
+    first = testing.forward_backward(OURS, inputs, **arguments)
+    run, different = 0, []
+    while run < runs and time.monotonic() < deadline:
+        torch.use_deterministic_algorithms(run == 0)
+        try:
+            again = testing.forward_backward(OURS, inputs, **arguments)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        run += 1
+        different += [f"run {run}: {name}" for name in first if not torch.equal(first[name], again[name])]
+    return run, ", ".join(different)
+
+
+def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    length, heads, batches, runs = (50, 1, (1, 2), 1) if options.tiny else (1024, 8, (4, 60), 51)
+    for table, causal, batch in [(table, batch == batches[0], batch) for batch in batches for table in ("full", "clamped")]:
+        name = f"b{batch} h{heads} n{length} d64" + " causal" * causal
+        row: dict[str, Any] = {"part": "repeats", "case": name, "variant": table}
+        try:
+            case = Case(table, causal, options.dtype, batch=batch, heads=heads, num_queries=length, num_keys=length)
+            run, different = differences(case, options.device, runs, deadline)
+            row |= {"value": run, "status": "FAILED" if different else "ok", "message": different[:500]}
+        except Exception as error:
+            row |= {"status": "error", "message": in_one_line(error)}
+        report.add("checks.csv", {**row, "direction": "forward+backward", "unit": "runs"})
+        report.say(f"repeats: {name} {table}: {row.get('value', '-')} runs, {row['status']}")
