@@ -91,8 +91,8 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
 _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward", "mma", 64): TileConfig(64, 32, 4, 2),
     ("forward", "mma", 64, None): TileConfig(128, 64, 8, 2),
-    ("forward", "mma", 128): TileConfig(64, 32, 4, 2),
-    ("forward", "mma", 128, "zero"): TileConfig(64, 32, 4, 1),
+    ("forward", "mma", 128): TileConfig(64, 64, 8, 2),
+    ("forward", "mma", 128, "zero"): TileConfig(64, 64, 8, 1),
     ("forward", "mma", 128, None): TileConfig(128, 64, 8, 2),
     ("forward", "mma", 256): TileConfig(32, 32, 4, 1),
     ("forward", "wgmma", 64): TileConfig(64, 64, 4, 2),
