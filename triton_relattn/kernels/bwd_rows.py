@@ -87,7 +87,13 @@ def rows_kernel(
     d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
     base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
     # out was rounded, so this is off by the same amount for all keys of a query; the sum of dS will tell by how much.
-    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1) - d_lse
+    if out.dtype == tl.float32:
+        # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
+        # [M, Dv] @ [Dv, M] -> [M, M]
+        products = tl.dot(d_out, tl.trans(out), input_precision=INPUT_PRECISION)
+        delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1) - d_lse
+    else:
+        delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1) - d_lse
     base_2_scale = tl.cast(base_2_scale, tl.float32)
 
     last_query = tl.minimum(row_start + BLOCK_M, seqlen_q) - 1
