@@ -100,13 +100,13 @@ def columns_kernel(
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
-            seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
-            # For a query that does not exist, lse = inf makes the probabilities 0.
+            # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
+            seen = valid_m[:, None] & visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
             if PART == FAR and OUTSIDE == "clamp":
                 future = tl.where(row_start < near_start, seqlen_q, 0)
-                base_2_lse = tl.load(far_lse + future + offs_m, mask=valid_m, other=float("inf"))
+                base_2_lse = tl.load(far_lse + future + offs_m, mask=valid_m, other=0.0)
             else:
-                base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
+                base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=0.0) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)
             d_out = load_rows(d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
             if d_values is not None:

@@ -85,7 +85,7 @@ def rows_kernel(
     out = load_rows(head_matrix(outs, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
     head_index = batch * num_heads + head
     d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
-    base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
+    base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0) * LOG2_E
     # out was rounded, so this is off by the same amount for all keys of a query; the sum of dS will tell by how much.
     if out.dtype == tl.float32:
         # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
@@ -192,7 +192,7 @@ def rows_kernel(
         tl.store(row_vector(far_sums_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future, mask=valid_m)
     if d_queries is not None:
         if OUTSIDE == "clamp":
-            acc += past[:, None] * end_row(table, 0, lowest <= first, HEAD_DIM, BLOCK_D)[None, :]
-            acc += future[:, None] * end_row(table, last - first, highest >= last, HEAD_DIM, BLOCK_D)[None, :]
+            acc += past[:, None] * end_row(table, 0, lowest <= tl.minimum(first, highest), HEAD_DIM, BLOCK_D)[None, :]
+            acc += future[:, None] * end_row(table, last - first, highest >= tl.maximum(last, lowest), HEAD_DIM, BLOCK_D)[None, :]
         d_queries = head_matrix(d_queries, batch, head, WIDE_INDEX)
         store_rows(d_queries, row_start, tile_m, valid_m, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)

@@ -104,13 +104,13 @@ def table_kernel(
             # [M, D] @ [D, N] -> [M, N]
             scores += rotate(tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION), BLOCK_M, BLOCK_N)
             offs_n = (offs_m + query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
-            seen = visible(offs_m[:, None], offs_n, num_keys, query_offset, IS_CAUSAL)
+            # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all rows.
+            seen = valid_m[:, None] & visible(offs_m[:, None], offs_n, num_keys, query_offset, IS_CAUSAL)
             if OUTSIDE == "clamp":
                 rows_start = offs_m // ROWS_BLOCK_M * ROWS_BLOCK_M
                 near_start, near_stop = near_keys(rows_start, first, last, query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE)
                 seen = seen & (offs_n >= near_start[:, None]) & (offs_n < near_stop[:, None])
-            # For a query that does not exist, lse = inf makes the probabilities 0.
-            base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=float("inf")) * LOG2_E
+            base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0) * LOG2_E
             probs = probabilities(scores, seen, base_2_scale, base_2_lse)
 
             delta = tl.load(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)

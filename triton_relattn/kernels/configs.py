@@ -119,6 +119,7 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("columns", "wgmma", 64): TileConfig(64, 64, 4, 2),
     ("columns", "wgmma", 64, "clamp"): TileConfig(64, 64, 4, 1),
     ("columns", "wgmma", 64, "clamp", True): TileConfig(64, 32, 4, 2),
+    ("columns", "wgmma", 64, "zero"): TileConfig(64, 64, 4, 1),
     ("columns", "wgmma", 64, "zero", True): TileConfig(64, 32, 4, 2),
     ("columns", "wgmma", 128): TileConfig(32, 32, 4, 2),
     ("columns", "wgmma", 128, None): TileConfig(64, 32, 4, 1),

@@ -1,0 +1,254 @@
+"""The backward kernels in Triton's interpreter: shapes, widths, tables, masks and configurations, by the error rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
+from tests.interpreter.launch import all_gradients, check_backward
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import backward as launcher
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.testing import assert_table_gradient, make_inputs, with_different_strides
+
+
+def tile(block_m: int, block_n: int) -> TileConfig:
+    return TileConfig(block_m, block_n, 4, 1)
+
+
+# Several tiles each way in short sequences, and no two kernels with the same.
+SMALL = {"forward": tile(32, 32), "rows": tile(32, 16), "columns": tile(32, 32), "table": tile(16, 16)}
+TABLE_KINDS = ("full", "clamp", "zero")
+
+
+def table_of_kind(kind: str, num_queries: int, num_keys: int) -> RelativePositions:
+    """A table with a row for every pair, or a short one around the middle of the keys."""
+    if kind == "full":
+        return RelativePositions(-num_queries, num_keys)
+    return RelativePositions(-7, 9, kind)  # type: ignore[arg-type]
+
+
+def sampled_pairs() -> list[Any]:
+    """All pairs of lengths; by default one number of keys with each number of queries, each once."""
+    pairs = [(m, n) for m in range(len(LENGTHS)) for n in range(len(LENGTHS))]
+    return [
+        pytest.param(LENGTHS[m], LENGTHS[n], marks=() if n == (5 * m + 8) % len(LENGTHS) else pytest.mark.slow) for m, n in pairs
+    ]
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), sampled_pairs())
+def test_lengths(num_queries: int, num_keys: int) -> None:
+    """Lengths around the block sizes; causal and with an offset for some; a table that covers all pairs, or clamps, or ends."""
+    for seed, kind in enumerate(TABLE_KINDS):
+        positions = table_of_kind(kind, num_queries, num_keys)
+        inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=seed)
+        is_causal = (num_queries + num_keys + seed) % 2 == 1
+        offset = num_keys - num_queries if (num_keys + seed) % 3 == 0 else 0
+        if kind == "full":
+            positions = RelativePositions(positions.first - offset, positions.last - offset)
+        check_backward(inputs, positions=positions, is_causal=is_causal, query_offset=offset)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [*UNEVEN_LENGTHS, pytest.param(1023, 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [33, 2047])
+def test_cross_attention(num_queries: int, num_keys: int, num_rows: int) -> None:
+    """Very uneven lengths, aligned at the upper left or the lower right corner, with a short and a long table."""
+    inputs = make_inputs(1, 1, num_queries, num_keys, 16, 24, num_rows=num_rows, dtype=torch.float16, seed=1)
+    is_causal = (num_rows == 33) == (num_queries < num_keys)
+    check_backward(inputs, is_causal=not is_causal)
+    check_backward(inputs, query_offset=num_keys - num_queries, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 21, 40, 59, 80, 111, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["clamp", "zero"])
+def test_widths(width: int, kind: Any) -> None:
+    """Widths that are no power of two are padded inside the kernels; the storage beyond them holds NaN."""
+    value_width, positions = (
+        (width, RelativePositions(-15, 9, kind)) if kind == "clamp" else (24, RelativePositions(-40, 50, kind))
+    )
+    inputs = make_inputs(
+        1, 2, 21, 35, width, value_width, num_rows=positions.num_rows, per_head=True, dtype=torch.float16, seed=width
+    )
+    check_backward(with_different_strides(inputs), positions=positions)
+
+
+def selectable_tiles() -> list[tuple[str, int, int]]:
+    """Kernel and tile of every configuration that the selector returns for some call; warps and stages mean nothing here."""
+    found = set()
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        for kernel in ("rows", "columns", "table"):
+            for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
+                for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                    for width in (16, 64, 128, 256):
+                        for outside in (None, "none", "clamp", "zero"):
+                            for is_causal in (False, True):
+                                config = configs.select(kernel, arch, dtype, width, width, outside, is_causal)
+                                found.add((kernel, config.block_m, config.block_n))
+    torch.set_float32_matmul_precision(before)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("kernel", "block_m", "block_n"), selectable_tiles())
+def test_every_selectable_tile(kernel: str, block_m: int, block_n: int) -> None:
+    """A full, a clamped and a bounded table, and none, with lengths that divide no block."""
+    num_queries, num_keys = block_m + 21, block_m + 2 * block_n + 9
+    tables: tuple[tuple[RelativePositions | None, bool, torch.dtype], ...] = (
+        (RelativePositions(-num_queries - 30, num_keys), True, torch.float32),
+        (RelativePositions(-3, 7), False, torch.float16),
+        (RelativePositions(-block_m - 5, 2, "zero"), True, torch.float32),
+        (None, False, torch.float16),
+    )
+    for seed, (positions, is_causal, dtype) in enumerate(tables):
+        if positions is None and kernel == "table":
+            continue
+        num_rows = None if positions is None else positions.num_rows
+        inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
+        arguments = {"is_causal": is_causal, "query_offset": 19, "key_lengths": torch.tensor([num_keys - 5])}
+        check_backward(inputs, {kernel: tile(block_m, block_n)}, positions=positions, **arguments)
+
+
+ROWS_TILES = ((16, 16), (32, 16), (32, 32), (64, 32))
+TABLE_TILES = ((16, 16), (32, 16), (32, 32), (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("rows", "table"),
+    [
+        pytest.param(rows, table, marks=() if (m + n) % 4 == 1 else pytest.mark.slow)
+        for m, rows in enumerate(ROWS_TILES)
+        for n, table in enumerate(TABLE_TILES)
+    ],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_of_rows_and_table_kernel(rows: tuple[int, int], table: tuple[int, int], is_causal: bool) -> None:
+    """With a clamped table each pair beyond it is counted once: by the rows kernel if its tile lies beyond, else by the table's.
+
+    The offsets move the borders through the tiles; with one row both borders are close, and all rows but one are margin.
+    """
+    tiles = {"rows": tile(*rows), "table": tile(*table)}
+    for seed, (first, last, offset) in enumerate(((-3, 7, 0), (-20, -20, 17), (5, 6, -9))):
+        inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
+        check_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
+
+
+TABLES: dict[str, RelativePositions] = {
+    "exact": RelativePositions(-44, 57),
+    "longer": RelativePositions(-70, 80),
+    "shorter": RelativePositions(-20, 8),
+    "one_row": RelativePositions(0, 0),
+    "one_row_future": RelativePositions(17, 17),
+    "two_rows": RelativePositions(-1, 0),
+    "three_rows": RelativePositions(-16, -14),
+    "causal_rows": RelativePositions(-44, 0),
+    "wholly_past": RelativePositions(-500, -200),
+    "past": RelativePositions(-40, -16),
+    "wholly_future": RelativePositions(300, 333),
+    "future": RelativePositions(16, 48),
+}
+
+
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+@pytest.mark.parametrize("table", TABLES)
+def test_tables(table: str, outside: Any) -> None:
+    """Tables that cover all, part or none of the relative positions, shared and per head, with an offset and lengths."""
+    positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
+    for seed, (is_causal, query_offset) in enumerate(((False, 0), (True, 20), (False, -13))):
+        batch, heads = ((1, 1), (1, 2), (2, 1))[seed]
+        inputs = make_inputs(
+            batch, heads, 45, 58, 16, num_rows=positions.num_rows, per_head=seed == 1, dtype=torch.float32, seed=seed
+        )
+        lengths = torch.tensor([58, 37][:batch]) if seed else None
+        tiles = {"rows": tile(32, 32), "columns": tile(64, 32), "table": tile(32, 32)} if seed == 1 else None
+        check_backward(inputs, tiles, positions=positions, is_causal=is_causal, query_offset=query_offset, key_lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [
+        pytest.param(seed, dtype, marks=() if seed < 30 and seed % 2 == parity else pytest.mark.slow)
+        for seed in range(400)
+        for parity, dtype in enumerate((torch.float16, torch.float32))
+    ],
+    ids=str,
+)
+def test_random_combination(seed: int, dtype: torch.dtype) -> None:
+    """Any shapes, tables, masks, offsets, strides and scales; sharp attention among them."""
+    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33))
+    check_backward(inputs, SMALL if seed % 6 == 5 else None, **arguments)
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 3.0])
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+def test_scale(scale: float, kind: str) -> None:
+    """A negative scale turns the order of the logits round; with zero, all keys are equal and only value has a gradient."""
+    positions = table_of_kind(kind, 37, 45)
+    inputs = make_inputs(1, 2, 37, 45, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=3)
+    results = check_backward(inputs, SMALL, positions=positions, scale=scale)
+    assert [name for name, result in results.items() if name[:2] == "d_" and not result.any()] == (
+        [] if scale else ["d_query", "d_key", "d_rel_key"]
+    )
+
+
+@pytest.mark.parametrize("through", ["out", "lse"])
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+def test_gradient_through_one_result(through: str, kind: str) -> None:
+    """Only out is used, or only lse; value does not take part in lse."""
+    positions = table_of_kind(kind, 37, 45)
+    inputs = make_inputs(1, 2, 37, 45, 16, num_rows=positions.num_rows, dtype=torch.float16, seed=3)
+    unused = "d_lse" if through == "out" else "d_out"
+    inputs = inputs._replace(**{unused: torch.zeros_like(getattr(inputs, unused))})
+    results = check_backward(inputs, SMALL, positions=positions)
+    assert bool(results["d_value"].any()) == (through == "out") and results["d_rel_key"].any()
+
+
+SHARP_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    # length, rows, arguments
+    "full": (128, 255, {}),
+    "causal": (192, 192, {"positions": RelativePositions(-191, 0), "is_causal": True}),
+    "clipped": (160, 33, {}),
+}
+
+
+class WithDelta:
+    """The table kernel, launched with another delta than the one it is given."""
+
+    def __init__(self, kernel: Any, delta: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.kernel, self.delta = kernel, delta
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            *others, delta = args
+            self.kernel[grid](*others, self.delta(delta), **kwargs)
+
+        return launch
+
+
+@pytest.mark.parametrize("case", SHARP_CASES)
+def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharp attention: as good as dS rounded once, and far from that if the table kernel gets rowsum(out * d_out) - d_lse.
+
+    out was rounded: every dS of a row is off by the same amount then, which adds up in the table's sum over all queries.
+    """
+    length, num_rows, arguments = SHARP_CASES[case]
+    inputs = make_inputs(1, 2, length, length, 32, num_rows=num_rows, dtype=torch.float16, seed=1, sharp=True)
+    results = check_backward(inputs, **arguments)
+    rounded = (results["out"].float() * inputs.d_out.float()).sum(-1) - inputs.d_lse
+    deltas = []
+
+    def replaced(delta: torch.Tensor) -> torch.Tensor:
+        deltas.append(delta)
+        return rounded
+
+    monkeypatch.setattr(launcher, "table_kernel", WithDelta(launcher.table_kernel, replaced))
+    spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
+    (exact,) = deltas
+    assert 0 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_table_gradient("d_rel_key", spoilt, inputs, **arguments)
