@@ -15,9 +15,9 @@ from triton.runtime import interpreter
 
 def element_addresses(tensor: torch.Tensor) -> np.ndarray:
     """The addresses of a view's elements, sorted; what lies between them or around them is not among these."""
-    offsets = np.zeros(1, dtype=np.int64)
+    offsets: Any = np.zeros(1, dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        steps = np.arange(1 if stride == 0 else size, dtype=np.int64) * stride
+        steps: Any = np.arange(1 if stride == 0 else size, dtype=np.int64) * stride
         offsets = (offsets[:, None] + steps).reshape(-1)
     return np.unique(offsets * tensor.element_size() + tensor.data_ptr())
 

@@ -79,7 +79,7 @@ def test_one_table_row_reaches_only_its_diagonal(r: int, tiles: Any) -> None:
     table = torch.zeros_like(inputs.rel_key)
     table[r + 60] = inputs.rel_key[r + 60]
     inputs = inputs._replace(rel_key=table, key=torch.zeros_like(inputs.key))
-    arguments = {"positions": FULL, "query_offset": -7}
+    arguments: dict[str, Any] = {"positions": FULL, "query_offset": -7}
     d_query = check_backward(inputs, tiles, **arguments)["d_query"][0, 0]
     d_scores = dense_gradients(inputs, **arguments).d_scores[0, 0]
     i = torch.arange(45)
