@@ -39,8 +39,8 @@ def tile(block_m: int, block_n: int) -> TileConfig:
     return TileConfig(block_m, block_n, 4, 1)
 
 
-# Several tiles each way in short sequences, and no two kernels with the same.
-SMALL = {"forward": tile(32, 32), "rows": tile(32, 16), "columns": tile(32, 32), "table": tile(16, 16)}
+# Several tiles each way in short sequences.
+SMALL = {"forward": tile(32, 32), "rows": tile(32, 16), "columns": tile(32, 32), "table": tile(32, 32)}
 FULL, CLAMP, ZERO = RelativePositions(-60, 60), RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 POSITIONS = {"full": FULL, "clamp": CLAMP, "zero": ZERO}
 
@@ -57,8 +57,7 @@ def assert_bit_equal(results: dict[str, torch.Tensor], expected: dict[str, torch
         assert torch.equal(result.isnan(), expected[name].isnan()), name
 
 
-@pytest.mark.parametrize("outside", ["clamp", "zero"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("outside", "dtype"), [("clamp", torch.float16), ("zero", torch.float32)], ids=str)
 def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype) -> None:
     """The gradient of one query's output touches its own row, its visible keys and their table rows; all else is exactly zero."""
     inputs, arguments, hit = one_hot_case(outside, 16, dtype)
@@ -108,7 +107,7 @@ def test_rows_that_see_nothing(arguments: dict[str, Any], kind: str | None) -> N
     num_rows = None if positions is None else positions.num_rows
     dtype = torch.float32 if kind in ("clamp", None) else torch.float16
     inputs = make_inputs(2, 1, 50, 13, 16, num_rows=num_rows, dtype=dtype, seed=4)
-    results = check_backward(inputs, {**SMALL, "table": tile(32, 32)}, positions=positions, **arguments)
+    results = check_backward(inputs, SMALL, positions=positions, **arguments)
     offset = arguments.get("query_offset", 0)
     limit = arguments.get("key_lengths", torch.tensor([13, 13]))[:, None]
     sees = torch.arange(50) + offset >= 0 if "is_causal" in arguments else torch.ones(50, dtype=torch.bool)
@@ -216,7 +215,7 @@ UNREAD_ROWS: dict[str, tuple[RelativePositions, dict[str, Any], slice]] = {
 
 
 @pytest.mark.parametrize("case", UNREAD_ROWS)
-@pytest.mark.parametrize("tiles", [SMALL, None], ids=["small", "default"])
+@pytest.mark.parametrize("tiles", [SMALL, pytest.param(None, marks=pytest.mark.slow)], ids=["small", "default"])
 def test_nan_in_rows_that_no_visible_pair_has(case: str, tiles: Any) -> None:
     """Their part of dS is 0, but 0 times NaN is NaN: they must not be multiplied by it. Their own gradient is exactly 0."""
     positions, arguments, rows = UNREAD_ROWS[case]
@@ -236,7 +235,7 @@ def test_nan_in_rows_that_no_visible_pair_has(case: str, tiles: Any) -> None:
 def test_nan_in_one_row_stays_where_it_belongs(kind: str, where: str) -> None:
     """Its own row and the gradients it contributes to: its head's keys, values and table. All else is bit-equal."""
     positions = POSITIONS[kind]
-    inputs = make_inputs(1, 2, 50, 41, 16, num_rows=positions.num_rows, per_head=True, dtype=torch.float32, seed=3)
+    inputs = make_inputs(1, 2, 40, 29, 16, num_rows=positions.num_rows, per_head=True, dtype=torch.float32, seed=3)
     spoilt = getattr(inputs, where).clone()
     spoilt[0, 1, 20] = math.nan
     arguments: dict[str, Any] = {"positions": positions, "is_causal": True}
@@ -272,16 +271,16 @@ VIEWS: dict[str, Callable[[Inputs], Inputs]] = {
     "transposed": lambda x: x._replace(
         query=in_memory_order(x.query, 0, 2, 1, 3),
         key=in_memory_order(x.key, 3, 2, 1, 0),
-        rel_key=x.rel_key and in_memory_order(x.rel_key, 1, 0) if x.rel_key is None else in_memory_order(x.rel_key, 1, 0),
+        rel_key=None if x.rel_key is None else in_memory_order(x.rel_key, 1, 0),
     ),
     "packed": packed,
-    "storage_offset": lambda x: x._replace(query=shifted(x.query), key=shifted(x.key), value=shifted(x.value)),
-    "padded_width": lambda x: x._replace(query=padded(x.query), key=padded(x.key), value=padded(x.value), d_out=padded(x.d_out)),
+    "offset_or_padded": lambda x: x._replace(
+        query=shifted(x.query), key=padded(x.key), value=shifted(x.value), d_out=padded(x.d_out)
+    ),
     "stride_0_heads": lambda x: x._replace(key=x.key[:, :1].expand_as(x.key), value=x.value[:1, :, :1].expand_as(x.value)),
     "d_out_of_its_own": lambda x: x._replace(d_out=in_memory_order(x.d_out, 3, 0, 2, 1), d_lse=in_memory_order(x.d_lse, 2, 1, 0)),
     "out_transposed": lambda x: x._replace(query=in_memory_order(x.query, 0, 2, 1, 3), d_out=x.d_out.contiguous()),
-    "expanded_d_out": lambda x: x._replace(d_out=torch.ones(1, 1, 1, 1).expand_as(x.d_out)),
-    "expanded_d_lse": lambda x: x._replace(d_lse=torch.ones(1, 1, 1).expand_as(x.d_lse)),
+    "expanded": lambda x: x._replace(d_out=torch.ones(1, 1, 1, 1).expand_as(x.d_out), d_lse=torch.ones(1).expand_as(x.d_lse)),
     "all_different": with_different_strides,
 }
 
@@ -291,8 +290,8 @@ def test_strides(view: str) -> None:
     """Views give what their contiguous copies give, bit for bit, and gradients have the memory order of their tensors."""
     inputs = VIEWS[view](make_inputs(1, 2, 35, 35, 16, num_rows=21, dtype=torch.float32, seed=6))
     contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
-    assert view == "storage_offset" or not all(tensor is None or tensor.is_contiguous() for tensor in inputs)
-    tiles = {**SMALL, "table": tile(32, 32)}
+    assert not all(tensor is None or tensor.is_contiguous() for tensor in inputs)
+    tiles = dict.fromkeys(configs.KERNELS, tile(32, 32))
     results = all_gradients(inputs, tiles, is_causal=True)
     assert_bit_equal(results, all_gradients(contiguous, tiles, is_causal=True))
     for name in ("query", "key", "value"):
@@ -338,20 +337,17 @@ def test_wide_offsets(outside: Any) -> None:
     table = table.as_strided((25, 8), (2**27, 1)).copy_(inputs.rel_key)
     d_out = storage.as_strided(inputs.d_out.shape, (0, 0, 2**26, 1)).copy_(inputs.d_out)
     assert all(configs.needs_wide_index(tensor) for tensor in (table, d_out)) and not configs.needs_wide_index(inputs.rel_key)
-    tiles = {**SMALL, "table": tile(32, 32)}
-    expected = all_gradients(inputs, tiles, positions=positions)
+    expected = all_gradients(inputs, SMALL, positions=positions)
     for wide in (inputs._replace(rel_key=table), inputs._replace(d_out=d_out)):
-        assert_bit_equal(all_gradients(wide, tiles, positions=positions), expected)
+        assert_bit_equal(all_gradients(wide, SMALL, positions=positions), expected)
 
 
-@pytest.mark.parametrize("order", ["again", "reversed", "shuffled"])
-@pytest.mark.parametrize("kind", ["clamp", "zero"])
+@pytest.mark.parametrize(("order", "kind"), [("again", "clamp"), ("reversed", "zero"), ("shuffled", "clamp")])
 def test_repeats_bit_for_bit_in_any_order(order: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs do not depend on the order in which they run, nor on a run before them."""
     positions = POSITIONS[kind]
-    inputs = make_inputs(1, 2, 70, 45, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=8)
-    tiles = {**SMALL, "table": tile(32, 32)}
-    expected = all_gradients(inputs, tiles, positions=positions)
+    inputs = make_inputs(1, 2, 70, 29, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=8)
+    expected = all_gradients(inputs, SMALL, positions=positions)
     builder, ran = interpreter.interpreter_builder, []
     set_grid_idx = builder.set_grid_idx
 
@@ -365,7 +361,7 @@ def test_repeats_bit_for_bit_in_any_order(order: str, kind: str, monkeypatch: py
         set_grid_idx(x, y, z)
 
     monkeypatch.setattr(builder, "set_grid_idx", elsewhere)
-    results = all_gradients(inputs, tiles, positions=positions)
+    results = all_gradients(inputs, SMALL, positions=positions)
     assert Counter(ran)[0] == (5 if kind == "clamp" else 4)  # launches
     assert (order == "again") == (ran[:6] == list(range(6)))  # the forward's: 3 blocks of 2 heads
     assert_bit_equal(results, expected)
@@ -396,7 +392,7 @@ def test_only_the_wanted_gradients_are_computed(kind: str | None, monkeypatch: p
     for name in KERNELS:
         monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
     for wanted in itertools.product((False, True), repeat=4):
-        if not any(wanted):
+        if sum(wanted) not in (1, 2):
             continue
         launches.clear()
         results = run_backward(inputs, wanted=wanted, positions=positions)
@@ -426,22 +422,21 @@ def test_gradients_that_nothing_asks_for_are_not_computed(monkeypatch: pytest.Mo
         assert launches == Counter(needed), name
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("kind", ["full", "clamp"])
+@pytest.mark.parametrize(("per_head", "kind"), [(False, "clamp"), (True, "full")])
 def test_number_of_splits(per_head: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many programs share a table's sum, it is the same but for the order of summation; also with idle ones."""
     positions = POSITIONS[kind]
-    inputs = make_inputs(3, 2, 33, 30, 16, num_rows=positions.num_rows, per_head=per_head, dtype=torch.float32, seed=8)
+    inputs = make_inputs(2, 2, 33, 30, 16, num_rows=positions.num_rows, per_head=per_head, dtype=torch.float32, seed=8)
     budget = rounding_budget(inputs, positions=positions)["d_rel_key"]
     found = []
-    for splits in (1, 2, 3, 7):
+    for splits in (1, 2, 5):
         monkeypatch.setattr(configs, "table_splits", lambda *_, splits=splits: splits)
         results = all_gradients(inputs, positions=positions)
         assert_rounding_errors(results, inputs, positions=positions)
         found.append(results["d_rel_key"])
     for other in found[1:]:
-        # The budget has a unit of the sum of all magnitudes; the order of six summands moves the sum by at most six.
-        assert ((other - found[0]).abs() <= 6 * budget).all()
+        # The budget has a unit of the sum of all magnitudes; the order of four summands moves the sum by at most four.
+        assert ((other - found[0]).abs() <= 4 * budget).all()
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number did reach the launch
 
 
@@ -452,7 +447,7 @@ def test_addresses(kind: str) -> None:
     inputs = make_inputs(1, 2, 37, 45, 5, 3, num_rows=positions.num_rows, dtype=torch.float32, seed=8)
     inputs = with_different_strides(inputs)
     with guarded() as launches:
-        check_backward(inputs, {**SMALL, "table": tile(32, 32)}, positions=positions, key_lengths=torch.tensor([42]))
+        check_backward(inputs, SMALL, positions=positions, key_lengths=torch.tensor([42]))
     assert [launch.kernel for launch in launches] == ["forward_kernel", *KERNELS[: 4 if kind == "clamp" else 3]]
     assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
     assert not [violation for launch in launches for violation in launch.violations]
