@@ -1,11 +1,22 @@
-"""Conversions from other table layouts: literal cases, errors, gradients."""
+"""Conversions from other table layouts and parametrisations: literal cases, errors, gradients."""
 
 from __future__ import annotations
+
+import doctest
+import math
+from typing import Any
 
 import pytest
 import torch
 
-from triton_relattn import RelativePositions, tables
+from tests.cpu.oracle import assert_same
+from triton_relattn import RelativePositions, fused_relative_attention, tables
+
+
+def test_docstring_examples() -> None:
+    torch.manual_seed(0)
+    result = doctest.testmod(tables, extraglobs={"torch": torch, "fused_relative_attention": fused_relative_attention})
+    assert result.attempted > 0 and result.failed == 0
 
 
 def test_general_layout_of_four_positions() -> None:
@@ -27,6 +38,14 @@ def test_future_first() -> None:
     assert tables.from_future_first(table).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_future_first_bias() -> None:
+    """(R,) and (H, R): the rows are the last dimension."""
+    assert tables.from_future_first(torch.tensor([2, 1, 0]), dim=-1).tolist() == [0, 1, 2]
+    assert tables.from_future_first(torch.tensor([[2, 1, 0], [5, 4, 3]]), dim=-1).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match=r"dimension -2, .* got shape \(7,\); a bias needs dim=-1"):
+        tables.from_future_first(torch.zeros(7))
+
+
 def test_per_head_tables_with_strides() -> None:
     """Each head on its own gives what the stack gives, also from a view that is strided and transposed."""
     general = torch.randn(3, 7, 10)[..., ::2].mT  # (heads, D, 2T - 1) = (3, 5, 7)
@@ -38,8 +57,7 @@ def test_per_head_tables_with_strides() -> None:
 
 
 @pytest.mark.parametrize("convert", [tables.from_general_layout, tables.from_future_first])
-def test_gradients_flow_to_the_given_table(convert: object) -> None:
-    assert callable(convert)
+def test_gradients_flow_to_the_given_table(convert: Any) -> None:
     table = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(convert(table).shape, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((convert(table) * weights).sum(), table)
@@ -52,8 +70,167 @@ def test_general_layout_needs_an_odd_number_of_columns() -> None:
         tables.from_general_layout(torch.zeros(3, 6))
 
 
-@pytest.mark.parametrize("convert", [tables.from_general_layout, tables.from_future_first])
-def test_tables_have_two_dimensions(convert: object) -> None:
-    assert callable(convert)
+def test_general_layout_has_two_dimensions() -> None:
     with pytest.raises(ValueError, match=r"got \(7,\)"):
-        convert(torch.zeros(7))
+        tables.from_general_layout(torch.zeros(7))
+
+
+# Distances at which the next bucket starts, as transformers 5.23 (T5Attention) numbers them.
+T5_STARTS: dict[tuple[int, int, bool], list[int]] = {
+    (32, 128, True): [*range(8), 8, 12, 16, 23, 32, 46, 64, 91],
+    (32, 128, False): [*range(16), 16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113],
+    (16, 64, True): [0, 1, 2, 3, 4, 8, 16, 32],
+    (7, 30, True): [0, 1, 6],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("arguments", T5_STARTS)
+def test_t5_buckets(arguments: tuple[int, int, bool], dtype: torch.dtype) -> None:
+    starts, bidirectional = T5_STARTS[arguments], arguments[2]
+    expected = [sum(start <= distance for start in starts) - 1 for distance in range(300)]
+    distance = torch.arange(300, dtype=dtype)
+    past = tables.t5_buckets(-distance, *arguments)
+    assert past.dtype == torch.int64 and past.tolist() == expected
+    future = tables.t5_buckets(distance, *arguments).tolist()
+    assert future == ([0, *(bucket + len(starts) for bucket in expected[1:])] if bidirectional else [0] * 300)
+
+
+def test_t5_buckets_of_wavlm() -> None:
+    """320 buckets up to distance 800, some of which share one; the last one starts at 778."""
+    bucket = tables.t5_buckets(torch.tensor([[0, -79, -80, -82, -83], [777, 778, 800, -777, -(10**6)]]), 320, 800)
+    assert bucket.tolist() == [[0, 79, 80, 80, 81], [318, 319, 319, 158, 159]]
+
+
+def test_t5_buckets_refuses() -> None:
+    r = torch.arange(-3, 4)
+    with pytest.raises(TypeError, match=r"integers, got torch\.float32"):
+        tables.t5_buckets(r.float())
+    with pytest.raises(ValueError, match="at least 4, got 3"):
+        tables.t5_buckets(r, num_buckets=3)
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        tables.t5_buckets(r, num_buckets=1, bidirectional=False)
+    with pytest.raises(ValueError, match=r"larger than the 8 distances .* got 8"):
+        tables.t5_buckets(r, max_distance=8)
+
+
+def test_deberta_log_buckets() -> None:
+    """bucket_size 16, max_position 64: the distances up to 10 at which the next bucket starts, as transformers 5.23 has them."""
+    starts = [*range(1, 10), 11, 15, 20, 27, 35, 47, 64, 85, 114, 153, 205]
+    distance = torch.arange(250)
+    expected = torch.tensor([sum(start <= d for start in starts) for d in range(250)])
+    assert torch.equal(tables.deberta_log_buckets(distance, 16, 64), expected)
+    assert torch.equal(tables.deberta_log_buckets(-distance.int(), 16, 64), -expected)
+    assert int(tables.deberta_log_buckets(torch.tensor(511), 256, 512)) == 255
+    assert tables.deberta_log_buckets(torch.tensor([[1, 2], [3, -20]]), 5, 20).tolist() == [[1, 2], [3, -4]]
+
+
+def test_deberta_log_buckets_refuses() -> None:
+    with pytest.raises(TypeError, match=r"integers, got torch\.bool"):
+        tables.deberta_log_buckets(torch.tensor(True), 16, 64)
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        tables.deberta_log_buckets(torch.tensor(1), 1, 64)
+    with pytest.raises(ValueError, match=r"larger than bucket_size // 2 \+ 1 = 9, got 9"):
+        tables.deberta_log_buckets(torch.tensor(1), 16, 9)
+
+
+def test_alibi_slopes() -> None:
+    """Of Press et al.: 1/2 .. 1/256 for 8 heads; 12 heads have those and 2 ** -0.5, 2 ** -1.5, 2 ** -2.5, 2 ** -3.5."""
+    eight = [2.0**-k for k in range(1, 9)]
+    assert tables.alibi_slopes(8).tolist() == eight
+    twelve = torch.tensor([*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5], dtype=torch.float64)
+    assert torch.equal(tables.alibi_slopes(12, dtype=torch.float64), twelve)
+    assert tables.alibi_slopes(1).tolist() == [2.0**-8] and tables.alibi_slopes(6).tolist() == [
+        0.25,
+        2**-4,
+        2**-6,
+        2**-8,
+        0.5,
+        2**-3,
+    ]
+    assert tables.alibi_slopes(16).dtype == torch.float32
+    with pytest.raises(ValueError, match="positive, got 0"):
+        tables.alibi_slopes(0)
+
+
+def test_alibi_bias() -> None:
+    slopes = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    bias = tables.alibi_bias(slopes, -3, 1)
+    assert bias.dtype == torch.float64 and bias.tolist() == [[-1.5, -1, -0.5, 0, -0.5], [-6, -4, -2, 0, -2]]
+    (gradient,) = torch.autograd.grad(bias[:, 0].sum(), slopes)
+    assert gradient.tolist() == [-3, -3]
+    assert torch.equal(tables.alibi_bias(3, 2, 4), -tables.alibi_slopes(3)[:, None] * torch.tensor([2, 3, 4]))
+    with pytest.raises(ValueError, match="last must not be smaller"):
+        tables.alibi_bias(4, 1, 0)
+    with pytest.raises(ValueError, match=r"\(H,\), got \(2, 1\)"):
+        tables.alibi_bias(slopes[:, None], -1, 0)
+
+
+@pytest.mark.parametrize("order", ["interleaved", "concatenated"])
+def test_sinusoids(order: Any) -> None:
+    """One number at a time: sin and cos of the distance i - j = -r by 10000 ** (-2 c / 6)."""
+    expected = []
+    for r in range(-4, 3):
+        angles = [-r / 10000 ** (2 * c / 6) for c in range(3)]
+        pairs = [(math.sin(angle), math.cos(angle)) for angle in angles]
+        expected.append([x for pair in (pairs if order == "interleaved" else zip(*pairs, strict=True)) for x in pair])
+    actual = tables.sinusoids(-4, 2, 6, order, dtype=torch.float64)
+    assert_same("sinusoids", actual, torch.tensor(expected, dtype=torch.float64))
+    assert torch.equal(tables.sinusoids(-4, 2, 6, order), actual.float())
+
+
+def test_sinusoids_far_away() -> None:
+    """Six digits at 45,000 positions, where angles in float32 would leave three."""
+    assert abs(float(tables.sinusoids(-45000, -45000, 4)[0, 0]) - math.sin(45000)) < 1e-6
+    assert abs(float(tables.sinusoids(2, 2, 4, base=16.0)[0, 2]) - math.sin(-2 / 4)) < 1e-6
+
+
+def test_sinusoids_refuses() -> None:
+    for width in (0, 5):
+        with pytest.raises(ValueError, match=f"even and positive, got {width}"):
+            tables.sinusoids(-1, 1, width)
+    with pytest.raises(ValueError, match="got 'other'"):
+        tables.sinusoids(-1, 1, 4, "other")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="first must be an int"):
+        tables.sinusoids(-1.5, 1, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_fold_transformer_xl(packed: bool, per_head: bool) -> None:
+    """(q' . k + q' . E) scale + b = scale ((q + u) . k + (q + v) . E), one head, query, key and row at a time."""
+    torch.manual_seed(0)
+    query, table, u, v, key = (
+        torch.randn(shape, dtype=torch.float64)
+        for shape in ((1, 2, 3, 4), (2, 5, 4) if per_head else (5, 4), (2, 4), (2, 4), (2, 4))
+    )
+    given = query[0].transpose(0, 1) if packed else query
+    folded, bias = tables.fold_transformer_xl(given, table, u, v, scale=0.3)
+    assert folded.shape == given.shape and bias.shape == (2, 5)
+    for head in range(2):
+        rows = table[head] if per_head else table
+        for i in range(3):
+            q = query[0, head, i]
+            expected = 0.3 * ((q + u[head]) @ key[head] + rows @ (q + v[head]))
+            p = folded[i, head] if packed else folded[0, head, i]
+            assert_same("logits", 0.3 * (p @ key[head] + rows @ p) + bias[head], expected)
+    assert_same("default scale", tables.fold_transformer_xl(given, table, u, v)[1], bias / 0.3 / 2)
+
+
+def test_fold_transformer_xl_in_half_precision() -> None:
+    """The query keeps its dtype next to float32 parameters; the bias is float32, with autocast too."""
+    torch.manual_seed(0)
+    query, table = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(2, 5, 4).bfloat16()
+    u, v = torch.randn(2, 4), torch.randn(2, 4)
+    expected = 0.5 * torch.einsum("hd,hrd->hr", v - u, table.float())
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            folded, bias = tables.fold_transformer_xl(query, table, u, v)
+        assert folded.dtype == torch.bfloat16 and bias.dtype == torch.float32
+        assert (bias - expected).abs().max() < 1e-5
+
+
+def test_fold_transformer_xl_refuses() -> None:
+    query, table = torch.zeros(1, 2, 3, 4), torch.zeros(5, 4)
+    with pytest.raises(ValueError, match=r"v must have shape \(heads, width\) = \(2, 4\), got \(4,\)"):
+        tables.fold_transformer_xl(query, table, torch.zeros(2, 4), torch.zeros(4))
