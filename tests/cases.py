@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from typing import Any
+from collections.abc import Collection, Container
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,45 +40,202 @@ def random_positions(choose: random.Random, num_queries: int, num_keys: int) -> 
     return last - first + 1, RelativePositions(first, last, outside)  # type: ignore[arg-type]
 
 
+FEATURES = (
+    "rel_query",
+    "rel_value",
+    "rel_bias",
+    "no_rel_key",
+    "rel_scale",
+    "attn_mask",
+    "window_size",
+    "query_offsets",
+    "softcap",
+    "enable_gqa",
+    "dropout_p",
+    "exact_delta",
+)
+
+
+def random_mask(choose: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A mask that broadcasts to shape: bool, or float with some -inf. Some rows and some columns are hidden wholly."""
+    generator = torch.Generator().manual_seed(choose.randrange(2**31))
+    sizes = [size if choose.random() < 0.7 else 1 for size in shape]
+    visible = torch.rand(sizes, generator=generator) < choose.choice((0.3, 0.8))
+    visible &= torch.rand(*sizes[:3], 1, generator=generator) < 0.9
+    visible &= torch.rand(sizes[3], generator=generator) < 0.9
+    if sizes[0] == 1 and choose.random() < 0.5:
+        visible = visible[0]
+    if choose.random() < 0.5:
+        return visible
+    bias = torch.randn(visible.shape, generator=generator, dtype=torch.float64).masked_fill(~visible, -math.inf)
+    bias = bias.to(choose.choice((dtype, torch.float32)))
+    return bias.mT.contiguous().mT if choose.random() < 0.5 else bias
+
+
+def random_scalars(choose: random.Random, wanted: Container[str], has_rel_key: bool) -> dict[str, Any]:
+    """Those arguments that padded and packed calls have in common and that depend on no length."""
+    arguments: dict[str, Any] = {}
+    if "rel_scale" in wanted and has_rel_key:
+        arguments["rel_scale"] = choose.choice((1.0, 0.2, -0.4))
+    if "window_size" in wanted:
+        sizes = (-1, 0, 1, choose.randint(2, 20), choose.randint(20, 200))
+        arguments["window_size"] = (choose.choice(sizes), choose.choice(sizes))
+    if "softcap" in wanted:
+        arguments["softcap"] = choose.choice((0.5, 5.0, 50.0))
+    if "dropout_p" in wanted:
+        arguments["dropout_p"] = choose.choice((0.1, 0.3, 0.5, 0.9, 1.0))
+    if "exact_delta" in wanted:
+        arguments["exact_delta"] = True
+    return arguments
+
+
+def random_features(choose: random.Random, features: Collection[str]) -> set[str]:
+    """Some of the features; none in a third of all cases."""
+    drawn = {feature for feature in FEATURES if choose.random() < 0.35}
+    return set() if choose.random() < 0.33 else drawn & set(features)
+
+
+def random_tensors(
+    choose: random.Random, wanted: Container[str], num_rows: int | None, heads: int, rel_widths: Any
+) -> dict[str, Any]:
+    """Arguments of make_inputs; heads is multiplied if heads of the query share one of the key."""
+    tables = {name: num_rows is not None and name in wanted for name in ("rel_value", "rel_bias")}
+    has_rel_key = num_rows is not None and not ("no_rel_key" in wanted and any(tables.values()))
+    rel_width = choose.choice(rel_widths)
+    group = choose.choice((2, 3, 4)) if heads == 1 else 2
+    shapes: dict[str, Any] = {"num_rows": num_rows, "rel_key": has_rel_key, **tables, "heads": heads}
+    if "rel_query" in wanted and has_rel_key:
+        shapes["rel_width"] = rel_width
+    if "enable_gqa" in wanted:
+        shapes |= {"heads": group * heads, "key_heads": heads}
+    return shapes
+
+
 def random_case(
     seed: int,
     *,
     dtype: torch.dtype = torch.float64,
     widths: tuple[int, ...] = (1, 4, 5, 8),
     value_widths: tuple[int, ...] = (1, 3, 8),
+    rel_widths: tuple[int, ...] = (1, 3, 4, 16),
     scales: tuple[float | None, ...] = (None, None, 1.0, 0.05, -0.3),
+    lengths: tuple[int, ...] = LENGTHS,
+    uneven_lengths: tuple[tuple[int, int], ...] = UNEVEN_LENGTHS,
+    features: Collection[str] = FEATURES,
 ) -> tuple[Inputs, dict[str, Any]]:
-    """Inputs of any shape, table and strides, and arguments of any mask, offset and scale, all drawn from the seed."""
+    """Inputs of any shape, table and strides, and arguments of fused_relative_attention, all drawn from the seed.
+
+    Args:
+        features: what may appear beyond rel_key, positions, key_lengths, is_causal, query_offset and scale.
+    """
     choose = random.Random(seed)
-    num_queries, num_keys = choose.choice((choose.choice(UNEVEN_LENGTHS), (choose.choice(LENGTHS), choose.choice(LENGTHS))))
+    num_queries, num_keys = choose.choice((choose.choice(uneven_lengths), (choose.choice(lengths), choose.choice(lengths))))
     num_rows, positions = random_positions(choose, num_queries, num_keys)
     batch, heads, width, value_width = (choose.choice(sizes) for sizes in ((1, 2), (1, 2, 3), widths, value_widths))
-    inputs = make_inputs(
-        batch,
-        heads,
-        num_queries,
-        num_keys,
-        width,
-        value_width,
-        num_rows=num_rows,
-        per_head=choose.random() < 0.5,
-        dtype=dtype,
-        seed=seed,
-        sharp=choose.random() < 0.25,
-    )
-    if choose.random() < 0.3:
-        inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
-    if choose.random() < 0.3:
-        inputs = with_different_strides(inputs)
+    per_head, sharp, silent_lse, strided = (choose.random() < chance for chance in (0.5, 0.25, 0.3, 0.3))
     arguments: dict[str, Any] = {"is_causal": choose.random() < 0.5}
-    arguments["query_offset"] = choose.choice((0, 0, num_keys - num_queries, choose.randint(-9, 9), choose.randint(-300, 300)))
+    offsets = (0, 0, num_keys - num_queries, choose.randint(-9, 9), choose.randint(-300, 300))
+    arguments["query_offset"] = choose.choice(offsets)
     arguments["scale"] = choose.choice(scales)
     if positions is not None:
         arguments["positions"] = positions
     if choose.random() < 0.4:
-        lengths = [choose.choice((0, num_keys, choose.randint(0, num_keys))) for _ in range(batch)]
-        arguments["key_lengths"] = torch.tensor(lengths, dtype=choose.choice((torch.int32, torch.int64)))
-    return inputs, arguments
+        keys = [choose.choice((0, num_keys, choose.randint(0, num_keys))) for _ in range(batch)]
+        arguments["key_lengths"] = torch.tensor(keys, dtype=choose.choice((torch.int32, torch.int64)))
+
+    wanted = random_features(choose, features)
+    shapes = random_tensors(choose, wanted, num_rows, heads, rel_widths)
+    heads = shapes.pop("heads")
+    arguments |= random_scalars(choose, wanted, num_rows is not None and shapes["rel_key"])
+    if "enable_gqa" in wanted:
+        arguments["enable_gqa"] = True
+    if "query_offsets" in wanted:
+        arguments["query_offset"] = torch.tensor([choose.choice(offsets) for _ in range(batch)], dtype=torch.int32)
+    if "attn_mask" in wanted:
+        arguments["attn_mask"] = random_mask(choose, (batch, heads, num_queries, num_keys), dtype)
+    inputs = make_inputs(
+        batch, heads, num_queries, num_keys, width, value_width, **shapes, per_head=per_head, dtype=dtype, seed=seed, sharp=sharp
+    )
+    if silent_lse:
+        inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
+    return with_different_strides(inputs) if strided else inputs, arguments
+
+
+def random_varlen_case(
+    seed: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    widths: tuple[int, ...] = (1, 4, 5, 8),
+    value_widths: tuple[int, ...] = (1, 3, 8),
+    rel_widths: tuple[int, ...] = (1, 3, 4, 16),
+    lengths: tuple[int, ...] = (0, 1, 2, 15, 16, 17, 33, 64, 70),
+    features: Collection[str] = FEATURES,
+) -> tuple[Inputs, dict[str, Any]]:
+    """Packed inputs, (total, heads, width) and d_lse (heads, total), and arguments of fused_relative_attention_varlen."""
+    choose = random.Random(seed)
+    batch, heads, width, value_width = (choose.choice(sizes) for sizes in ((1, 2, 3, 5), (1, 2, 3), widths, value_widths))
+    lengths_q = [choose.choice(lengths) for _ in range(batch)]
+    lengths_k = lengths_q if choose.random() < 0.5 else [choose.choice(lengths) for _ in range(batch)]
+    num_rows, positions = random_positions(choose, max(lengths_q) + 1, max(lengths_k) + 1)
+    wanted = random_features(choose, features)
+    shapes = random_tensors(choose, wanted, num_rows, heads, rel_widths)
+    heads = shapes.pop("heads")
+    arguments: dict[str, Any] = {"is_causal": choose.random() < 0.5, "query_offset": choose.choice((0, 0, choose.randint(-9, 9)))}
+    arguments |= random_scalars(choose, wanted, num_rows is not None and shapes["rel_key"])
+    for which, each in (("q", lengths_q), ("k", lengths_k)):
+        starts = list(itertools.accumulate(each, initial=0))
+        arguments[f"cu_seqlens_{which}"] = torch.tensor(starts, dtype=choose.choice((torch.int32, torch.int64)))
+        arguments[f"max_seqlen_{which}"] = max(each) + choose.choice((0, 0, 5))
+    if positions is not None:
+        arguments["positions"] = positions
+    if "enable_gqa" in wanted:
+        arguments["enable_gqa"] = True
+    if "query_offsets" in wanted:
+        arguments["query_offset"] = torch.tensor([choose.randint(-9, 9) for _ in range(batch)])
+    inputs = make_inputs(
+        1,
+        heads,
+        sum(lengths_q),
+        sum(lengths_k),
+        width,
+        value_width,
+        **shapes,
+        per_head=choose.random() < 0.5,
+        dtype=dtype,
+        seed=seed,
+    )
+    in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
+    packed: dict[str, Any] = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
+    if choose.random() < 0.5:
+        packed = {name: tensor.contiguous() for name, tensor in packed.items()}
+    return inputs._replace(**packed, d_lse=inputs.d_lse[0]), arguments
+
+
+class UnpackedSequence(NamedTuple):
+    """One sequence of a packed call as a call of its own."""
+
+    queries: slice
+    keys: slice
+    inputs: Inputs
+    arguments: dict[str, Any]
+
+
+def unpacked(inputs: Inputs, arguments: dict[str, Any]) -> list[UnpackedSequence]:
+    """The sequences of a packed call, as batches of one."""
+    starts_q, starts_k = (arguments[f"cu_seqlens_{which}"].tolist() for which in "qk")
+    of_packing = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    others = {name: value for name, value in arguments.items() if name not in of_packing}
+    parts = []
+    for index, bounds in enumerate(zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False)):
+        queries, keys = slice(*bounds[:2]), slice(*bounds[2:])
+        offset = arguments["query_offset"]
+        cut = dict.fromkeys(("query", "d_out", "rel_query"), queries) | dict.fromkeys(("key", "value"), keys)
+        tensors = {name: getattr(inputs, name) for name in cut}
+        single = {name: tensor[cut[name]].transpose(0, 1)[None] for name, tensor in tensors.items() if tensor is not None}
+        single["d_lse"] = inputs.d_lse[None, :, queries]
+        offset = offset[index].item() if isinstance(offset, torch.Tensor) else offset
+        parts.append(UnpackedSequence(queries, keys, inputs._replace(**single), {**others, "query_offset": offset}))
+    return parts
 
 
 def one_hot_case(outside: Any, width: int, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any], torch.Tensor]:

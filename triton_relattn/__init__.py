@@ -1,15 +1,22 @@
 """Learned relative position attention in linear memory.
 
-fused_relative_attention   softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i]
-RelativePositions          which row of a table belongs to which relative position
-can_run_triton             whether the Triton kernels can serve given tensors
-tables                     conversions from other table layouts
+fused_relative_attention          softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i], and more such terms and masks
+fused_relative_attention_varlen   the same for sequences packed one after the other
+RelativePositions                 which row of a table belongs to which relative position
+can_run_triton                    whether the Triton kernels can serve given tensors
+tables                            conversions from other table layouts
 """
 
 from . import tables
 from .backends import can_run_triton
-from .functional import fused_relative_attention
+from .functional import fused_relative_attention, fused_relative_attention_varlen
 from .positions import RelativePositions
 
-__all__ = ["RelativePositions", "can_run_triton", "fused_relative_attention", "tables"]
+__all__ = [
+    "RelativePositions",
+    "can_run_triton",
+    "fused_relative_attention",
+    "fused_relative_attention_varlen",
+    "tables",
+]
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _why_not_triton(query: torch.Tensor, value: torch.Tensor) -> str | None:
+def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None) -> str | None:
     """The reason why the Triton kernels cannot serve these tensors, with what to do about it; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton; it exists for Linux)"
@@ -29,36 +29,42 @@ def _why_not_triton(query: torch.Tensor, value: torch.Tensor) -> str | None:
         return f"{torch.cuda.get_device_name(query.device)} has no bfloat16 matrix units; compute capability 8.0 is needed"
     if query.dtype not in TRITON_DTYPES:
         return f"the kernels compute in float16, bfloat16 and float32, not in {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > MAX_TRITON_WIDTH:
-        return (
-            f"the kernels take head widths up to {MAX_TRITON_WIDTH}, got {query.shape[-1]} (query) and {value.shape[-1]} (value)"
-        )
+    widths = {"query": query.shape[-1], "value": value.shape[-1]}
+    if rel_query is not None:
+        widths["rel_query"] = rel_query.shape[-1]
+    if max(widths.values()) > MAX_TRITON_WIDTH:
+        got = ", ".join(f"{width} ({name})" for name, width in widths.items())
+        return f"the kernels take head widths up to {MAX_TRITON_WIDTH}, got {got}"
     return None
 
 
-def can_run_triton(query: torch.Tensor, value: torch.Tensor, *, raise_error: bool = False) -> bool:
+def can_run_triton(
+    query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, *, raise_error: bool = False
+) -> bool:
     """Whether the Triton kernels can serve tensors of this device, dtype and width.
 
     Raises:
-        RuntimeError: with ``raise_error=True``, if they cannot; the message says why and what to do.
+        NotImplementedError: with ``raise_error=True``, if they cannot; the message says why and what to do.
     """
-    reason = _why_not_triton(query, value)
+    reason = _why_not_triton(query, value, rel_query)
     if reason is not None and raise_error:
-        raise RuntimeError(f'implementation="triton" cannot run here: {reason}. implementation=None picks one that can.')
+        raise NotImplementedError(f'implementation="triton" cannot run here: {reason}. implementation=None picks one that can.')
     return reason is None
 
 
-def choose_implementation(implementation: str | None, query: torch.Tensor, value: torch.Tensor) -> str:
+def choose_implementation(
+    implementation: str | None, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None
+) -> str:
     """The implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
     Raises:
         ValueError: an unknown name.
-        RuntimeError: "triton" was asked for and cannot run; there is no silent fallback.
+        NotImplementedError: "triton" was asked for and cannot run; there is no silent fallback.
     """
     if implementation is None:
-        return "triton" if query.device.type == "cuda" and can_run_triton(query, value) else "blockwise"
+        return "triton" if query.device.type == "cuda" and can_run_triton(query, value, rel_query) else "blockwise"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "triton":
-        can_run_triton(query, value, raise_error=True)
+        can_run_triton(query, value, rel_query, raise_error=True)
     return implementation

@@ -1,12 +1,23 @@
-"""The public function."""
+"""The public functions."""
 
 from __future__ import annotations
 
 import torch
 
 from . import backends, ops, validation
+from .dropout import draw_seed
 from .positions import RelativePositions
-from .reference import reference_attention
+from .reference import resolved_reference
+from .spec import AttentionSpec, AttentionTensors
+
+
+def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    implementation = backends.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
+    if spec.dropout_p > 0:
+        tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
+    if implementation == "reference":
+        return resolved_reference(tensors, spec)
+    return ops.relative_attention(tensors, spec, implementation)
 
 
 def fused_relative_attention(
@@ -15,42 +26,70 @@ def fused_relative_attention(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
+    rel_query: torch.Tensor | None = None,
+    rel_value: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
+    attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    query_offset: int = 0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: int | torch.Tensor = 0,
+    dropout_p: float = 0.0,
     scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
     return_lse: bool = False,
+    exact_delta: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention with a learned embedding of the distance, in memory linear in the sequence lengths.
+    """Attention with learned embeddings of the distance, in memory linear in the sequence lengths.
 
     .. code-block:: text
 
         r           = j - i - query_offset                           negative: past, positive: future
-        logits[i,j] = scale * (q_i . k_j + q_i . E[row(r)])
-        out_i       = sum_j softmax_j(logits[i,j]) v_j
+        logits[i,j] = scale * (q_i . k_j) + rel_scale * (p_i . E[row(r)]) + b[row(r)]
+        logits      = softcap * tanh(logits / softcap)               if softcap is given
+        P           = softmax_j(logits + attn_mask)                  of the keys that query i sees
+        out_i       = sum_j dropout(P)[i,j] * (v_j + A[row(r)])
 
     No (Nq, Nk) tensor and no (Nq, R) tensor is formed, neither forward nor backward.
 
     Args:
-        query: (B, H, Nq, D).
-        key: (B, H, Nk, D).
-        value: (B, H, Nk, Dv).
-        rel_key: the table E, (R, D) shared by the heads or (H, R, D). None: plain attention.
-        positions: the relative positions the rows of the table stand for. By default centred,
+        query: (B, Hq, Nq, D).
+        key: (B, Hk, Nk, D).
+        value: (B, Hk, Nk, Dv).
+        rel_key: the table E, (R, Dr) shared by the heads or (Hq, R, Dr). All tables are optional; without any this is plain
+            attention. Those that are given have the same R.
+        rel_query: p, (B, Hq, Nq, Dr), what rel_key is multiplied with; by default the query itself.
+        rel_value: the table A, (R, Dv) or (Hq, R, Dv).
+        rel_bias: the table b, (R,) or (Hq, R), in query's dtype or float32.
+        positions: the relative positions the rows of the tables stand for. By default centred,
             ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R.
+        attn_mask: broadcasts to (B, Hq, Nq, Nk), without being expanded. Bool: True where a query may attend. Else, in query's
+            dtype or float32, it is added to the logits; it has no gradient.
         key_lengths: (B,) int32 or int64, how many keys of each batch entry exist; the rest is padding.
         is_causal: hide keys in the future (r > 0).
-        query_offset: query i stands at key position i + query_offset. 0 aligns the upper left corner as
-            ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right one (a key-value cache).
-        scale: factor of both terms, ``D ** -0.5`` by default.
-        return_lse: also return the log-sum-exp of the logits.
+        window_size: (left, right), hide keys with r < -left or r > right; -1: unbounded. Tiles outside are not computed. All
+            masks combine: a key is seen if none hides it.
+        query_offset: query i stands at key position i + query_offset; an int, or (B,) int32 or int64. 0 aligns the upper left
+            corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right one (a key-value
+            cache).
+        dropout_p: probability with which a probability is dropped; the others are multiplied by 1 / (1 - dropout_p). What is
+            dropped depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it).
+        scale: factor of q.k, ``D ** -0.5`` by default.
+        rel_scale: factor of p.E, by default scale.
+        softcap: limit the logits smoothly to +-softcap.
+        enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
+        return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
+        exact_delta: also compute the gradient of the query without the rounding of out (see README, Numerics). The other
+            gradients always are, and with "blockwise" and "reference" all. Costs a second pass over the keys.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default triton on a GPU
             that can run it, else blockwise. One that is asked for by name is used, or raises.
 
     Returns:
-        out (B, H, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, H, Nq), natural
+        out (B, Hq, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, Hq, Nq), natural
         logarithm, float32 (float64 for float64 inputs). Both are differentiable, once. A query that sees no key
         gives out = 0, lse = -inf and zero gradients.
 
@@ -61,10 +100,11 @@ def fused_relative_attention(
         ValueError: wrong ranks, shapes, devices or values. The values of key_lengths are checked on the CPU only (a check
             on a GPU would wait for it; ``TRITON_RELATTN_CHECK_VALUES=1`` asks for it); the kernels limit them to [0, Nk].
         TypeError: wrong types or dtypes.
-        RuntimeError: ``implementation="triton"`` where it cannot run, with the reason.
+        NotImplementedError: ``implementation="triton"`` where it cannot run, with the reason.
 
-    Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (the term, clipping); Huang et al.,
-    "Music Transformer", 2018 (one row per distance); Rabe and Staats 2021, Dao et al. 2022 (linear memory).
+    Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
+    Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",
+    2019, Press et al., "ALiBi", 2021 (b); Rabe and Staats 2021, Dao et al. 2022 (linear memory).
 
     Example:
         >>> q, k, v = (torch.randn(1, 2, 10, 16) for _ in range(3))
@@ -72,20 +112,108 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
-    spec = validation.resolve(query, key, value, rel_key, positions, key_lengths, is_causal, query_offset, scale)
-    implementation = backends.choose_implementation(implementation, query, value)
-    if implementation == "reference":
-        out, lse = reference_attention(
-            query,
-            key,
-            value,
-            rel_key,
-            positions=positions,
-            key_lengths=key_lengths,
-            is_causal=is_causal,
-            query_offset=query_offset,
-            scale=scale,
-        )
-    else:
-        out, lse = ops.relative_attention(query, key, value, rel_key, key_lengths, spec, implementation)
+    tensors, spec = validation.resolve(
+        query,
+        key,
+        value,
+        rel_key,
+        rel_query=rel_query,
+        rel_value=rel_value,
+        rel_bias=rel_bias,
+        positions=positions,
+        attn_mask=attn_mask,
+        key_lengths=key_lengths,
+        is_causal=is_causal,
+        window_size=window_size,
+        query_offset=query_offset,
+        dropout_p=dropout_p,
+        scale=scale,
+        rel_scale=rel_scale,
+        softcap=softcap,
+        enable_gqa=enable_gqa,
+        exact_delta=exact_delta,
+    )
+    out, lse = _attend(tensors, spec, implementation)
+    return (out, lse) if return_lse else out
+
+
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    rel_query: torch.Tensor | None = None,
+    rel_value: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
+    positions: RelativePositions | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: int | torch.Tensor = 0,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    exact_delta: bool = False,
+    implementation: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fused_relative_attention` of B sequences of any lengths, packed one after the other, with no padding.
+
+    Sequence b has the queries ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]`` and likewise keys, attends to itself only, and
+    its positions start at 0: query and key 0 of a sequence meet at r = -query_offset.
+
+    Args:
+        query: (total_q, Hq, D).
+        key: (total_k, Hk, D).
+        value: (total_k, Hk, Dv).
+        rel_query: (total_q, Hq, Dr), by default the query.
+        cu_seqlens_q: (B + 1,) int32 or int64, rising from 0 to total_q. cu_seqlens_k: to total_k. Their values, too, are
+            checked on the CPU only.
+        max_seqlen_q: the length of the longest sequence of queries, or more. max_seqlen_k: of keys.
+        query_offset: an int, or (B,), one of each sequence.
+
+    The others are those of :func:`fused_relative_attention`. Dropout of sequence b is that of batch entry b there.
+
+    Returns:
+        out (total_q, Hq, Dv); with ``return_lse`` also lse (Hq, total_q).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as there.
+
+    Example:
+        >>> q, k, v = (torch.randn(12, 2, 16) for _ in range(3))  # lengths 5, 0 and 7
+        >>> lengths = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+        >>> packing = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=7, max_seqlen_k=7)
+        >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
+        torch.Size([12, 2, 16])
+    """
+    tensors, spec = validation.resolve(
+        query,
+        key,
+        value,
+        rel_key,
+        rel_query=rel_query,
+        rel_value=rel_value,
+        rel_bias=rel_bias,
+        positions=positions,
+        is_causal=is_causal,
+        window_size=window_size,
+        query_offset=query_offset,
+        dropout_p=dropout_p,
+        scale=scale,
+        rel_scale=rel_scale,
+        softcap=softcap,
+        enable_gqa=enable_gqa,
+        exact_delta=exact_delta,
+        cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
+        max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},
+    )
+    out, lse = _attend(tensors, spec, implementation)
+    out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out

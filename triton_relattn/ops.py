@@ -1,59 +1,83 @@
 """Registration with torch: two opaque operators, their fakes, and the derivative of the first by the second.
 
-The scalars of AttentionSpec are part of the schema, in the order of its fields.
+The tensors of AttentionTensors and the scalars of AttentionSpec are the schema, in the order of their fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
 import torch
 
 from . import blockwise
-from .spec import AttentionSpec
+from .results import compute_dtype, gradient_like, new_like
+from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
-_SCHEMA_TYPES = {"float": "float", "int": "SymInt", "bool": "bool"}
+_SCHEMA_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
 _SCALARS = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(AttentionSpec))
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? key_lengths"
+_TENSORS = ", ".join(
+    f"{'Tensor?' if name in AttentionTensors._field_defaults else 'Tensor'} {name}" for name in AttentionTensors._fields
+)
+_NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
+_GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
 _library = torch.library.Library("triton_relattn", "DEF")
-_library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor)")
+_library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor d_out, Tensor d_lse, Tensor? out, Tensor lse, {_TENSORS}, {_SCALARS}, str implementation, "
-    "bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor d_out, Tensor d_lse, Tensor? out, Tensor lse, Tensor? statistics, {_TENSORS}, {_SCALARS}, "
+    f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
 
 
-def _forward(query, key, value, rel_key, key_lengths, *scalars_and_implementation):  # type: ignore[no-untyped-def]
-    *scalars, implementation = scalars_and_implementation
-    run = blockwise.forward
+def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str]:
+    """Tensors, scalars and implementation from arguments in the order of the schema."""
+    *scalars, implementation = arguments[_NUM_TENSORS:]
+    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), implementation
+
+
+def _forward(*arguments):  # type: ignore[no-untyped-def]
+    tensors, spec, implementation = _split(arguments)
     if implementation == "triton":
-        from .kernels.forward import forward as run
-    return run(query, key, value, rel_key, key_lengths, AttentionSpec(*scalars))
+        from .kernels.forward import forward
+
+        return forward(tensors, spec)
+    return *blockwise.forward(tensors, spec), _no_statistics(tensors.query)
 
 
-def _forward_fake(query, key, value, *_):  # type: ignore[no-untyped-def]
-    out = blockwise.new_like(query, value.shape[-1])
-    return out, query.new_empty(query.shape[:3], dtype=blockwise.compute_dtype(query.dtype))
+def _no_statistics(query: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(0, dtype=torch.float32)
 
 
-def _backward(d_out, d_lse, out, lse, query, key, value, rel_key, key_lengths, *rest):  # type: ignore[no-untyped-def]
-    *scalars, implementation, wanted = rest
-    arguments = (query, key, value, rel_key, key_lengths, AttentionSpec(*scalars), wanted)
+def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
+    tensors, _, implementation = _split(arguments)
+    query = tensors.query
+    out = new_like(query, tensors.value.shape[-1])
+    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+    if implementation == "triton" and tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool:
+        return out, lse, query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
+    return out, lse, _no_statistics(query)
+
+
+def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
+    *arguments, wanted = arguments
+    tensors, spec, implementation = _split(arguments)
     if implementation == "triton":
         from .kernels.backward import backward
 
-        gradients = backward(d_out, d_lse, out, lse, *arguments)
+        gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
     else:
-        gradients = blockwise.backward(d_out, d_lse, lse, *arguments)
-    return tuple(query.new_empty(0) if gradient is None else gradient for gradient in gradients)
+        gradients = blockwise.backward(d_out, d_lse, lse, tensors, spec, wanted)
+    return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _backward_fake(_d_out, _d_lse, _out, _lse, query, key, value, rel_key, *rest):  # type: ignore[no-untyped-def]
-    gradients = [blockwise.new_like(tensor, tensor.shape[-1]) for tensor in (query, key, value)]
-    gradients.append(query.new_empty(0 if rel_key is None else rel_key.shape))
-    return tuple(gradient if want else query.new_empty(0) for gradient, want in zip(gradients, rest[-1], strict=True))
+def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, *arguments):  # type: ignore[no-untyped-def]
+    query, wanted = arguments[0], arguments[-1]
+    return tuple(
+        query.new_empty(0) if tensor is None or not want else gradient_like(tensor)
+        for tensor, want in zip(arguments[:_NUM_GRADIENTS], wanted, strict=True)
+    )
 
 
 for _name, _run, _fake in (
@@ -64,28 +88,30 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    out, lse = output
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    out, lse, statistics = output
     ctx.implementation = inputs[-1]
+    ctx.mark_non_differentiable(statistics)
     # blockwise computes delta from its blocks and does not need out.
-    ctx.save_for_backward(out if ctx.implementation == "triton" else None, lse, *inputs[:5])
-    ctx.scalars = inputs[5:-1]
+    kernels = ctx.implementation == "triton"
+    ctx.save_for_backward(out if kernels else None, lse, statistics if kernels else None, *inputs[:_NUM_TENSORS])
+    ctx.scalars = inputs[_NUM_TENSORS:-1]
 
 
-def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor, _: Any) -> tuple[Any, ...]:
     # Compiled graphs refuse a second derivative by themselves, and torch.compile cannot trace one Function in another's backward.
     run = torch.ops.triton_relattn.attention_backward if torch.compiler.is_compiling() else _Backward.apply
-    wanted = ctx.needs_input_grad[:4]
+    wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
     gradients = run(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars, ctx.implementation, wanted)
-    not_tensors = (None,) * (2 + len(ctx.scalars))
-    return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *not_tensors
+    others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
+    return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
 class _Forward(torch.autograd.Function):
-    """out, lse = f(query, key, value, rel_key; key_lengths, scalars...), differentiable in the first four, through both."""
+    """out, lse, statistics = f(tensors, scalars...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         return torch.ops.triton_relattn.attention_forward(*arguments)
 
     setup_context = staticmethod(_save_for_backward)
@@ -118,14 +144,7 @@ torch.library.register_autograd(
 )
 
 
-def relative_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rel_key: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-    spec: AttentionSpec,
-    implementation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    return _Forward.apply(query, key, value, rel_key, key_lengths, *astuple(spec), implementation)
+    out, lse, _ = _Forward.apply(*tensors, *astuple(spec), implementation)
+    return out, lse

@@ -20,7 +20,7 @@ class RelativePositions:
         first: relative position of the first row.
         last: relative position of the last row; a table has ``last - first + 1`` rows.
         outside: what applies beyond them. ``"clamp"`` uses the nearer end row (Shaw et al. 2018),
-            ``"zero"`` drops the relative term.
+            ``"zero"`` drops the relative terms, ``"error"`` has calls refused in which some query sees a key there.
 
     Raises:
         TypeError: ``first`` or ``last`` is not an integer.
@@ -33,7 +33,7 @@ class RelativePositions:
 
     first: int
     last: int
-    outside: Literal["clamp", "zero"] = "clamp"
+    outside: Literal["clamp", "zero", "error"] = "clamp"
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -43,11 +43,11 @@ class RelativePositions:
                 raise TypeError(f"{name} must be an int, got {getattr(self, name)!r}") from None
         if self.last < self.first:
             raise ValueError(f"last must not be smaller than first, got first={self.first}, last={self.last}")
-        if self.outside not in ("clamp", "zero"):
-            raise ValueError(f'outside must be "clamp" or "zero", got {self.outside!r}')
+        if self.outside not in ("clamp", "zero", "error"):
+            raise ValueError(f'outside must be "clamp", "zero" or "error", got {self.outside!r}')
 
     @classmethod
-    def centred(cls, num_rows: int, outside: Literal["clamp", "zero"] = "clamp") -> RelativePositions:
+    def centred(cls, num_rows: int, outside: Literal["clamp", "zero", "error"] = "clamp") -> RelativePositions:
         """Positions ``-(num_rows - 1) / 2 .. (num_rows - 1) / 2``, as in Shaw et al.; ``num_rows`` must be odd."""
         if num_rows % 2 == 0:
             raise ValueError(
@@ -62,7 +62,7 @@ class RelativePositions:
         return self.last - self.first + 1
 
     def rows(self, relative_position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of each relative position, and whether the relative term applies there (always true with clamp)."""
+        """Row of each relative position, and whether the relative terms apply there (always true with clamp)."""
         row = relative_position.clamp(self.first, self.last) - self.first
         if self.outside == "clamp":
             return row, torch.ones_like(row, dtype=torch.bool)

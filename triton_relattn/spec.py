@@ -1,8 +1,46 @@
-"""The scalars of one attention call, resolved: what every implementation gets besides tensors."""
+"""One attention call, resolved: what every implementation gets."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionTensors(NamedTuple):
+    """All tensors of a call, those that have gradients first. Field names are also the operator's schema (see ops.py).
+
+    With cu_seqlens the batch is packed: query, key, value and rel_query hold all sequences one after the other in a single
+    batch entry.
+    """
+
+    query: torch.Tensor  # (B, Hq, Nq, D)
+    key: torch.Tensor  # (B, Hk, Nk, D)
+    value: torch.Tensor  # (B, Hk, Nk, Dv)
+    rel_query: torch.Tensor | None = None  # (B, Hq, Nq, Dr); None: query
+    rel_key: torch.Tensor | None = None  # (R, Dr) or (Hq, R, Dr)
+    rel_value: torch.Tensor | None = None  # (R, Dv) or (Hq, R, Dv)
+    rel_bias: torch.Tensor | None = None  # (R,) or (Hq, R)
+    attn_mask: torch.Tensor | None = None  # 4-d, sizes as (B, Hq, Nq, Nk) or 1
+    key_lengths: torch.Tensor | None = None  # (B,)
+    query_offsets: torch.Tensor | None = None  # (B,); instead of AttentionSpec.query_offset
+    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,)
+    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,)
+    dropout_seed: torch.Tensor | None = None  # (1,) int64
+
+    @property
+    def has_table(self) -> bool:
+        return not (self.rel_key is None and self.rel_value is None and self.rel_bias is None)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.query.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+
+DIFFERENTIABLE = AttentionTensors._fields[:7]
+"""Names of the tensors that have gradients, in their order."""
 
 
 @dataclass(frozen=True)
@@ -10,30 +48,76 @@ class AttentionSpec:
     """All that is not a tensor. Field names and types are also the operator's schema (see ops.py)."""
 
     scale: float
-    """Factor of q.k and of the relative term."""
+    """Factor of q.k."""
+    rel_scale: float
+    """Factor of p.E."""
     first: int
-    """Relative position of the table's row 0."""
+    """Relative position of the tables' row 0."""
     last: int
-    """Relative position of the table's last row."""
+    """Relative position of the tables' last row."""
     clamp: bool
     """Beyond first and last: the end row (True) or no relative term (False)."""
-    is_causal: bool
-    """Keys with a positive relative position are hidden."""
+    window_left: int
+    """Keys with a relative position below -window_left are hidden; -1: none are."""
+    window_right: int
+    """Keys with a relative position above window_right are hidden; -1: none are. A causal mask is 0."""
     query_offset: int
     """Query i stands at key position i + query_offset."""
+    max_seqlen_q: int
+    """Queries of the longest sequence."""
+    max_seqlen_k: int
+    """Keys of the longest sequence."""
+    softcap: float | None = None
+    """Logits are limited smoothly to +-softcap."""
+    dropout_p: float = 0.0
+    """Probability that a probability is dropped."""
+    exact_delta: bool = False
+    """d_query, too, shall use the exact delta."""
 
-    def visible_keys(self, last_query: int, num_keys: int) -> int:
-        """How many of the ``num_keys`` keys, from the first on, queries up to ``last_query`` can see."""
-        if not self.is_causal:
-            return num_keys
-        return max(0, min(num_keys, last_query + self.query_offset + 1))
+    def outside(self, offset_is_known: bool = True) -> str:
+        """What lies beyond the tables: "clamp", "zero", or "none" if they have a row for every visible pair.
 
-    def outside(self, num_queries: int, num_keys: int) -> str:
-        """What lies beyond the table: "clamp", "zero", or "none" if it has a row for every visible pair."""
-        farthest_past = -(num_queries - 1) - self.query_offset
-        farthest_future = num_keys - 1 - self.query_offset
-        if self.is_causal:
-            farthest_future = min(farthest_future, 0)
+        Args:
+            offset_is_known: false if each sequence has a query_offset of its own.
+        """
+        farthest_past = -(self.max_seqlen_q - 1) - self.query_offset if offset_is_known else -(2**31)
+        farthest_future = self.max_seqlen_k - 1 - self.query_offset if offset_is_known else 2**31
+        if self.window_left >= 0:
+            farthest_past = max(farthest_past, -self.window_left)
+        if self.window_right >= 0:
+            farthest_future = min(farthest_future, self.window_right)
         if self.first <= farthest_past and farthest_future <= self.last:
             return "none"
         return "clamp" if self.clamp else "zero"
+
+
+class Sequence(NamedTuple):
+    """Where one sequence of a batch lies in its tensors, and where it stands."""
+
+    batch: int
+    """Its number in the batch: what dropout and key_lengths know it by."""
+    entry: int
+    """Batch entry of the tensors; 0 if they are packed."""
+    queries: slice
+    keys: slice
+    """Those that exist."""
+    query_offset: int
+
+
+def sequences(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Sequence]:
+    """The sequences of a batch, padded or packed. Reads the tensors of lengths and offsets: waits for a GPU."""
+    offsets = [spec.query_offset] * tensors.num_sequences
+    if tensors.query_offsets is not None:
+        offsets = tensors.query_offsets.tolist()
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+        for batch, offset in enumerate(offsets):
+            queries = slice(starts_q[batch], starts_q[batch + 1])
+            yield Sequence(batch, 0, queries, slice(starts_k[batch], starts_k[batch + 1]), offset)
+        return
+    num_queries, num_keys = tensors.query.shape[2], tensors.key.shape[2]
+    lengths = [num_keys] * len(offsets)
+    if tensors.key_lengths is not None:
+        lengths = tensors.key_lengths.clamp(0, num_keys).tolist()
+    for batch, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        yield Sequence(batch, batch, slice(0, num_queries), slice(0, length), offset)

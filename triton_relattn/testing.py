@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .dropout import draw_seed, keep_mask, keep_scale
 from .positions import RelativePositions
+from .spec import DIFFERENTIABLE
 
 SHARP_FACTOR = 8.0
 """Sharp attention: queries times this, which gives logits of about +-30."""
@@ -30,12 +32,20 @@ class Inputs(NamedTuple):
     rel_key: torch.Tensor | None
     d_out: torch.Tensor
     d_lse: torch.Tensor
+    rel_query: torch.Tensor | None = None
+    rel_value: torch.Tensor | None = None
+    rel_bias: torch.Tensor | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """Those of rel_query, rel_value and rel_bias that there are: the tensors that a call takes by keyword."""
+        terms = {"rel_query": self.rel_query, "rel_value": self.rel_value, "rel_bias": self.rel_bias}
+        return {name: tensor for name, tensor in terms.items() if tensor is not None}
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Inputs:
         """The same numbers in dtype; d_lse in the dtype of lse, which is at least float32."""
-        query, key, value, d_out = (t.to(device, dtype) for t in (self.query, self.key, self.value, self.d_out))
-        rel_key = None if self.rel_key is None else self.rel_key.to(device, dtype)
-        return Inputs(query, key, value, rel_key, d_out, self.d_lse.to(device, torch.promote_types(dtype, torch.float32)))
+        moved = (None if tensor is None else tensor.to(device, dtype) for tensor in self)
+        d_lse = self.d_lse.to(device, torch.promote_types(dtype, torch.float32))
+        return Inputs(*moved)._replace(d_lse=d_lse)  # type: ignore[arg-type]
 
 
 def make_inputs(
@@ -48,6 +58,11 @@ def make_inputs(
     *,
     num_rows: int | None,
     per_head: bool = False,
+    key_heads: int | None = None,
+    rel_width: int | None = None,
+    rel_key: bool = True,
+    rel_value: bool = False,
+    rel_bias: bool = False,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int,
@@ -58,25 +73,39 @@ def make_inputs(
     ``inputs.to(torch.float64)`` holds the rounded numbers, so that a golden result sees what the implementation saw.
 
     Args:
-        num_rows: rows of the table, (num_rows, width) or with ``per_head`` (heads, num_rows, width); None for no table.
-        sharp: attention that looks at few keys, where errors of the backward show: queries times ``SHARP_FACTOR``,
-            value and d_out shifted by ``SHARP_SHIFT``.
+        num_rows: rows of all tables, which are (num_rows, width) or with ``per_head`` (heads, num_rows, width), rel_bias
+            without the width; None for no table.
+        key_heads: heads of key and value, which are shared (``enable_gqa=True``) if they are fewer than ``heads``.
+        rel_width: width of a rel_query, and of rel_key; None for no rel_query.
+        rel_key, rel_value, rel_bias: which tables there are.
+        sharp: attention that looks at few keys, where errors of the backward show: query and rel_query times
+            ``SHARP_FACTOR``, value and d_out shifted by ``SHARP_SHIFT``.
     """
+    if rel_width is not None and (num_rows is None or not rel_key):
+        raise ValueError(f"a rel_query (rel_width={rel_width}) needs a rel_key")
     generator = torch.Generator().manual_seed(seed)
     value_width = width if value_width is None else value_width
+    key_heads = heads if key_heads is None else key_heads
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    def table(wanted: bool, *tail: int) -> torch.Tensor | None:
+        return normal(*(heads,) * per_head, num_rows, *tail) if wanted and num_rows is not None else None
+
+    # New tensors are drawn last: calls without them keep their numbers.
     query = normal(batch, heads, num_queries, width)
-    key = normal(batch, heads, num_keys, width)
-    value = normal(batch, heads, num_keys, value_width)
+    key = normal(batch, key_heads, num_keys, width)
+    value = normal(batch, key_heads, num_keys, value_width)
     d_out = normal(batch, heads, num_queries, value_width)
     d_lse = normal(batch, heads, num_queries)
-    rel_key = None if num_rows is None else normal(*(heads,) * per_head, num_rows, width)
+    key_table = table(rel_key, width if rel_width is None else rel_width)
+    rel_query = None if rel_width is None else normal(batch, heads, num_queries, rel_width)
+    value_table, bias = table(rel_value, value_width), table(rel_bias)
     if sharp:
         query, value, d_out = query * SHARP_FACTOR, value + SHARP_SHIFT, d_out + SHARP_SHIFT
-    return Inputs(query, key, value, rel_key, d_out, d_lse).to(dtype, device)
+        rel_query = None if rel_query is None else rel_query * SHARP_FACTOR
+    return Inputs(query, key, value, key_table, d_out, d_lse, rel_query, value_table, bias).to(dtype, device)
 
 
 def in_memory_order(tensor: torch.Tensor, *order: int, step: int = 1) -> torch.Tensor:
@@ -91,7 +120,11 @@ def in_memory_order(tensor: torch.Tensor, *order: int, step: int = 1) -> torch.T
 
 def with_different_strides(inputs: Inputs) -> Inputs:
     """The same numbers, every tensor with strides, a storage offset and padding of its own."""
-    rel_key = inputs.rel_key
+
+    def reordered(tensor: torch.Tensor | None, shared: tuple[int, ...], per_head: tuple[int, ...]) -> torch.Tensor | None:
+        return None if tensor is None else in_memory_order(tensor, *(shared if tensor.dim() == len(shared) else per_head), step=3)
+
+    rel_key, rel_query = inputs.rel_key, inputs.rel_query
     if rel_key is not None:
         rel_key = in_memory_order(rel_key, *((1, 0) if rel_key.dim() == 2 else (2, 0, 1)))
     return Inputs(
@@ -101,27 +134,45 @@ def with_different_strides(inputs: Inputs) -> Inputs:
         rel_key,
         in_memory_order(inputs.d_out, 2, 1, 0, 3),
         in_memory_order(inputs.d_lse, 2, 0, 1),
+        None if rel_query is None else in_memory_order(rel_query, 1, 2, 0, 3),
+        reordered(inputs.rel_value, (0, 1), (1, 0, 2)),
+        reordered(inputs.rel_bias, (0,), (1, 0)),
     )
 
 
 def forward_backward(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]], inputs: Inputs, **arguments: Any
 ) -> dict[str, torch.Tensor]:
-    """out, lse, d_query, d_key, d_value and, with a table, d_rel_key of ``function(query, key, value, rel_key, **arguments)``.
+    """out, lse, d_query, d_key, d_value and the gradient of each further tensor that there is (d_rel_key, d_rel_query, ...).
 
-    ``function`` returns out and lse, as ``fused_relative_attention`` does with ``return_lse=True``. Strides of the inputs
-    are kept.
+    The call is ``function(query, key, value, rel_key, **inputs.terms(), **arguments)`` and returns out and lse, as
+    ``fused_relative_attention`` does with ``return_lse=True``. Strides of the inputs are kept.
     """
-    leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:4]]
-    out, lse = function(*leaves, **arguments)
-    names = [name for name, leaf in zip(inputs._fields, leaves, strict=False) if leaf is not None]
-    gradients = torch.autograd.grad((out, lse), [leaf for leaf in leaves if leaf is not None], (inputs.d_out, inputs.d_lse))
+    tensors = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor is not None}
+    terms = {name: leaves[name] for name in inputs.terms()}
+    out, lse = function(*(leaves.get(name) for name in Inputs._fields[:4]), **terms, **arguments)
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), (inputs.d_out, inputs.d_lse))
     results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+    return results | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def dropout_mask(
+    batch: int, heads: int, num_queries: int, num_keys: int, dropout_p: float, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """What dropout keeps, bool, (batch, heads, num_queries, num_keys).
+
+    Draws from torch's generator as a call of the operator does: after the same ``torch.manual_seed`` both drop the same.
+    """
+    if dropout_p == 0:
+        return torch.ones(batch, heads, num_queries, num_keys, dtype=torch.bool, device=device)
+    sequence, head, query = (torch.arange(size, device=device) for size in (batch, heads, num_queries))
+    indices = sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), query.view(-1, 1)
+    return keep_mask(draw_seed(device), dropout_p, *indices, slice(0, num_keys))
 
 
 class DenseGradients(NamedTuple):
-    """What :func:`dense_gradients` returns, all in float64. d_scores: gradient of q.k + q.E times scale, (B, H, Nq, Nk)."""
+    """What :func:`dense_gradients` returns, all in float64; None is the gradient of a tensor that is not there."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -130,71 +181,141 @@ class DenseGradients(NamedTuple):
     d_value: torch.Tensor
     d_rel_key: torch.Tensor | None
     d_scores: torch.Tensor
-
-
-def _sum_by_row(d_scores: torch.Tensor, rel_key: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """(B, H, Nq, R): for each query, d_scores (B, H, Nq, Nk) summed over the keys of each table row."""
-    zeros = d_scores.new_zeros(*d_scores.shape[:3], rel_key.shape[-2])
-    return zeros.scatter_add_(-1, row.expand_as(d_scores), d_scores)
-
-
-def _table_gradient(by_row: torch.Tensor, query: torch.Tensor, rel_key: torch.Tensor) -> torch.Tensor:
-    """dE without its scale: by_row^T Q, summed over batch and queries and, for a shared table, heads."""
-    return torch.einsum("bhir,bhid->hrd" if rel_key.dim() == 3 else "bhir,bhid->rd", by_row, query)
+    """Of the logits before softcap, (B, Hq, Nq, Nk): of q.k it is this times scale, of p.E times rel_scale."""
+    d_rel_query: torch.Tensor | None
+    d_rel_value: torch.Tensor | None
+    d_rel_bias: torch.Tensor | None
+    probs: torch.Tensor
+    """After dropout, (B, Hq, Nq, Nk)."""
 
 
 def _rows_of_pairs(
-    query: torch.Tensor, num_keys: int, rel_key: torch.Tensor | None, positions: RelativePositions | None, query_offset: int
+    inputs: Inputs, positions: RelativePositions | None, query_offset: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(Nq, Nk) each: relative position, table row, and whether the relative term applies (never without a table)."""
-    i = torch.arange(query.shape[2], device=query.device)[:, None]
-    j = torch.arange(num_keys, device=query.device)[None, :]
-    relative_position = j - i - query_offset
-    if rel_key is None:
+    """(Nq, Nk) or (B, 1, Nq, Nk) each: relative position, table row, whether relative terms apply (never without a table)."""
+    device = inputs.query.device
+    i = torch.arange(inputs.query.shape[2], device=device)[:, None]
+    j = torch.arange(inputs.key.shape[2], device=device)
+    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    relative_position = j - i - offset
+    num_rows = [table.shape[-1 - has_width] for table, has_width in _tables(inputs)]
+    if not num_rows:
         return relative_position, torch.zeros_like(relative_position), torch.zeros_like(relative_position, dtype=torch.bool)
-    positions = positions or RelativePositions.centred(rel_key.shape[-2])
+    positions = positions or RelativePositions.centred(num_rows[0])
     return relative_position, *positions.rows(relative_position)
+
+
+def _tables(inputs: Inputs) -> list[tuple[torch.Tensor, bool]]:
+    """The tables that there are, and whether their last dimension is a width."""
+    named = ((inputs.rel_key, True), (inputs.rel_value, True), (inputs.rel_bias, False))
+    return [(table, has_width) for table, has_width in named if table is not None]
+
+
+def _by_pair(by_row: torch.Tensor, row: torch.Tensor, applies: torch.Tensor) -> torch.Tensor:
+    """(B, H, Nq, Nk) from a number for each query and table row, (B, H, Nq, R): 0 where the relative terms do not apply."""
+    return torch.where(applies, by_row.gather(-1, row.expand(*by_row.shape[:3], -1)), 0)
+
+
+def _by_row(by_pair: torch.Tensor, row: torch.Tensor, applies: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The transpose of _by_pair: for each query, by_pair (B, H, Nq, Nk) summed over the keys of each table row."""
+    zeros = by_pair.new_zeros(*by_pair.shape[:3], num_rows)
+    return zeros.scatter_add_(-1, row.expand_as(by_pair), torch.where(applies, by_pair, 0))
+
+
+def _table_gradient(by_row: torch.Tensor, factor: torch.Tensor, per_head: bool) -> torch.Tensor:
+    """by_row^T factor, summed over batch and queries and, for a shared table, heads; factor is (B, H, Nq, width)."""
+    return torch.einsum("bhir,bhid->hrd" if per_head else "bhir,bhid->rd", by_row, factor)
 
 
 def dense_gradients(
     inputs: Inputs,
     *,
     positions: RelativePositions | None = None,
+    attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    query_offset: int = 0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: int | torch.Tensor = 0,
+    dropout_p: float = 0.0,
+    keep: torch.Tensor | None = None,
     scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    exact_delta: bool = False,
 ) -> DenseGradients:
     """Forward and backward written out by hand, dense and in float64; arguments as of ``fused_relative_attention``.
 
     .. code-block:: text
 
-        P = exp(logits - lse)    dP = dO V^T    dS = P (dP - rowsum(P dP) + dlse)
-        dQ = scale (dS K + sum_j dS[i,j] E[row])    dK = scale dS^T Q    dV = P^T dO    dE[row] = scale sum dS[i,j] q_i
-    """
-    query, key, value, rel_key, d_out, d_lse = inputs.to(torch.float64)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    relative_position, row, applies = _rows_of_pairs(query, key.shape[2], rel_key, positions, query_offset)
+        Z = scale Q K^T + rel_scale p E[row]^T + b[row]    Z' = c tanh(Z / c)    P = exp(Z' + mask - lse)    Pd = P keep / (1 - p)
+        dPd = dO (V + A[row])^T    dP = dPd keep / (1 - p)    dS = P (dP - rowsum(P dP) + dlse) (1 - (Z' / c)^2)
+        dQ = scale dS K    dK = scale dS^T Q    dV = Pd^T dO    dp_i = rel_scale sum_j dS[i,j] E[row]    (dQ += dp if p is Q)
+        dE[row] = rel_scale sum dS[i,j] p_i    dA[row] = sum Pd[i,j] dO_i    db[row] = sum dS[i,j]
 
-    scores = query @ key.mT
+    Args:
+        keep: what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
+        enable_gqa, exact_delta: change nothing: key and value are shared if they have fewer heads, and delta is exact.
+    """
+    if dropout_p > 0 and keep is None:
+        raise ValueError(f"dropout_p = {dropout_p} needs keep, what is not dropped")
+    query, key, value, rel_key, d_out, d_lse, rel_query, rel_value, rel_bias = inputs.to(torch.float64)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rel_scale = scale if rel_scale is None else rel_scale
+    p = query if rel_query is None else rel_query
+    group = query.shape[1] // key.shape[1] if key.shape[1] else 1
+    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    relative_position, row, applies = _rows_of_pairs(inputs, positions, query_offset)
+
+    scores = scale * (query @ keys.mT)
     if rel_key is not None:
-        scores = scores + torch.where(applies, (query @ rel_key.mT).gather(-1, row.expand_as(scores)), 0)
+        scores = scores + rel_scale * _by_pair(p @ rel_key.mT, row, applies)
+    if rel_bias is not None:
+        scores = scores + _by_pair(rel_bias[..., None, :].expand(*query.shape[:3], -1), row, applies)
+    slope: torch.Tensor | float = 1.0
+    if softcap is not None:
+        limited = torch.tanh(scores / softcap)
+        scores, slope = softcap * limited, 1 - limited.square()
+    left, right = window_size
     hidden = (relative_position > 0) & is_causal
+    hidden = hidden | ((relative_position < -left) & (left >= 0)) | ((relative_position > right) & (right >= 0))
     if key_lengths is not None:
         hidden = hidden | (torch.arange(key.shape[2], device=query.device) >= key_lengths.view(-1, 1, 1, 1))
-    logits = (scale * scores).masked_fill(hidden, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = hidden | ~attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask.double()
+    logits = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(logits, -1)
     probs = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0)[..., None])
     probs = probs / probs.sum(-1, keepdim=True).clamp_min(0.5)  # lse was rounded at its own magnitude
+    kept = 1.0 if keep is None else keep.double() * keep_scale(dropout_p)
+    dropped_probs = probs * kept
+    out, d_probs = dropped_probs @ values, d_out @ values.mT
+    d_rel_query = d_rel_key = d_rel_value = d_rel_bias = None
+    if rel_value is not None:
+        probs_by_row = _by_row(dropped_probs, row, applies, rel_value.shape[-2])
+        out = out + probs_by_row @ rel_value
+        d_probs = d_probs + _by_pair(d_out @ rel_value.mT, row, applies)
+        d_rel_value = _table_gradient(probs_by_row, d_out, rel_value.dim() == 3)
 
-    d_probs = d_out @ value.mT
-    d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True) + d_lse[..., None])
-    d_query, d_rel_key = d_scores @ key, None
+    d_probs = d_probs * kept
+    d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True) + d_lse[..., None]) * slope
+    d_query = scale * d_scores @ keys
     if rel_key is not None:
-        by_row = _sum_by_row(torch.where(applies, d_scores, 0), rel_key, row)
-        d_query = d_query + by_row @ rel_key
-        d_rel_key = scale * _table_gradient(by_row, query, rel_key)
-    return DenseGradients(probs @ value, lse, scale * d_query, scale * d_scores.mT @ query, probs.mT @ d_out, d_rel_key, d_scores)
+        by_row = _by_row(d_scores, row, applies, rel_key.shape[-2])
+        d_p = rel_scale * by_row @ rel_key
+        d_query, d_rel_query = (d_query + d_p, None) if rel_query is None else (d_query, d_p)
+        d_rel_key = rel_scale * _table_gradient(by_row, p, rel_key.dim() == 3)
+    if rel_bias is not None:
+        d_rel_bias = _by_row(d_scores, row, applies, rel_bias.shape[-1]).sum((0, 2) if rel_bias.dim() == 2 else (0, 1, 2))
+    d_key, d_value = (
+        each.unflatten(1, (-1, group)).sum(2) if each.numel() else torch.zeros_like(tensor)
+        for each, tensor in ((scale * d_scores.mT @ query, key), (dropped_probs.mT @ d_out, value))
+    )
+    return DenseGradients(
+        out, lse, d_query, d_key, d_value, d_rel_key, d_scores, d_rel_query, d_rel_value, d_rel_bias, dropped_probs
+    )
 
 
 def _require(condition: bool, message: str) -> None:
@@ -267,44 +388,63 @@ def assert_within_budget(
     _require_errors_below(name, actual, golden, factor * reference_error + rounding, explanation)
 
 
-def table_gradient_budget(inputs: Inputs, *, factor: float = 1.5, **arguments: Any) -> tuple[torch.Tensor, float]:
-    """The golden table gradient and the largest error it may have.
+def table_gradient_budget(
+    inputs: Inputs, *, table: str = "rel_key", factor: float = 1.5, **arguments: Any
+) -> tuple[torch.Tensor, float]:
+    """The golden gradient of a table and the largest error it may have.
 
-    The budget is ``factor`` times what is lost if the float64 dS is rounded once to the inputs' dtype and summed exactly, plus
-    the rounding of the result. A low-precision reference is no yardstick here: it is off by so much that an
-    implementation whose dS carries the same error along a whole row (delta from a rounded out) would pass.
+    The budget is ``factor`` times what is lost if the float64 dS (for rel_value: P after dropout) is rounded once to the
+    inputs' dtype and summed exactly, plus the rounding of the result to the table's dtype. A low-precision reference is no
+    yardstick here: it is off by so much that an implementation whose dS carries the same error along a whole row (delta
+    from a rounded out) would pass.
 
     Args:
+        table: "rel_key", "rel_value" or "rel_bias".
         arguments: as of :func:`dense_gradients`.
     """
+    given = {"rel_key": inputs.rel_key, "rel_value": inputs.rel_value, "rel_bias": inputs.rel_bias}[table]
+    if given is None:
+        raise ValueError(f"the inputs have no table {table}")
     dense = dense_gradients(inputs, **arguments)
-    golden, rel_key, query = dense.d_rel_key, inputs.rel_key, inputs.query.double()
-    if golden is None or rel_key is None:
-        raise ValueError("the inputs have no table")
-    _, row, applies = _rows_of_pairs(
-        query, inputs.key.shape[2], rel_key, arguments.get("positions"), arguments.get("query_offset", 0)
-    )
-    scale = arguments.get("scale")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rounded = torch.where(applies, dense.d_scores.to(inputs.query.dtype).double(), 0)
-    summed = scale * _table_gradient(_sum_by_row(rounded, rel_key, row), query, rel_key)
-    unavoidable = (summed - golden).abs().max() + (golden.to(inputs.query.dtype).double() - golden).abs().max()
+    golden: torch.Tensor = dense._asdict()[f"d_{table}"]
+    _, row, applies = _rows_of_pairs(inputs, arguments.get("positions"), arguments.get("query_offset", 0))
+    rounded = (dense.probs if table == "rel_value" else dense.d_scores).to(inputs.query.dtype).double()
+    has_width = table != "rel_bias"
+    by_row = _by_row(rounded, row, applies, given.shape[-1 - has_width])
+    if table == "rel_value":
+        summed = _table_gradient(by_row, inputs.d_out.double(), given.dim() == 3)
+    elif table == "rel_key":
+        scale = arguments.get("scale")
+        rel_scale = arguments.get("rel_scale")
+        rel_scale = scale if rel_scale is None else rel_scale
+        rel_scale = inputs.query.shape[-1] ** -0.5 if rel_scale is None else rel_scale
+        p = inputs.query if inputs.rel_query is None else inputs.rel_query
+        summed = rel_scale * _table_gradient(by_row, p.double(), given.dim() == 3)
+    else:
+        summed = by_row.sum((0, 2) if given.dim() == 2 else (0, 1, 2))
+    unavoidable = (summed - golden).abs().max() + (golden.to(given.dtype).double() - golden).abs().max()
     return golden, factor * float(unavoidable)
 
 
-def assert_table_gradient(name: str, actual: torch.Tensor, inputs: Inputs, *, factor: float = 1.5, **arguments: Any) -> None:
-    """``actual``, a gradient of ``inputs.rel_key``, is as good as dS rounded once to the inputs' dtype and summed exactly.
+def assert_table_gradient(
+    name: str, actual: torch.Tensor, inputs: Inputs, *, table: str = "rel_key", factor: float = 1.5, **arguments: Any
+) -> None:
+    """``actual``, the gradient of a table of the inputs, is as good as dS rounded once to their dtype and summed exactly.
+
+    For rel_value, P after dropout takes the place of dS.
 
     Args:
+        table: "rel_key", "rel_value" or "rel_bias".
         arguments: of the call that was differentiated, as of :func:`dense_gradients`.
 
     Raises:
         AssertionError: the error is larger, something is not finite, or the check would be vacuous.
     """
-    golden, budget = table_gradient_budget(inputs, factor=factor, **arguments)
+    golden, budget = table_gradient_budget(inputs, table=table, factor=factor, **arguments)
+    rounded = "P" if table == "rel_value" else "dS"
     _require(bool(golden.any()), f"{name}: the golden table gradient is all zero, the check would be vacuous")
-    _require(budget > 0, f"{name}: rounding dS changes nothing, the check would be vacuous")
-    explanation = f"{factor} times that of dS rounded once to {inputs.query.dtype} and summed exactly"
+    _require(budget > 0, f"{name}: rounding {rounded} changes nothing, the check would be vacuous")
+    explanation = f"{factor} times that of {rounded} rounded once to {inputs.query.dtype} and summed exactly"
     _require_errors_below(name, actual, golden, budget, explanation)
 
 

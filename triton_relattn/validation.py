@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+from collections.abc import Mapping
 
 import torch
 
 from .positions import RelativePositions
-from .spec import AttentionSpec
+from .spec import AttentionSpec, AttentionTensors, sequences
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
@@ -23,81 +25,198 @@ def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], m
     _require(tuple(tensor.shape) == expected, f"{name} must have shape {meaning} = {expected}, got {tuple(tensor.shape)}")
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
+def _require_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-    if tensor.dtype != query.dtype:
-        raise TypeError(f"{name} must have query's dtype {query.dtype}, got {tensor.dtype}")
     _require(tensor.device == query.device, f"{name} must be on query's device {query.device}, got {tensor.device}")
 
 
-def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _require(tensor.dim() == 4, f"{name} must have 4 dimensions (batch, heads, length, width), got {tuple(tensor.shape)}")
-    batch, heads, _, width = query.shape
-    _require(width > 0 and value.shape[-1] > 0, f"widths must be positive, got {width} (query), {value.shape[-1]} (value)")
-    _require_shape("key", key, (batch, heads, key.shape[2], width), "(batch, heads, num_keys, width) as query has them")
-    _require_shape("value", value, (batch, heads, key.shape[2], value.shape[3]), "(batch, heads, num_keys, value_width)")
+def _check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, float32_too: bool = False) -> None:
+    _require_tensor(name, tensor, query)
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    if tensor.dtype != query.dtype and not (float32_too and tensor.dtype == torch.float32):
+        allowed = f"{query.dtype} or float32" if float32_too else f"{query.dtype}"
+        raise TypeError(f"{name} must have query's dtype {allowed}, got {tensor.dtype}")
 
 
-def _check_table(query: torch.Tensor, rel_key: torch.Tensor) -> None:
-    _, heads, _, width = query.shape
+def _check_integers(name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str) -> list[int] | None:
+    """The values of a vector of integers, where they can be read without waiting for a GPU."""
+    _require_tensor(name, tensor, query)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    _require_shape(name, tensor, (length,), f"({meaning},)")
+    # A subclass (FakeTensor, ...) may have no values.
+    readable = tensor.device.type == "cpu" or os.environ.get(CHECK_VALUES_VARIABLE) == "1"
+    return tensor.tolist() if readable and type(tensor) is torch.Tensor and not torch.compiler.is_compiling() else None
+
+
+def _check_shapes(tensors: AttentionTensors, batch: int, packed: bool, enable_gqa: bool) -> None:
+    """Ranks and shapes of query, key, value and rel_query: (batch, heads, length, width), packed (length, heads, width)."""
+
+    def shape(heads: int, length: int, width: int) -> tuple[int, ...]:
+        return (length, heads, width) if packed else (batch, heads, length, width)
+
+    rank, dimensions = (3, "(total, heads, width)") if packed else (4, "(batch, heads, length, width)")
+    query, key, value = tensors[:3]
+    named = {"query": query, "key": key, "value": value, "rel_query": tensors.rel_query}
+    for name, tensor in named.items():
+        if tensor is not None:
+            _require(tensor.dim() == rank, f"{name} must have {rank} dimensions {dimensions}, got {tuple(tensor.shape)}")
+    heads, length = (query.shape[1], query.shape[0]) if packed else query.shape[1:3]
+    key_heads, key_length = (key.shape[1], key.shape[0]) if packed else key.shape[1:3]
+    width, value_width = query.shape[-1], value.shape[-1]
+    _require(width > 0 and value_width > 0, f"widths must be positive, got {width} (query), {value_width} (value)")
+    if enable_gqa:
+        groups = f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}"
+        _require(heads % key_heads == 0 if key_heads else heads == 0, groups)
+    else:
+        of_key = f"key must have query's {heads} heads, got {key_heads} in {tuple(key.shape)}; enable_gqa=True lets heads share"
+        _require(key_heads == heads, of_key)
+    _require_shape("key", key, shape(key_heads, key_length, width), f"{dimensions} with query's batch and width")
+    _require_shape("value", value, shape(key_heads, key_length, value_width), f"{dimensions} with key's heads and length")
+    if tensors.rel_query is not None:
+        rel_width = tensors.rel_query.shape[-1]
+        _require(rel_width > 0, f"widths must be positive, got {rel_width} (rel_query)")
+        _require_shape("rel_query", tensors.rel_query, shape(heads, length, rel_width), f"{dimensions} with query's length")
+
+
+def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
+    """The number of rows that all tables have; None if there is no table."""
+    rel_query = tensors.query if tensors.rel_query is None else tensors.rel_query
+    num_rows: dict[str, int] = {}
+    for name, width in (("rel_key", rel_query.shape[-1]), ("rel_value", tensors.value.shape[-1]), ("rel_bias", None)):
+        table = getattr(tensors, name)
+        if table is None:
+            continue
+        _check_operand(name, table, tensors.query, float32_too=name == "rel_bias")
+        tail, meaning = ((), "(R,) or (heads, R)") if width is None else ((width,), "(R, width) or (heads, R, width)")
+        rank = 1 + len(tail)
+        fits = table.dim() in (rank, rank + 1) and tuple(table.shape[table.dim() - len(tail) :]) == tail
+        rows = table.shape[-rank] if fits else 0
+        what = f" and width = {width}" if width is not None else ""
+        _require(rows > 0, f"{name} must have shape {meaning} with R >= 1{what}, got {tuple(table.shape)}")
+        if table.dim() == rank + 1:
+            _require_shape(name, table, (heads, *table.shape[1:]), meaning.split(" or ")[1])
+        num_rows[name] = rows
+    rows_of = ", ".join(f"{rows} ({name})" for name, rows in num_rows.items())
+    _require(len(set(num_rows.values())) <= 1, f"all tables must have the same number of rows R, got {rows_of}")
+    return next(iter(num_rows.values()), None)
+
+
+def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The mask with four dimensions."""
+    _require_tensor("attn_mask", attn_mask, query)
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in (query.dtype, torch.float32):
+        raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
     _require(
-        rel_key.dim() in (2, 3) and rel_key.shape[-1] == width and rel_key.shape[-2] > 0,
-        f"rel_key must have shape (R, width) or (heads, R, width) with R >= 1 and width = {width}, got {tuple(rel_key.shape)}",
+        not attn_mask.requires_grad,
+        "attn_mask has no gradient, but requires_grad is set; a learned bias by distance is rel_bias, otherwise detach it",
     )
-    if rel_key.dim() == 3:
-        _require_shape("rel_key", rel_key, (heads, *rel_key.shape[1:]), "(heads, R, width)")
+    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    fits = len(sizes) == 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
+    _require(fits, f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}")
+    return attn_mask.reshape(sizes) if attn_mask.dim() != 4 else attn_mask
 
 
-def _check_key_lengths(key_lengths: torch.Tensor, query: torch.Tensor, num_keys: int) -> None:
-    if not isinstance(key_lengths, torch.Tensor):
-        raise TypeError(f"key_lengths must be a torch.Tensor, got {type(key_lengths).__name__}")
-    if key_lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"key_lengths must be int32 or int64, got {key_lengths.dtype}")
-    _require(
-        key_lengths.device == query.device, f"key_lengths must be on query's device {query.device}, got {key_lengths.device}"
-    )
-    _require_shape("key_lengths", key_lengths, (query.shape[0],), "(batch,)")
-    # Reading values of a GPU tensor would wait for the GPU; a subclass (FakeTensor, ...) may have none.
-    readable = key_lengths.device.type == "cpu" or os.environ.get(CHECK_VALUES_VARIABLE) == "1"
-    if readable and type(key_lengths) is torch.Tensor and not torch.compiler.is_compiling() and key_lengths.numel():
-        low, high = int(key_lengths.min()), int(key_lengths.max())
-        _require(0 <= low and high <= num_keys, f"key_lengths must lie in [0, {num_keys}], got values from {low} to {high}")
+def _number(name: str, value: object) -> float:
+    """A finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a float, got {value!r}")
+    # Not math.isfinite: torch.compile can trace comparisons only of symbolic numbers, nor can it show them. NaN fails both.
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
 
 
-def _resolve_positions(positions: RelativePositions | None, rel_key: torch.Tensor | None) -> RelativePositions:
-    if rel_key is None:
-        _require(positions is None, "positions describes the rows of a table, but rel_key is None")
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def _flags(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def _window(window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
+    left, right = (_integer("window_size", size) for size in window_size)
+    _require(min(left, right) >= -1, f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
+    return left, 0 if is_causal else right
+
+
+def _resolve_positions(positions: RelativePositions | None, num_rows: int | None) -> RelativePositions:
+    if num_rows is None:
+        _require(positions is None, "positions describes the rows of a table, but there is none")
         return RelativePositions(0, 0, "zero")
-    num_rows = rel_key.shape[-2]
     if positions is None:
         return RelativePositions.centred(num_rows)
     if not isinstance(positions, RelativePositions):
         raise TypeError(f"positions must be a RelativePositions, got {type(positions).__name__}")
     _require(
         positions.num_rows == num_rows,
-        f"rel_key has R = {num_rows} rows, but positions from {positions.first} to {positions.last} need {positions.num_rows}",
+        f"the table has R = {num_rows} rows, but positions from {positions.first} to {positions.last} need {positions.num_rows}",
     )
     return positions
+
+
+def _require_covered(positions: RelativePositions, tensors: AttentionTensors, spec: AttentionSpec) -> None:
+    """``outside="error"``: the table has a row for every pair that can be seen."""
+    if spec.outside(tensors.query_offsets is None) == "none":
+        return
+    low, high = -spec.window_left, spec.window_right
+    offsets = None
+    if tensors.query_offsets is None:
+        offsets = [spec.query_offset]
+    elif tensors.query_offsets.device.type == "cpu":
+        offsets = [sequence.query_offset for sequence in sequences(tensors, spec)]
+    if offsets is not None:
+        farthest_past = -(spec.max_seqlen_q - 1) - max(offsets, default=0)
+        farthest_future = spec.max_seqlen_k - 1 - min(offsets, default=0)
+        low = max(low, farthest_past) if spec.window_left >= 0 else farthest_past
+        high = min(high, farthest_future) if spec.window_right >= 0 else farthest_future
+        if positions.first <= low and high <= positions.last:
+            return
+    needed = f"this call needs {low} to {high}" if offsets is not None else "query_offset is a tensor on a GPU"
+    raise ValueError(
+        f'positions from {positions.first} to {positions.last} do not cover every visible pair ({needed}), and outside="error"'
+    )
 
 
 def resolve(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rel_key: torch.Tensor | None,
-    positions: RelativePositions | None,
-    key_lengths: torch.Tensor | None,
-    is_causal: bool,
-    query_offset: int,
-    scale: float | None,
-) -> AttentionSpec:
-    """Check one call and return its scalars with every default filled in.
+    rel_key: torch.Tensor | None = None,
+    *,
+    rel_query: torch.Tensor | None = None,
+    rel_value: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
+    positions: RelativePositions | None = None,
+    attn_mask: torch.Tensor | None = None,
+    key_lengths: torch.Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: int | torch.Tensor = 0,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    exact_delta: bool = False,
+    cu_seqlens: Mapping[str, torch.Tensor] | None = None,
+    max_seqlens: Mapping[str, int] | None = None,
+) -> tuple[AttentionTensors, AttentionSpec]:
+    """Check one call and return its tensors and its scalars, with every default filled in.
+
+    Args:
+        cu_seqlens, max_seqlens: by "q" and "k", of a packed batch; its tensors come out as (1, heads, total, width) views.
 
     Raises:
         ValueError: wrong rank, shape, device or value; the message names the argument, what was expected and what came.
@@ -105,30 +224,83 @@ def resolve(
     """
     if not isinstance(query, torch.Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, tensor, query)
-    _check_shapes(query, key, value)
-    if rel_key is not None:
-        _check_tensor("rel_key", rel_key, query)
-        _check_table(query, rel_key)
+    tensors = AttentionTensors(query, key, value, rel_query, rel_key, rel_value, rel_bias)
+    for name in ("query", "key", "value"):
+        _check_operand(name, getattr(tensors, name), query)
+    if rel_query is not None:
+        _check_operand("rel_query", rel_query, query)
+    _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta)
+    _check_shapes(tensors, query.shape[0] if query.dim() else 0, cu_seqlens is not None, enable_gqa)
+    _require(rel_query is None or rel_key is not None, "rel_query needs rel_key, the table that it is multiplied with")
+    _require(rel_scale is None or rel_key is not None, "rel_scale is the factor of the product with rel_key, which is None")
+    num_rows = _check_tables(tensors, query.shape[1])
+
+    if cu_seqlens is not None and max_seqlens is not None:
+        for which, total in (("q", query.shape[0]), ("k", key.shape[0])):
+            _check_packing(which, cu_seqlens[which], max_seqlens[which], query, total)
+        _require_shape("cu_seqlens_k", cu_seqlens["k"], tuple(cu_seqlens["q"].shape), "that of cu_seqlens_q")
+        views = [None if tensor is None else tensor.transpose(0, 1)[None] for tensor in (query, key, value, rel_query)]
+        tensors = tensors._replace(**dict(zip(("query", "key", "value", "rel_query"), views, strict=True)))  # type: ignore[arg-type]
+        tensors = tensors._replace(cu_seqlens_q=cu_seqlens["q"], cu_seqlens_k=cu_seqlens["k"])
+        max_seqlen_q, max_seqlen_k = max_seqlens["q"], max_seqlens["k"]
+    else:
+        max_seqlen_q, max_seqlen_k = query.shape[2], key.shape[2]
+    batch = tensors.num_sequences
+
+    if attn_mask is not None:
+        mask = _check_mask(attn_mask, query, (batch, query.shape[1], query.shape[2], key.shape[2]))
+        tensors = tensors._replace(attn_mask=mask)
     if key_lengths is not None:
-        _check_key_lengths(key_lengths, query, key.shape[2])
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    if isinstance(query_offset, bool) or not isinstance(query_offset, (int, torch.SymInt)):
-        raise TypeError(f"query_offset must be an int, got {query_offset!r}")
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a float, got {scale!r}")
-    # Not math.isfinite: torch.compile with symbolic widths can trace comparisons only. NaN fails both.
-    _require(-math.inf < scale < math.inf, f"scale must be finite, got {scale}")
-    positions = _resolve_positions(positions, rel_key)
-    return AttentionSpec(
+        lengths = _check_integers("key_lengths", key_lengths, query, batch, "batch")
+        if lengths:
+            low, high = min(lengths), max(lengths)
+            inside = 0 <= low and high <= key.shape[2]
+            _require(inside, f"key_lengths must lie in [0, {key.shape[2]}], got values from {low} to {high}")
+        tensors = tensors._replace(key_lengths=key_lengths)
+    if isinstance(query_offset, torch.Tensor):
+        _check_integers("query_offset", query_offset, query, batch, "batch")
+        tensors, query_offset = tensors._replace(query_offsets=query_offset), 0
+    scale = query.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
+    dropout_p = _number("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if not softcap > 0:
+            raise ValueError(f"softcap must be positive, got {softcap}")
+    positions = _resolve_positions(positions, num_rows)
+    window_left, window_right = _window(window_size, is_causal)
+    spec = AttentionSpec(
         scale=float(scale),
+        rel_scale=float(scale) if rel_scale is None else _number("rel_scale", rel_scale),
         first=positions.first,
         last=positions.last,
         clamp=positions.outside == "clamp",
-        is_causal=is_causal,
-        query_offset=query_offset,
+        window_left=window_left,
+        window_right=window_right,
+        query_offset=_integer("query_offset", query_offset),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        exact_delta=exact_delta,
     )
+    if positions.outside == "error":
+        _require_covered(positions, tensors, spec)
+    return tensors, spec
+
+
+def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> None:
+    name = f"cu_seqlens_{which}"
+    _require_tensor(name, cu_seqlens, query)
+    one_or_more = cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0
+    _require(one_or_more, f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
+    starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
+    longest = _integer(f"max_seqlen_{which}", max_seqlen)
+    _require(longest >= 0, f"max_seqlen_{which} must not be negative, got {longest}")
+    if starts is not None:
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+        ends = starts[0] == 0 and starts[-1] == total
+        _require(min(lengths, default=0) >= 0 and ends, f"{name} must rise from 0 to the total length {total}, got {starts}")
+        needed = max(lengths, default=0)
+        _require(longest >= needed, f"max_seqlen_{which} must be at least {needed}, the longest of {name}, got {longest}")

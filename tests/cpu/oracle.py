@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
-from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn.testing import Inputs, dense_gradients, dropout_mask, forward_backward
 
 # Between float64's rounding (2e-16) and float32's (1e-7), equally far from both on a logarithmic scale: a sum of thousands of
 # terms passes, a wrong term or a detour through float32 does not.
@@ -27,9 +31,14 @@ def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None
         assert error <= tolerance, f"{name}: error {error:.3e}, tolerance {tolerance:.3e}"
 
 
-def attend(*tensors: torch.Tensor | None, implementation: str | None = "blockwise", **arguments: Any) -> Any:
+def attend(*tensors: torch.Tensor | None, **arguments: Any) -> Any:
     """out and lse of the operator; blockwise unless said otherwise."""
-    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation=implementation)  # type: ignore[misc, arg-type]
+    return fused_relative_attention(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
+
+
+def attend_varlen(*tensors: torch.Tensor | None, **arguments: Any) -> Any:
+    """out and lse of the packed operator; blockwise unless said otherwise."""
+    return fused_relative_attention_varlen(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
 
 
 def dense_forward(
@@ -38,32 +47,106 @@ def dense_forward(
     value: torch.Tensor,
     rel_key: torch.Tensor | None,
     *,
+    rel_query: torch.Tensor | None = None,
+    rel_value: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
+    attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    query_offset: int = 0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: int | torch.Tensor = 0,
+    keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    exact_delta: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, one pair (i, j) at a time: shares nothing with the package but the definition of the arguments."""
+    """out and lse, pair by pair: shares nothing with the package but the definition of the arguments.
+
+    keep, bool (B, Hq, Nq, Nk), says what dropout does not drop. Autograd through this gives the gradients.
+    """
     batch, heads, num_queries, width = query.shape
-    num_keys = key.shape[2]
+    num_keys, group = key.shape[2], heads // key.shape[1]
+    assert (group > 1) == enable_gqa and (keep is not None) == (dropout_p > 0)
     scale = 1 / math.sqrt(width) if scale is None else scale
-    logits = torch.full((batch, heads, num_queries, num_keys), -math.inf, dtype=torch.float64)
-    for i in range(num_queries):
-        for j in range(num_keys):
-            r = j - (i + query_offset)
-            keys_and_row = key[:, :, j]
-            if rel_key is not None:
-                num_rows = rel_key.shape[-2]
-                first = -(num_rows - 1) // 2 if positions is None else positions.first
-                last = first + num_rows - 1
-                if first <= r <= last or positions is None or positions.outside == "clamp":
-                    keys_and_row = keys_and_row + rel_key[..., max(0, min(num_rows - 1, r - first)), :]
-            if not (is_causal and r > 0):
-                logits[:, :, i, j] = scale * (query[:, :, i] * keys_and_row).sum(-1)
-    for b in range(batch):
-        if key_lengths is not None:
-            logits[b, :, :, int(key_lengths[b]) :] = -math.inf
-    lse = torch.logsumexp(logits, -1)
-    probs = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0)[..., None])
-    return torch.einsum("bhij,bhjd->bhid", probs, value), lse
+    rel_scale = scale if rel_scale is None else rel_scale
+    tables = [tuple(table.shape) for table in (rel_key, rel_value) if table is not None]
+    num_rows = tables[0][-2] if tables else 0 if rel_bias is None else rel_bias.shape[-1]
+    first = -(num_rows - 1) // 2 if positions is None else positions.first
+    clamp = positions is None or positions.outside == "clamp"
+    outs, lses = [], []
+    for b, h, i in itertools.product(range(batch), range(heads), range(num_queries)):
+        offset = int(query_offset[b]) if isinstance(query_offset, torch.Tensor) else query_offset
+        length = num_keys if key_lengths is None else int(key_lengths[b])
+        seen, rows, inside, added = [], [], [], []
+        for j in range(length):
+            r = j - (i + offset)
+            mask = None if attn_mask is None else attn_mask.broadcast_to(batch, heads, num_queries, num_keys)[b, h, i, j].item()
+            if (is_causal and r > 0) or 0 <= window_size[0] < -r or 0 <= window_size[1] < r or mask is False or mask == -math.inf:
+                continue
+            seen.append(j)
+            rows.append(max(0, min(num_rows - 1, r - first)))
+            inside.append(float(num_rows > 0 and (clamp or first <= r < first + num_rows)))
+            added.append(mask if isinstance(mask, float) else 0.0)
+        k, v = key[b, h // group, seen], value[b, h // group, seen]
+        applies = torch.tensor(inside, dtype=torch.float64)
+        logits = scale * (k * query[b, h, i]).sum(-1)
+        if rel_key is not None:
+            p = query[b, h, i] if rel_query is None else rel_query[b, h, i]
+            logits = logits + rel_scale * applies * (of_head(rel_key, h, 2)[rows] * p).sum(-1)
+        if rel_bias is not None:
+            logits = logits + applies * of_head(rel_bias, h, 1)[rows]
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits + torch.tensor(added, dtype=torch.float64)
+        if rel_value is not None:
+            v = v + applies[:, None] * of_head(rel_value, h, 2)[rows]
+        lse = torch.logsumexp(logits, -1)
+        weights = torch.softmax(logits, -1)
+        if keep is not None:
+            weights = weights * keep[b, h, i, seen].double() * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
+        outs.append((weights[:, None] * v).sum(0))
+        # logsumexp of nothing is -inf; its gradient, too, is nothing.
+        lses.append(lse if seen else (0 * query[b, h, i].sum() - math.inf))
+    return torch.stack(outs).view(batch, heads, num_queries, -1), torch.stack(lses).view(batch, heads, num_queries)
+
+
+def of_head(table: torch.Tensor, head: int, rank: int) -> torch.Tensor:
+    """The table of a head, which may have one of its own."""
+    return table[head] if table.dim() > rank else table
+
+
+def with_keep(inputs: Inputs, arguments: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+    """The arguments, and what dropout keeps in a call after torch.manual_seed(seed)."""
+    dropout_p = arguments.get("dropout_p", 0.0)
+    if dropout_p == 0:
+        return arguments
+    torch.manual_seed(seed)
+    batch, heads, num_queries, _ = inputs.query.shape
+    return {**arguments, "keep": dropout_mask(batch, heads, num_queries, inputs.key.shape[2], dropout_p)}
+
+
+def results_of(
+    implementation: str, inputs: Inputs, function: Callable[..., Any] = attend, seed: int = 0, **arguments: Any
+) -> dict[str, torch.Tensor]:
+    """out, lse and all gradients of an implementation, after torch.manual_seed(seed)."""
+    torch.manual_seed(seed)
+    return forward_backward(function, inputs, implementation=implementation, **arguments)
+
+
+def by_hand(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
+    """out, lse and all gradients by dense_gradients, in float64, with the dropout of results_of."""
+    return dense_gradients(inputs, **with_keep(inputs, arguments))._asdict()
+
+
+def by_loops(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
+    """out, lse and all gradients by autograd through dense_forward, in float64, with the dropout of results_of."""
+    return forward_backward(dense_forward, inputs.to(torch.float64), **with_keep(inputs, arguments))
+
+
+def quick_and_slow(quick: int, slow: int) -> list[Any]:
+    """Seeds, the first few for every run of the tests, the others for the long one."""
+    return [*range(quick), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(quick, quick + slow))]

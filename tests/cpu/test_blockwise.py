@@ -1,17 +1,16 @@
-"""The linear-memory path against the dense reference, the hand-written backward and the tests' own loops."""
+"""The linear-memory path: derivatives by finite differences, long sequences, and rounding in every precision."""
 
 from __future__ import annotations
 
-import random
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cases import random_case
-from tests.cpu.oracle import assert_same, attend, dense_forward
+from tests.cpu.oracle import assert_same, attend, by_hand, results_of, with_keep
 from triton_relattn import RelativePositions, blockwise
-from triton_relattn.reference import reference_attention
+from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     assert_gradients_close_fp32,
     assert_table_gradient,
@@ -25,35 +24,6 @@ from triton_relattn.testing import (
 LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any shapes, tables, masks, offsets, strides and block sizes: out, lse and all gradients, in float64."""
-    choose = random.Random(-1 - seed)
-    monkeypatch.setattr(blockwise, "BLOCK_QUERIES", choose.choice((1, 7, 16, 64, 128)))
-    monkeypatch.setattr(blockwise, "BAND_ELEMENTS_PER_THREAD", choose.choice((1, 1 << 13, 1 << 18)))
-    inputs, arguments = random_case(seed)
-    results = forward_backward(attend, inputs, **arguments)
-    by_autograd = forward_backward(reference_attention, inputs, **arguments)
-    by_hand = dense_gradients(inputs, **arguments)._asdict()
-    assert results.keys() == by_autograd.keys()
-    for name, result in results.items():
-        assert_same(f"{name} (reference)", result, by_autograd[name])
-        assert_same(f"{name} (by hand)", result, by_hand[name])
-
-
-@pytest.mark.parametrize("seed", range(200, 216))
-def test_random_combination_against_loops(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward against a loop over pairs that shares no code with the package."""
-    monkeypatch.setattr(blockwise, "BLOCK_QUERIES", 7)
-    inputs, arguments = random_case(seed)
-    query, d_out, d_lse = inputs.query[:, :, :17], inputs.d_out[:, :, :17], inputs.d_lse[:, :, :17]
-    inputs = inputs._replace(query=query, d_out=d_out, d_lse=d_lse)
-    out, lse = attend(*inputs[:4], **arguments)
-    expected_out, expected_lse = dense_forward(*inputs[:4], **arguments)
-    assert_same("out", out, expected_out)
-    assert_same("lse", lse, expected_lse)
-
-
 def test_a_thousand_positions() -> None:
     inputs = make_inputs(1, 2, 1023, 1024, 4, num_rows=513, dtype=torch.float64, seed=1)
     results = forward_backward(attend, inputs, is_causal=True, query_offset=1)
@@ -65,7 +35,7 @@ def test_a_thousand_positions() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_gradcheck(outside: Any, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All four inputs through both results, with several blocks."""
+    """Query, key, value and one table through both results, with several blocks."""
     monkeypatch.setattr(blockwise, "BLOCK_QUERIES", 3)
     inputs = make_inputs(2, 2, 5, 6, 3, 2, num_rows=4, per_head=is_causal, dtype=torch.float64, seed=1)
     leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
@@ -74,13 +44,60 @@ def test_gradcheck(outside: Any, is_causal: bool, monkeypatch: pytest.MonkeyPatc
     assert torch.autograd.gradcheck(lambda *tensors: attend(*tensors, **arguments), leaves)
 
 
-ERROR_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "full": ((2, 2, 97, 97, 64, 64, 193), {}),
-    "causal": ((2, 2, 129, 129, 32, 48, 129), {"positions": RelativePositions(-128, 0), "is_causal": True}),
-    "clamped": ((1, 3, 65, 127, 40, 40, 9), {}),
-    "zero": ((1, 3, 113, 203, 21, 16, 31), {"positions": RelativePositions(-20, 10, "zero"), "query_offset": 90}),
-    "lengths": ((2, 2, 63, 65, 64, 64, 65), {"key_lengths": torch.tensor([33, 65])}),
-    "no_table": ((2, 2, 64, 64, 64, 64, None), {"is_causal": True}),
+@pytest.mark.parametrize(("outside", "per_head"), [("clamp", True), ("zero", False)])
+def test_gradcheck_of_all_inputs(outside: Any, per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All seven, with shared heads, softcap, dropout, a window and a mask."""
+    monkeypatch.setattr(blockwise, "BLOCK_QUERIES", 3)
+    inputs = make_inputs(
+        1,
+        2,
+        4,
+        5,
+        2,
+        2,
+        num_rows=4,
+        per_head=per_head,
+        key_heads=1,
+        rel_width=2,
+        rel_value=True,
+        rel_bias=True,
+        dtype=torch.float64,
+        seed=1,
+    )
+    leaves = {name: getattr(inputs, name).requires_grad_() for name in DIFFERENTIABLE}
+    attn_mask = torch.randn(4, 5, dtype=torch.float64)
+    attn_mask[1, 2] = -math.inf
+    arguments: dict[str, Any] = {"positions": RelativePositions(-2, 1, outside), "window_size": (3, 2), "softcap": 2.0}
+    arguments |= {"query_offset": torch.tensor([1]), "rel_scale": 0.7, "dropout_p": 0.3, "enable_gqa": True}
+
+    def seeded(*tensors: torch.Tensor) -> Any:
+        torch.manual_seed(3)
+        named: dict[str, Any] = dict(zip(leaves, tensors, strict=True))
+        return attend(**named, attn_mask=attn_mask, **arguments)
+
+    assert len(leaves) == 7
+    assert torch.autograd.gradcheck(seeded, tuple(leaves.values()))
+
+
+ERROR_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
+    "full": ((2, 2, 97, 97, 64, 64), {"num_rows": 193}, {}),
+    "causal": ((2, 2, 129, 129, 32, 48), {"num_rows": 129}, {"positions": RelativePositions(-128, 0), "is_causal": True}),
+    "clamped": ((1, 3, 65, 127, 40, 40), {"num_rows": 9}, {}),
+    "zero": (
+        (1, 3, 113, 203, 21, 16),
+        {"num_rows": 31, "per_head": True},
+        {"positions": RelativePositions(-20, 10, "zero"), "query_offset": 90},
+    ),
+    "lengths": ((2, 2, 63, 65, 64, 64), {"num_rows": 65}, {"key_lengths": torch.tensor([33, 65])}),
+    "no_table": ((2, 2, 64, 64, 64, 64), {"num_rows": None}, {"is_causal": True}),
+    "value_table": ((2, 2, 97, 97, 64, 64), {"num_rows": 21, "rel_value": True}, {"dropout_p": 0.2}),
+    "bias_alone": ((2, 2, 97, 97, 32, 32), {"num_rows": 193, "rel_bias": True, "rel_key": False}, {"softcap": 20.0}),
+    "own_query": ((2, 2, 97, 97, 64, 64), {"num_rows": 65, "rel_width": 16}, {"rel_scale": 1.0, "window_size": (40, 30)}),
+    "all_terms": (
+        (2, 4, 97, 65, 32, 32),
+        {"num_rows": 31, "rel_width": 16, "rel_value": True, "rel_bias": True, "key_heads": 2, "per_head": True},
+        {"rel_scale": 0.5, "softcap": 30.0, "window_size": (50, 9), "enable_gqa": True, "query_offset": torch.tensor([-3, 4])},
+    ),
 }
 
 
@@ -93,16 +110,33 @@ def test_error_rule(case: str, dtype: torch.dtype, sharp: bool, block_size: None
     In float32, sharp, gradients were six times over the budget: lse, rounded at its magnitude, scales a row of P, and a
     delta that was not divided by the row's sum did not cancel against dP.
     """
-    (*sizes, num_rows), arguments = ERROR_CASES[case]
-    inputs = make_inputs(*sizes, num_rows=num_rows, per_head=case == "zero", dtype=dtype, seed=7, sharp=sharp)
+    sizes, tables, arguments = ERROR_CASES[case]
+    inputs = make_inputs(*sizes, **tables, dtype=dtype, seed=7, sharp=sharp)
     inputs = with_different_strides(inputs)
-    golden = dense_gradients(inputs, **arguments)._asdict()
-    reference = forward_backward(reference_attention, inputs, **arguments)
-    results = forward_backward(attend, inputs, **arguments)
+    golden = by_hand(inputs, **arguments)
+    reference = results_of("reference", inputs, **arguments)
+    results = results_of("blockwise", inputs, **arguments)
     for name, result in results.items():
         assert result.dtype == (torch.float32 if name == "lse" else dtype)
         assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
         if dtype == torch.float32 and name.startswith("d_"):
             assert_gradients_close_fp32(name, result, golden[name], [golden[other] for other in results])
-    if num_rows is not None and dtype != torch.float32:
-        assert_table_gradient("d_rel_key", results["d_rel_key"], inputs, **arguments)
+    for table in ("rel_key", "rel_value", "rel_bias"):
+        if f"d_{table}" in results and dtype != torch.float32:
+            assert_table_gradient(f"d_{table}", results[f"d_{table}"], inputs, table=table, **with_keep(inputs, arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+def test_bias_in_float32(implementation: str, dtype: torch.dtype) -> None:
+    """rel_bias may stay in float32 beside inputs of lower precision; its gradient is float32 then."""
+    inputs = make_inputs(2, 2, 33, 35, 16, num_rows=21, rel_bias=True, dtype=dtype, seed=0)
+    assert inputs.rel_bias is not None
+    inputs = inputs._replace(rel_bias=inputs.rel_bias.float())
+    results, golden = results_of(implementation, inputs), by_hand(inputs)
+    assert results["d_rel_bias"].dtype == torch.float32 and results["out"].dtype == dtype
+    if implementation == "blockwise":
+        assert_table_gradient("d_rel_bias", results["d_rel_bias"], inputs, table="rel_bias")
+        rounded = golden["d_rel_bias"].to(dtype).double() - golden["d_rel_bias"]
+        error = results["d_rel_bias"].double() - golden["d_rel_bias"]
+        assert error.norm() < rounded.norm(), "the gradient was rounded to the inputs' dtype"

@@ -10,7 +10,8 @@ import torch
 
 from tests.cases import one_hot_case
 from tests.cpu.oracle import assert_same, attend
-from triton_relattn import RelativePositions, blockwise
+from triton_relattn import RelativePositions
+from triton_relattn.blocks import chunks as all_chunks
 from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
@@ -21,6 +22,7 @@ from triton_relattn.testing import (
     make_inputs,
     with_different_strides,
 )
+from triton_relattn.validation import resolve
 
 
 def zero_gradients(results: dict[str, torch.Tensor]) -> bool:
@@ -190,8 +192,8 @@ def test_nan_in_one_query_stays_in_its_row(block_size: None) -> None:
 def strided_inputs() -> dict[str, Inputs]:
     """The layouts that callers have, all of shape (2, 3, 18, 18, 8)."""
     inputs = make_inputs(2, 3, 18, 18, 8, num_rows=11, dtype=torch.float64, seed=8)
-    query, key, value, rel_key, d_out, _ = inputs
-    assert rel_key is not None
+    query, key, value, rel_key, d_out = inputs[:5]
+    assert rel_key is not None and d_out is not None
     packed = torch.stack([query, key, value], 2).permute(0, 3, 2, 1, 4).contiguous()  # (B, N, 3, H, D)
     packed_query, packed_key, packed_value = packed.permute(2, 0, 3, 1, 4)
     shifted = [torch.cat([torch.full((1,), math.nan), tensor.flatten()])[1:].view(tensor.shape) for tensor in (query, key, value)]
@@ -214,7 +216,7 @@ def strided_inputs() -> dict[str, Inputs]:
 def test_any_strides(layout: str, block_size: None) -> None:
     """Equal to contiguous tensors with the same numbers."""
     inputs = strided_inputs()[layout]
-    contiguous = Inputs(**{name: tensor.contiguous() for name, tensor in inputs._asdict().items()})
+    contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
     assert layout == "storage_offset" or any(not tensor.is_contiguous() for tensor in inputs if tensor is not None)
     results, expected = forward_backward(attend, inputs), forward_backward(attend, contiguous)
     for name, result in results.items():
@@ -245,9 +247,10 @@ def test_one_tensor_as_several_inputs(same: str) -> None:
 def test_edit_in_place_after_the_forward(name: str) -> None:
     """The backward would read the edited tensor: the version counter makes that an error."""
     inputs = make_inputs(1, 2, 12, 12, 8, num_rows=7, dtype=torch.float64, seed=8)
-    leaves = {field: tensor.clone().requires_grad_() for field, tensor in inputs._asdict().items()}
+    fields = ("query", "key", "value", "rel_key")
+    leaves = {field: getattr(inputs, field).clone().requires_grad_() for field in fields}
     used = {field: leaf * 1 for field, leaf in leaves.items()}
-    out, _ = attend(*(used[field] for field in ("query", "key", "value", "rel_key")))
+    out, _ = attend(*(used[field] for field in fields))
     used[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -270,7 +273,7 @@ def test_repeatable(dtype: torch.dtype, block_size: None) -> None:
 def test_blocks_and_chunks(block_size: None, request: pytest.FixtureRequest) -> None:
     """The fixture that the tests above rely on does cut queries and heads."""
     query = torch.zeros(1, 2, 40, 8)
-    chunks = list(blockwise.chunks(query, 40, None))
-    spec = blockwise.AttentionSpec(1.0, 0, 0, True, False, 0)
-    blocks = [block for chunk in chunks for block in blockwise.query_blocks(*chunk, 40, spec)]
+    tensors, spec = resolve(query, query, query)
+    chunks = list(all_chunks(tensors, spec))
+    blocks = [block for chunk in chunks for block in chunk.blocks()]
     assert (len(chunks), len(blocks)) == ((2, 6) if "small_blocks" in request.node.name else (1, 1))

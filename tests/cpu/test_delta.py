@@ -33,7 +33,7 @@ def dense_table_gradient(
     inputs: Inputs, rounded_delta: bool, *, positions: RelativePositions | None = None, is_causal: bool = False
 ) -> torch.Tensor:
     """A dense float32 backward of sharp attention with either delta: all else is the same."""
-    query, key, value, table, d_out, d_lse = inputs.to(torch.float32)
+    query, key, value, table, d_out, d_lse = inputs.to(torch.float32)[:6]
     assert table is not None
     length, scale = query.shape[2], query.shape[-1] ** -0.5
     relative_position = torch.arange(length) - torch.arange(length)[:, None]

@@ -22,6 +22,7 @@ from triton_relattn.demo.agreement import compare
 from triton_relattn.demo.environment import describe
 from triton_relattn.demo.measure import Measurement
 from triton_relattn.demo.methods import HEAD_DIM, METHODS, OURS
+from triton_relattn.spec import DIFFERENTIABLE
 
 COLUMNS = "method implementation device dtype batch heads head_dim length milliseconds peak_bytes status torch triton".split()
 QUADRATIC_BYTES = 1 << 20
@@ -56,9 +57,9 @@ def test_a_wrong_gradient_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     right = blockwise.backward
 
     def wrong(*arguments: Any) -> tuple[Any, ...]:
-        *others, d_table = right(*arguments)
-        assert d_table is not None
-        return *others, 1.001 * d_table
+        gradients = dict(zip(DIFFERENTIABLE, right(*arguments), strict=True))
+        assert gradients["rel_key"] is not None
+        return *(gradients | {"rel_key": 1.001 * gradients["rel_key"]}).values(),
 
     monkeypatch.setattr(blockwise, "backward", wrong)
     assert run.main(["--device", "cpu", "--max-length", "64", "--out", str(tmp_path)]) == 1

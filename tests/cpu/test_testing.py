@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     SHARP_FACTOR,
     SHARP_SHIFT,
@@ -15,6 +17,7 @@ from triton_relattn.testing import (
     assert_table_gradient,
     assert_within_budget,
     dense_gradients,
+    dropout_mask,
     in_memory_order,
     last_place,
     make_inputs,
@@ -30,10 +33,31 @@ def small_inputs(dtype: torch.dtype = torch.float64, sharp: bool = False) -> Inp
     return make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, per_head=True, dtype=dtype, seed=11, sharp=sharp)
 
 
+def all_inputs(dtype: torch.dtype = torch.float64, sharp: bool = False, per_head: bool = True) -> Inputs:
+    """With every tensor that a call can have."""
+    return make_inputs(
+        2,
+        4,
+        5,
+        7,
+        8,
+        6,
+        num_rows=9,
+        per_head=per_head,
+        key_heads=2,
+        rel_width=3,
+        rel_value=True,
+        rel_bias=True,
+        dtype=dtype,
+        seed=11,
+        sharp=sharp,
+    )
+
+
 def test_inputs_are_the_same_numbers_in_every_precision() -> None:
-    exact = small_inputs()
+    exact = all_inputs()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        rounded = small_inputs(dtype)
+        rounded = all_inputs(dtype)
         for name, tensor in rounded._asdict().items():
             expected_dtype = torch.float32 if name == "d_lse" else dtype
             assert tensor.dtype == expected_dtype
@@ -43,16 +67,49 @@ def test_inputs_are_the_same_numbers_in_every_precision() -> None:
 
 def test_inputs_depend_on_the_seed_alone() -> None:
     torch.manual_seed(0)
-    first = small_inputs()
+    first = all_inputs()
     torch.manual_seed(1)
-    for one, other in zip(first, small_inputs(), strict=True):
+    for one, other in zip(first, all_inputs(), strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
     other_seed = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float64, seed=12)
     assert not torch.equal(first.query, other_seed.query)
 
 
+def test_further_tensors_leave_the_others_as_they_are() -> None:
+    """The numbers of a call do not depend on what it could have besides."""
+    plain = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, per_head=True, rel_value=True, rel_bias=True, dtype=torch.float64, seed=11)
+    for name, tensor in small_inputs()._asdict().items():
+        assert tensor is None or torch.equal(tensor, getattr(plain, name)), name
+    assert list(plain.terms()) == ["rel_value", "rel_bias"] and not small_inputs().terms()
+
+
+def test_a_rel_query_needs_a_table() -> None:
+    for tables in ({"num_rows": None}, {"num_rows": 9, "rel_key": False}):
+        with pytest.raises(ValueError, match="rel_width=3"):
+            make_inputs(1, 1, 2, 2, 8, rel_width=3, dtype=torch.float32, seed=0, **tables)  # type: ignore[arg-type]
+
+
+def test_shapes_of_everything() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in all_inputs()._asdict().items()}
+    assert shapes == {
+        "query": (2, 4, 5, 8),
+        "key": (2, 2, 7, 8),
+        "value": (2, 2, 7, 6),
+        "rel_key": (4, 9, 3),
+        "d_out": (2, 4, 5, 6),
+        "d_lse": (2, 4, 5),
+        "rel_query": (2, 4, 5, 3),
+        "rel_value": (4, 9, 6),
+        "rel_bias": (4, 9),
+    }
+    shared = all_inputs(per_head=False).terms()
+    assert shared["rel_value"].shape == (9, 6) and shared["rel_bias"].shape == (9,)
+    no_key = make_inputs(1, 1, 2, 2, 8, num_rows=3, rel_key=False, rel_bias=True, dtype=torch.float32, seed=0)
+    assert no_key.rel_key is None and list(no_key.terms()) == ["rel_bias"]
+
+
 def test_shapes() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in small_inputs()._asdict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in small_inputs()._asdict().items() if tensor is not None}
     assert shapes == {
         "query": (2, 3, 5, 8),
         "key": (2, 3, 7, 8),
@@ -75,14 +132,16 @@ def test_sharp_inputs() -> None:
 
 def test_different_strides() -> None:
     """The same numbers, no two tensors laid out alike, NaN between them."""
-    inputs = small_inputs(torch.bfloat16)
+    inputs = all_inputs(torch.bfloat16)
     strided = with_different_strides(inputs)
     for name, tensor in strided._asdict().items():
         assert torch.equal(tensor, getattr(inputs, name)) and not tensor.is_contiguous()
         assert tensor.storage_offset() > 0 and torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().any()
-    four = (strided.query, strided.key, strided.value, strided.d_out)
-    orders = {tuple(torch.tensor(tensor.stride()).argsort(descending=True).tolist()) for tensor in four}
-    assert len(orders) == 4
+    five = (strided.query, strided.key, strided.value, strided.d_out, strided.terms()["rel_query"])
+    orders = {tuple(torch.tensor(tensor.stride()).argsort(descending=True).tolist()) for tensor in five}
+    assert len(orders) == 5
+    shared = with_different_strides(all_inputs(per_head=False)).terms()
+    assert shared["rel_bias"].stride() == (3,) and not shared["rel_value"].is_contiguous()
 
 
 def test_in_memory_order() -> None:
@@ -157,8 +216,35 @@ def test_table_gradient_fails_beyond_its_budget() -> None:
     with pytest.raises(AssertionError, match="golden table gradient is all zero"):
         silent = inputs._replace(d_out=torch.zeros_like(inputs.d_out), d_lse=torch.zeros_like(inputs.d_lse))
         assert_table_gradient("d_rel_key", torch.zeros_like(golden), silent)
-    with pytest.raises(ValueError, match="no table"):
+    with pytest.raises(ValueError, match="no table rel_key"):
         table_gradient_budget(inputs._replace(rel_key=None))
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
+@pytest.mark.parametrize("table", ["rel_key", "rel_value", "rel_bias"])
+def test_gradient_of_each_table_fails_beyond_its_budget(table: str, per_head: bool) -> None:
+    """With every argument that changes dS or P."""
+    inputs = all_inputs(torch.bfloat16, sharp=True, per_head=per_head)
+    torch.manual_seed(0)
+    keep = dropout_mask(2, 4, 5, 7, 0.3)
+    arguments: dict[str, Any] = {"rel_scale": 0.7, "softcap": 20.0, "dropout_p": 0.3, "keep": keep, "window_size": (3, 4)}
+    golden, budget = table_gradient_budget(inputs, table=table, **arguments)
+    assert 0 < budget < golden.abs().max()
+    shift = torch.zeros_like(golden).flatten()
+    shift[golden.numel() // 2] = budget
+    shift = shift.view_as(golden)
+    assert_table_gradient(table, golden + 0.99 * shift, inputs, table=table, **arguments)
+    assert_table_gradient(table, golden.to(torch.bfloat16), inputs, table=table, **arguments)
+    with pytest.raises(AssertionError, match=r"exceeds the budget .* rounded once to torch\.bfloat16"):
+        assert_table_gradient(table, golden + 1.01 * shift, inputs, table=table, **arguments)
+
+
+def test_dropout_mask_needs_no_seed_without_dropout() -> None:
+    state = torch.get_rng_state()
+    assert dropout_mask(2, 3, 4, 5, 0.0).all() and torch.equal(state, torch.get_rng_state())
+    assert dropout_mask(2, 3, 4, 5, 0.5).shape == (2, 3, 4, 5) and not torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match=r"dropout_p = 0\.5 needs keep"):
+        dense_gradients(all_inputs(), dropout_p=0.5)
 
 
 def test_gradients_close_fp32() -> None:
@@ -177,21 +263,42 @@ def test_gradients_close_fp32() -> None:
         assert_gradients_close_fp32("nan", large * math.nan, large, [large])
 
 
-def test_dense_gradients_by_finite_differences() -> None:
+DIFFERENCES: dict[str, tuple[Inputs, dict[str, Any]]] = {
+    "one_table": (small_inputs(), {"is_causal": True, "query_offset": 2, "key_lengths": torch.tensor([7, 5])}),
+    "everything": (
+        all_inputs(),
+        {
+            "query_offset": torch.tensor([2, -1]),
+            "window_size": (3, 2),
+            "rel_scale": 0.7,
+            "softcap": 2.0,
+            "attn_mask": torch.arange(7.0).masked_fill(torch.arange(7) == 4, -math.inf),
+            "dropout_p": 0.3,
+            "keep": torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(0)) > 0.3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_dense_gradients_by_finite_differences(case: str) -> None:
     """The hand-written backward against central differences of its own forward, in one random direction per input."""
-    inputs = small_inputs()
-    arguments = {"is_causal": True, "query_offset": 2, "key_lengths": torch.tensor([7, 5])}
+    inputs, arguments = DIFFERENCES[case]
 
     def loss(changed: Inputs) -> torch.Tensor:
-        dense = dense_gradients(changed, **arguments)  # type: ignore[arg-type]
-        return (dense.out * inputs.d_out).sum() + (dense.lse * inputs.d_lse).sum()
+        dense = dense_gradients(changed, **arguments)
+        lse = dense.lse.masked_fill(dense.lse == -math.inf, 0)
+        return (dense.out * inputs.d_out).sum() + (lse * inputs.d_lse).sum()
 
-    gradients = dense_gradients(inputs, **arguments)._asdict()  # type: ignore[arg-type]
+    gradients = dense_gradients(inputs, **arguments)._asdict()
     step = torch.finfo(torch.float64).eps ** (1 / 3)  # balances rounding and the cubic term
-    for name in ("query", "key", "value", "rel_key"):
+    names = [name for name in DIFFERENTIABLE if getattr(inputs, name) is not None]
+    assert len(names) == (4 if case == "one_table" else 7)
+    for name in names:
         tensor = getattr(inputs, name)
         direction = torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         ends = [loss(inputs._replace(**{name: tensor + sign * step * direction})) for sign in (1, -1)]
         expected = float((gradients[f"d_{name}"] * direction).sum())
         slope = float(ends[0] - ends[1]) / (2 * step)
         assert abs(slope - expected) <= 100 * step**2 * abs(expected), name
+    assert all((gradients[f"d_{name}"] is None) == (name not in names) for name in DIFFERENTIABLE)

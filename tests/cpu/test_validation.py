@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from triton_relattn import RelativePositions, backends, can_run_triton, functional, fused_relative_attention
+from triton_relattn import (
+    RelativePositions,
+    backends,
+    can_run_triton,
+    functional,
+    fused_relative_attention,
+    fused_relative_attention_varlen,
+)
 from triton_relattn.testing import make_inputs, with_different_strides
 
 
@@ -19,7 +27,8 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work began before the arguments were checked")
 
     monkeypatch.setattr(functional.ops, "relative_attention", launched)
-    monkeypatch.setattr(functional, "reference_attention", launched)
+    monkeypatch.setattr(functional, "resolved_reference", launched)
+    monkeypatch.setattr(functional, "draw_seed", launched)
 
 
 def call(**changes: Any) -> Any:
@@ -29,14 +38,26 @@ def call(**changes: Any) -> Any:
     return fused_relative_attention(**{**arguments, **changes})
 
 
-def test_the_unchanged_call_is_valid() -> None:
-    assert call().shape == (2, 3, 5, 4)
+def call_varlen(**changes: Any) -> Any:
+    """The packed operator on sequences of 2, 0 and 3 queries and 4, 1 and 2 keys, (Hq, Hk, D, Dv) = (3, 3, 8, 4)."""
+    inputs = make_inputs(1, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float32, seed=0)
+    arguments: dict[str, Any] = {name: getattr(inputs, name)[0].transpose(0, 1) for name in ("query", "key", "value")}
+    arguments |= {"rel_key": inputs.rel_key, "max_seqlen_q": 3, "max_seqlen_k": 4}
+    arguments |= {"cu_seqlens_q": torch.tensor([0, 2, 2, 5]), "cu_seqlens_k": torch.tensor([0, 4, 5, 7], dtype=torch.int32)}
+    return fused_relative_attention_varlen(**{**arguments, **changes})
+
+
+def test_the_unchanged_calls_are_valid() -> None:
+    assert call().shape == (2, 3, 5, 4) and call_varlen().shape == (5, 3, 4)
 
 
 def test_checks_come_before_work(no_launch: None) -> None:
     """The fixture that the cases below rely on does catch a launch."""
+    for changes in ({}, {"implementation": "reference"}, {"dropout_p": 0.5}):
+        with pytest.raises(AssertionError, match="work began"):
+            call(**changes)
     with pytest.raises(AssertionError, match="work began"):
-        call()
+        call_varlen()
 
 
 zeros = torch.zeros
@@ -47,7 +68,28 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "value_rank": ({"value": zeros(7, 4)}, ValueError, ["value must have 4 dimensions", "(7, 4)"]),
     "key_batch": ({"key": zeros(1, 3, 7, 8)}, ValueError, ["key", "(2, 3, 7, 8)", "(1, 3, 7, 8)"]),
     "value_batch": ({"value": zeros(4, 3, 7, 4)}, ValueError, ["value", "(2, 3, 7, 4)", "(4, 3, 7, 4)"]),
-    "key_heads": ({"key": zeros(2, 1, 7, 8)}, ValueError, ["key", "(2, 3, 7, 8)", "(2, 1, 7, 8)"]),
+    "key_heads": ({"key": zeros(2, 1, 7, 8)}, ValueError, ["query's 3 heads", "got 1 in (2, 1, 7, 8)", "enable_gqa=True"]),
+    "key_heads_do_not_divide": (
+        {"key": zeros(2, 2, 7, 8), "value": zeros(2, 2, 7, 4), "enable_gqa": True},
+        ValueError,
+        ["multiple of key's", "got 3 and 2"],
+    ),
+    "more_key_heads": (
+        {"key": zeros(2, 6, 7, 8), "value": zeros(2, 6, 7, 4), "enable_gqa": True},
+        ValueError,
+        ["multiple of key's", "got 3 and 6"],
+    ),
+    "no_key_heads": (
+        {"key": zeros(2, 0, 7, 8), "value": zeros(2, 0, 7, 4), "enable_gqa": True},
+        ValueError,
+        ["multiple of key's", "got 3 and 0"],
+    ),
+    "gqa_value_heads": (
+        {"key": zeros(2, 1, 7, 8), "enable_gqa": True},
+        ValueError,
+        ["value", "(2, 1, 7, 4)", "(2, 3, 7, 4)"],
+    ),
+    "gqa_int": ({"enable_gqa": 1}, TypeError, ["enable_gqa must be a bool, got 1"]),
     "value_heads": ({"value": zeros(2, 6, 7, 4)}, ValueError, ["value", "(2, 3, 7, 4)", "(2, 6, 7, 4)"]),
     "key_width": ({"key": zeros(2, 3, 7, 4)}, ValueError, ["key", "(2, 3, 7, 8)", "(2, 3, 7, 4)"]),
     "value_length": ({"value": zeros(2, 3, 6, 4)}, ValueError, ["value", "(2, 3, 7, 4)", "(2, 3, 6, 4)"]),
@@ -72,7 +114,7 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "positions_without_table": (
         {"rel_key": None, "positions": RelativePositions(-4, 4)},
         ValueError,
-        ["positions", "rel_key is None"],
+        ["positions", "there is none"],
     ),
     "positions_type": ({"positions": (-4, 4)}, TypeError, ["positions must be a RelativePositions, got tuple"]),
     "query_type": ({"query": [[1.0]]}, TypeError, ["query must be a torch.Tensor, got list"]),
@@ -87,6 +129,96 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "key_device": ({"key": zeros(2, 3, 7, 8, device="meta")}, ValueError, ["key", "device cpu", "got meta"]),
     "value_device": ({"value": zeros(2, 3, 7, 4, device="meta")}, ValueError, ["value", "device cpu", "got meta"]),
     "table_device": ({"rel_key": zeros(9, 8, device="meta")}, ValueError, ["rel_key", "device cpu", "got meta"]),
+    "rel_query_rank": ({"rel_query": zeros(3, 5, 8)}, ValueError, ["rel_query must have 4 dimensions", "(3, 5, 8)"]),
+    "rel_query_heads": ({"rel_query": zeros(2, 1, 5, 8)}, ValueError, ["rel_query", "(2, 3, 5, 8)", "(2, 1, 5, 8)"]),
+    "rel_query_length": ({"rel_query": zeros(2, 3, 7, 8)}, ValueError, ["rel_query", "(2, 3, 5, 8)", "(2, 3, 7, 8)"]),
+    "rel_query_width": ({"rel_query": zeros(2, 3, 5, 6)}, ValueError, ["rel_key", "width = 6", "(9, 8)"]),
+    "rel_query_without_width": ({"rel_query": zeros(2, 3, 5, 0)}, ValueError, ["widths must be positive", "0 (rel_query)"]),
+    "rel_query_dtype": ({"rel_query": zeros(2, 3, 5, 8).half()}, TypeError, ["rel_query", "torch.float32", "torch.float16"]),
+    "rel_query_device": ({"rel_query": zeros(2, 3, 5, 8, device="meta")}, ValueError, ["rel_query", "device cpu", "got meta"]),
+    "rel_query_without_table": (
+        {"rel_key": None, "rel_query": zeros(2, 3, 5, 8)},
+        ValueError,
+        ["rel_query needs rel_key"],
+    ),
+    "rel_query_with_another_table": (
+        {"rel_key": None, "rel_bias": zeros(9), "rel_query": zeros(2, 3, 5, 8)},
+        ValueError,
+        ["rel_query needs rel_key"],
+    ),
+    "rel_scale_without_table": ({"rel_key": None, "rel_scale": 1.0}, ValueError, ["rel_scale", "rel_key, which is None"]),
+    "rel_scale_nan": ({"rel_scale": math.nan}, ValueError, ["rel_scale must be finite, got nan"]),
+    "rel_scale_str": ({"rel_scale": "8"}, TypeError, ["rel_scale must be a float, got '8'"]),
+    "rel_value_width": ({"rel_value": zeros(9, 8)}, ValueError, ["rel_value", "width = 4", "(9, 8)"]),
+    "rel_value_heads": ({"rel_value": zeros(2, 9, 4)}, ValueError, ["rel_value", "(3, 9, 4)", "(2, 9, 4)"]),
+    "rel_value_rank": ({"rel_value": zeros(9)}, ValueError, ["rel_value", "width = 4", "(9,)"]),
+    "rel_value_dtype": ({"rel_value": zeros(9, 4).half()}, TypeError, ["rel_value", "torch.float32", "torch.float16"]),
+    "rel_bias_rank": ({"rel_bias": zeros(1, 3, 9)}, ValueError, ["rel_bias", "(R,) or (heads, R)", "(1, 3, 9)"]),
+    "rel_bias_scalar": ({"rel_bias": zeros(())}, ValueError, ["rel_bias", "(R,) or (heads, R)", "()"]),
+    "rel_bias_heads": ({"rel_bias": zeros(2, 9)}, ValueError, ["rel_bias", "(3, 9)", "(2, 9)"]),
+    "rel_bias_without_rows": ({"rel_key": None, "rel_bias": zeros(0)}, ValueError, ["rel_bias", "R >= 1", "(0,)"]),
+    "rel_bias_dtype": ({"rel_bias": zeros(9).double()}, TypeError, ["rel_bias", "torch.float32", "torch.float64"]),
+    "rel_bias_even": ({"rel_key": None, "rel_bias": zeros(4)}, ValueError, ["even number of rows (4)"]),
+    "rows_differ": ({"rel_bias": zeros(7)}, ValueError, ["same number of rows R", "9 (rel_key)", "7 (rel_bias)"]),
+    "rows_of_value_differ": (
+        {"rel_value": zeros(11, 4), "rel_bias": zeros(3, 9)},
+        ValueError,
+        ["same number of rows R", "9 (rel_key)", "11 (rel_value)", "9 (rel_bias)"],
+    ),
+    "not_covered": (
+        {"positions": RelativePositions(-4, 4, "error")},
+        ValueError,
+        ["positions from -4 to 4", "needs -4 to 6", 'outside="error"'],
+    ),
+    "not_covered_with_an_offset": (
+        {"positions": RelativePositions(-8, 0, "error"), "query_offset": 5, "is_causal": True},
+        ValueError,
+        ["positions from -8 to 0", "needs -9 to 0"],
+    ),
+    "not_covered_with_offsets": (
+        {"positions": RelativePositions(-6, 2, "error"), "query_offset": lengths([4, 3]), "is_causal": True},
+        ValueError,
+        ["positions from -6 to 2", "needs -8 to 0"],
+    ),
+    "window_not_covered": (
+        {"positions": RelativePositions(-2, 6, "error"), "window_size": (3, 2)},
+        ValueError,
+        ["positions from -2 to 6", "needs -3 to 2"],
+    ),
+    "mask_type": ({"attn_mask": [[True]]}, TypeError, ["attn_mask must be a torch.Tensor, got list"]),
+    "mask_dtype": (
+        {"attn_mask": zeros(5, 7, dtype=torch.int32)},
+        TypeError,
+        ["attn_mask must be bool", "torch.float32", "torch.int32"],
+    ),
+    "mask_half": ({"attn_mask": zeros(5, 7).half()}, TypeError, ["attn_mask must be bool", "torch.float16"]),
+    "mask_shape": ({"attn_mask": zeros(7, 5)}, ValueError, ["attn_mask must broadcast", "(2, 3, 5, 7)", "(7, 5)"]),
+    "mask_heads": ({"attn_mask": zeros(2, 2, 5, 7)}, ValueError, ["attn_mask must broadcast", "(2, 3, 5, 7)", "(2, 2, 5, 7)"]),
+    "mask_rank": ({"attn_mask": zeros(1, 2, 3, 5, 7)}, ValueError, ["attn_mask must broadcast", "(1, 2, 3, 5, 7)"]),
+    "mask_device": ({"attn_mask": zeros(5, 7, device="meta")}, ValueError, ["attn_mask", "device cpu", "got meta"]),
+    "mask_gradient": ({"attn_mask": zeros(5, 7, requires_grad=True)}, ValueError, ["attn_mask has no gradient", "rel_bias"]),
+    "dropout_negative": ({"dropout_p": -0.1}, ValueError, ["dropout_p must lie in [0, 1], got -0.1"]),
+    "dropout_beyond": ({"dropout_p": 1.5}, ValueError, ["dropout_p must lie in [0, 1], got 1.5"]),
+    "dropout_nan": ({"dropout_p": math.nan}, ValueError, ["dropout_p must be finite, got nan"]),
+    "dropout_type": ({"dropout_p": None}, TypeError, ["dropout_p must be a float, got None"]),
+    "softcap_zero": ({"softcap": 0.0}, ValueError, ["softcap must be positive, got 0.0"]),
+    "softcap_negative": ({"softcap": -5}, ValueError, ["softcap must be positive, got -5"]),
+    "softcap_inf": ({"softcap": math.inf}, ValueError, ["softcap must be finite, got inf"]),
+    "softcap_type": ({"softcap": True}, TypeError, ["softcap must be a float, got True"]),
+    "window_int": ({"window_size": 3}, TypeError, ["window_size must be a pair (left, right), got 3"]),
+    "window_none": ({"window_size": None}, TypeError, ["window_size must be a pair (left, right), got None"]),
+    "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, ["window_size must be a pair", "(1, 2, 3)"]),
+    "window_negative": ({"window_size": (-2, 3)}, ValueError, ["window_size", "at least -1", "(-2, 3)"]),
+    "window_float": ({"window_size": (1.0, 3)}, TypeError, ["window_size must be an int, got 1.0"]),
+    "exact_delta_int": ({"exact_delta": 1}, TypeError, ["exact_delta must be a bool, got 1"]),
+    "offsets_shape": ({"query_offset": lengths([1, 2, 3])}, ValueError, ["query_offset", "(batch,) = (2,)", "(3,)"]),
+    "offsets_scalar": ({"query_offset": lengths(1)}, ValueError, ["query_offset", "(batch,) = (2,)", "()"]),
+    "offsets_dtype": ({"query_offset": lengths([1.0, 2.0])}, TypeError, ["query_offset must be int32 or int64", "torch.float32"]),
+    "offsets_device": (
+        {"query_offset": zeros(2, dtype=torch.int64, device="meta")},
+        ValueError,
+        ["query_offset", "device cpu", "got meta"],
+    ),
     "lengths_type": ({"key_lengths": [7, 7]}, TypeError, ["key_lengths must be a torch.Tensor, got list"]),
     "lengths_dtype": ({"key_lengths": lengths([7.0, 7.0])}, TypeError, ["key_lengths must be int32 or int64", "torch.float32"]),
     "lengths_shape": ({"key_lengths": lengths([7, 7, 7])}, ValueError, ["key_lengths", "(batch,) = (2,)", "(3,)"]),
@@ -115,6 +247,90 @@ def test_bad_argument(case: str, no_launch: None) -> None:
         assert part in str(raised.value), f"{part!r} is not in {str(raised.value)!r}"
 
 
+RAISES_VARLEN: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "query_rank": ({"query": zeros(1, 5, 3, 8)}, ValueError, ["query must have 3 dimensions", "(total, heads, width)"]),
+    "key_rank": ({"key": zeros(7, 8)}, ValueError, ["key must have 3 dimensions", "(7, 8)"]),
+    "key_heads": ({"key": zeros(7, 1, 8)}, ValueError, ["query's 3 heads", "got 1 in (7, 1, 8)"]),
+    "heads_do_not_divide": (
+        {"key": zeros(7, 2, 8), "value": zeros(7, 2, 4), "enable_gqa": True},
+        ValueError,
+        ["multiple of key's", "got 3 and 2"],
+    ),
+    "key_width": ({"key": zeros(7, 3, 4)}, ValueError, ["key", "(7, 3, 8)", "(7, 3, 4)"]),
+    "value_length": ({"value": zeros(6, 3, 4)}, ValueError, ["value", "(7, 3, 4)", "(6, 3, 4)"]),
+    "rel_query_length": ({"rel_query": zeros(7, 3, 8)}, ValueError, ["rel_query", "(5, 3, 8)", "(7, 3, 8)"]),
+    "q_type": ({"cu_seqlens_q": [0, 2, 2, 5]}, TypeError, ["cu_seqlens_q must be a torch.Tensor, got list"]),
+    "k_type": ({"cu_seqlens_k": None}, TypeError, ["cu_seqlens_k must be a torch.Tensor, got NoneType"]),
+    "q_dtype": ({"cu_seqlens_q": lengths([0.0, 5.0])}, TypeError, ["cu_seqlens_q must be int32 or int64", "torch.float32"]),
+    "q_rank": ({"cu_seqlens_q": lengths([[0, 2, 2, 5]])}, ValueError, ["cu_seqlens_q", "(1, 4)"]),
+    "q_scalar": ({"cu_seqlens_q": lengths(5)}, ValueError, ["cu_seqlens_q", "()"]),
+    "q_empty": ({"cu_seqlens_q": zeros(0, dtype=torch.int64)}, ValueError, ["cu_seqlens_q", "(0,)"]),
+    "q_device": ({"cu_seqlens_q": zeros(4, dtype=torch.int64, device="meta")}, ValueError, ["cu_seqlens_q", "got meta"]),
+    "q_start": ({"cu_seqlens_q": lengths([1, 2, 2, 5])}, ValueError, ["rise from 0 to the total length 5", "[1, 2, 2, 5]"]),
+    "q_end": ({"cu_seqlens_q": lengths([0, 2, 2, 4])}, ValueError, ["cu_seqlens_q must rise from 0", "5", "[0, 2, 2, 4]"]),
+    "k_beyond": ({"cu_seqlens_k": lengths([0, 4, 5, 9])}, ValueError, ["cu_seqlens_k must rise from 0", "7", "[0, 4, 5, 9]"]),
+    "k_falling": ({"cu_seqlens_k": lengths([0, 4, 3, 7])}, ValueError, ["cu_seqlens_k must rise", "[0, 4, 3, 7]"]),
+    "numbers_differ": ({"cu_seqlens_k": lengths([0, 4, 7])}, ValueError, ["cu_seqlens_k", "(4,)", "(3,)"]),
+    "q_longer": ({"max_seqlen_q": 2}, ValueError, ["max_seqlen_q must be at least 3", "cu_seqlens_q", "got 2"]),
+    "k_longer": ({"max_seqlen_k": 1}, ValueError, ["max_seqlen_k must be at least 4", "cu_seqlens_k", "got 1"]),
+    "negative": ({"max_seqlen_q": -1}, ValueError, ["max_seqlen_q must not be negative, got -1"]),
+    "max_float": ({"max_seqlen_k": 4.0}, TypeError, ["max_seqlen_k must be an int, got 4.0"]),
+    "max_tensor": ({"max_seqlen_k": lengths(4)}, TypeError, ["max_seqlen_k must be an int, got tensor(4)"]),
+    "offsets": ({"query_offset": lengths([1, 2])}, ValueError, ["query_offset", "(batch,) = (3,)", "(2,)"]),
+    "not_covered": (
+        {"positions": RelativePositions(-4, 4, "error"), "query_offset": 3},
+        ValueError,
+        ["positions from -4 to 4", "needs -5 to 0"],
+    ),
+    "dropout": ({"dropout_p": 2.0}, ValueError, ["dropout_p must lie in [0, 1], got 2.0"]),
+}
+
+
+@pytest.mark.parametrize("case", RAISES_VARLEN)
+def test_bad_argument_of_packed_calls(case: str, no_launch: None) -> None:
+    changes, error, parts = RAISES_VARLEN[case]
+    with pytest.raises(error) as raised:
+        call_varlen(**changes)
+    for part in parts:
+        assert part in str(raised.value), f"{part!r} is not in {str(raised.value)!r}"
+
+
+COVERED: dict[str, dict[str, Any]] = {
+    # of 5 queries and 7 keys
+    "exactly": {"rel_key": zeros(11, 8), "positions": RelativePositions(-4, 6, "error")},
+    "causal": {"rel_key": zeros(5, 8), "positions": RelativePositions(-4, 0, "error"), "is_causal": True},
+    "window": {"rel_key": zeros(4, 8), "positions": RelativePositions(-2, 1, "error"), "window_size": (2, 1)},
+    "offsets": {
+        "rel_key": zeros(9, 8),
+        "positions": RelativePositions(-8, 0, "error"),
+        "is_causal": True,
+        "query_offset": lengths([4, 0]),
+    },
+}
+
+
+@pytest.mark.parametrize("case", COVERED)
+def test_positions_that_cover(case: str) -> None:
+    """outside="error" raises only if some visible pair may have no row."""
+    assert call(**COVERED[case]).shape == (2, 3, 5, 4)
+    bounds = COVERED[case]["positions"]
+    for first, last in ((bounds.first + 1, bounds.last), (bounds.first, bounds.last - 1)):
+        fewer = {"rel_key": COVERED[case]["rel_key"][1:], "positions": RelativePositions(first, last, "error")}
+        with pytest.raises(ValueError, match=f"positions from {first} to {last} do not cover"):
+            call(**{**COVERED[case], **fewer})
+
+
+def test_values_are_checked_where_they_are_readable() -> None:
+    """A fake tensor has no values to check, a real one on the CPU has."""
+    good = {"rel_bias": zeros(3, 9), "rel_value": zeros(9, 4), "attn_mask": zeros(1, 3, 1, 7), "dropout_p": 1, "softcap": 30}
+    assert call(**good, window_size=[0, 3], query_offset=lengths([1, -1]), exact_delta=True).shape == (2, 3, 5, 4)
+    with FakeTensorMode() as mode:
+        tensors: dict[str, Any] = {name: mode.from_tensor(zeros(5, 3, 8)) for name in ("query", "key", "value")}
+        starts = mode.from_tensor(lengths([0, 9, 4]))
+        out = fused_relative_attention_varlen(**tensors, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=5, max_seqlen_k=5)
+    assert isinstance(out, torch.Tensor) and out.shape == (5, 3, 8)
+
+
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_every_implementation_is_checked_alike(implementation: str, no_launch: None) -> None:
     with pytest.raises(ValueError, match=re.escape("(2, 1, 7, 8)")):
@@ -136,13 +352,15 @@ def test_lengths_of_a_fake_device_are_not_read() -> None:
 
 def test_triton_on_the_cpu_says_why_and_what_to_do(no_launch: None) -> None:
     pytest.importorskip("triton")
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(NotImplementedError) as raised:
         call(implementation="triton")
+    with pytest.raises(NotImplementedError, match='implementation="triton" cannot run here'):
+        call_varlen(implementation="triton")
     for part in ('implementation="triton" cannot run here', "on cpu, not on a GPU", "TRITON_INTERPRET=1", "implementation=None"):
         assert part in str(raised.value)
     tensor = zeros(1, 1, 1, 8)
     assert not can_run_triton(tensor, tensor)
-    with pytest.raises(RuntimeError, match="on cpu, not on a GPU"):
+    with pytest.raises(NotImplementedError, match="on cpu, not on a GPU"):
         can_run_triton(tensor, tensor, raise_error=True)
 
 
@@ -150,7 +368,7 @@ def test_triton_on_the_cpu_says_why_and_what_to_do(no_launch: None) -> None:
     ("tensor", "reason"),
     [
         (zeros(1, 1, 1, 8, dtype=torch.float64), "not in torch.float64"),
-        (zeros(1, 1, 1, 272), r"widths up to 256, got 272 \(query\) and 272 \(value\)"),
+        (zeros(1, 1, 1, 272), r"widths up to 256, got 272 \(query\), 272 \(value\)"),
         (zeros(1, 1, 1, 8, dtype=torch.bfloat16), "interpreter computes bfloat16 wrongly"),
     ],
     ids=["float64", "wide", "bfloat16"],
@@ -161,8 +379,10 @@ def test_triton_in_the_interpreter_says_what_it_cannot_do(
     pytest.importorskip("triton")
     kernels = pytest.importorskip("triton_relattn.kernels")
     monkeypatch.setattr(kernels, "kernels_are_interpreted", lambda: True)
-    with pytest.raises(RuntimeError, match=reason):
+    with pytest.raises(NotImplementedError, match=reason):
         backends.choose_implementation("triton", tensor, tensor)
+    with pytest.raises(NotImplementedError, match=r"got 8 \(query\), 8 \(value\), 272 \(rel_query\)"):
+        backends.choose_implementation("triton", zeros(1, 1, 1, 8), zeros(1, 1, 1, 8), zeros(1, 1, 1, 272))
 
 
 def test_default_never_picks_triton_on_the_cpu() -> None:

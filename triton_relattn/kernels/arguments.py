@@ -4,12 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..spec import AttentionSpec
+from ..dropout import keep_scale, largest_dropped
+from ..spec import AttentionSpec, AttentionTensors
 from . import configs
+
+
+class Sequences(NamedTuple):
+    """How the batch is made up of sequences; masking.locate reads it."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    query_offset: int
+    query_offsets: torch.Tensor | None  # instead of query_offset
+    key_lengths: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+
+
+class Scaling(NamedTuple):
+    """From products to logits. The kernels' scores are logits divided by scale."""
+
+    base_2_scale: float  # scale / ln 2, divided in double, so that it is rounded once, and the same for all kernels
+    rel_scale: float | None  # factor of p.E in a score; None: 1
+    bias_scale: float
+    softcap: float | None
+
+
+class Dropout(NamedTuple):
+    """dropout.kept decides by it; what is kept is multiplied by keep_scale."""
+
+    seed: torch.Tensor
+    largest_dropped: int
+    keep_scale: float
 
 
 def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]] | None:
@@ -17,41 +47,88 @@ def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]]
     return None if tensor is None else (tensor, tensor.stride())
 
 
-def call_arguments(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    spec: AttentionSpec,
-    tensors: Iterable[torch.Tensor | None],
-) -> dict[str, Any]:
-    """The scalars and flags that all kernels share; table is (B, H, R, D), tensors are all others that a kernel addresses."""
-    _, heads, seqlen_q, head_dim = query.shape
-    seqlen_k, value_dim = value.shape[2:]
-    wide_index = any(configs.needs_wide_index(tensor) for tensor in tensors if tensor is not None)
-    if table is not None:
-        wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
-    return {
-        "num_heads": heads,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "base_2_scale": spec.scale / math.log(2),  # in double, so that it is rounded once, and the same for all kernels
-        "first": spec.first,
-        "last": spec.last,
-        "query_offset": spec.query_offset,
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": configs.padded_width(head_dim),
-        "BLOCK_DV": configs.padded_width(value_dim),
-        "OUTSIDE": None if table is None else spec.outside(seqlen_q, seqlen_k),
-        "IS_CAUSAL": spec.is_causal,
-        "INPUT_PRECISION": configs.input_precision(query.dtype),
-        "WIDE_INDEX": wide_index,
-    }
+def per_head(table: torch.Tensor | None, heads: int, rank: int) -> torch.Tensor | None:
+    """A table as (1, heads, R, ...), a view: a shared one has stride 0. rank: its dimensions, if it is shared."""
+    return None if table is None else table.expand(heads, *table.shape[-rank:])[None]
 
 
-def tile_arguments(config: configs.TileConfig) -> dict[str, int]:
-    """A configuration, as a kernel and its launch take it."""
+class Call:
+    """One call as the launchers see it: its sizes, and the arguments that all kernels share."""
+
+    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec, others: Iterable[torch.Tensor | None] = ()) -> None:
+        """others: what else is addressed by batch entry, head and row."""
+        query, key, value = tensors.query, tensors.key, tensors.value
+        self.heads, self.key_heads = query.shape[1], key.shape[1]
+        self.num_sequences = tensors.num_sequences
+        self.spec = spec
+        self.arch = configs.architecture(query.device)
+        self.dtype = query.dtype
+        self.outside = spec.outside(tensors.query_offsets is None) if tensors.has_table else None
+        rel_query = query if tensors.rel_query is None else tensors.rel_query
+        self.widths = {"HEAD_DIM": query.shape[-1], "VALUE_DIM": value.shape[-1], "REL_DIM": rel_query.shape[-1]}
+        self.rel_query = rel_query
+        self.rel_key = per_head(tensors.rel_key, self.heads, 2)
+        self.rel_value = per_head(tensors.rel_value, self.heads, 2)
+        self.rel_bias = per_head(tensors.rel_bias, self.heads, 1)
+        mask = tensors.attn_mask
+        if mask is not None:
+            mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
+        self.attn_mask = mask
+        scale = spec.scale or 2.0**-100  # scores are logits divided by it; this one leaves nothing of q.k
+        rel_scale = spec.rel_scale / scale
+        self.keep_scale = keep_scale(spec.dropout_p)
+        addressed = (query, key, value, tensors.rel_query, *others)
+        wide_index = any(configs.needs_wide_index(tensor) for tensor in addressed if tensor is not None)
+        for table in (self.rel_key, self.rel_value):
+            if table is not None:
+                wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
+        self.arguments: dict[str, Any] = {
+            "sequences": Sequences(
+                spec.max_seqlen_q,
+                spec.max_seqlen_k,
+                spec.query_offset,
+                tensors.query_offsets,
+                tensors.key_lengths,
+                tensors.cu_seqlens_q,
+                tensors.cu_seqlens_k,
+            ),
+            "window": tuple(None if size < 0 else size for size in (spec.window_left, spec.window_right)),
+            "dropout": None
+            if tensors.dropout_seed is None
+            else Dropout(tensors.dropout_seed, largest_dropped(spec.dropout_p), self.keep_scale),
+            "scaling": Scaling(
+                scale / math.log(2),
+                None if tensors.rel_key is None or rel_scale == 1 else rel_scale,
+                1 / scale,
+                spec.softcap,
+            ),
+            "first": spec.first,
+            "last": spec.last,
+            "num_heads": self.heads,
+            "GROUP": self.heads // max(self.key_heads, 1),
+            **self.widths,
+            "BLOCK_D": configs.padded_width(query.shape[-1]),
+            "BLOCK_DV": configs.padded_width(value.shape[-1]),
+            "BLOCK_DR": configs.padded_width(rel_query.shape[-1]),
+            "OUTSIDE": self.outside,
+            "INPUT_PRECISION": configs.input_precision(query.dtype),
+            "WIDE_INDEX": wide_index,
+        }
+
+    def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
+        """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
+        if config is None:
+            widths = max(self.widths.values())
+            return configs.select(kernel, self.arch, self.dtype, widths, self.outside, self.spec.window_right >= 0)
+        if reason := config.why_invalid(self.arch, self.outside is not None):
+            raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
+        return config
+
+
+def tile_arguments(config: configs.TileConfig, *, walks_keys: bool = False) -> dict[str, int]:
+    """A configuration, as a kernel and its launch take it; only kernels that walk along the keys can carry anything."""
     return {
+        **({"CARRY": config.carry} if walks_keys else {}),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,

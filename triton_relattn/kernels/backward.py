@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import triton
 
-from ..blockwise import new_like
-from ..spec import AttentionSpec
+from ..results import gradient_like
+from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs
-from .arguments import call_arguments, strided, tile_arguments
+from .arguments import Call, strided, tile_arguments
 from .band import clamp_margin
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
@@ -22,110 +22,145 @@ def backward(
     d_lse: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rel_key: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
+    statistics: torch.Tensor | None,
+    tensors: AttentionTensors,
     spec: AttentionSpec,
-    wanted: Sequence[bool] = (True, True, True, True),
+    wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
     tiles: Mapping[str, configs.TileConfig] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of query, key, value and rel_key, None where not wanted or not there.
+    """Gradients of spec.DIFFERENTIABLE, None where not wanted or not there.
 
-    Memory beyond the gradients: a float32 for each query (five with a clamped table), and the table's gradient in float32,
-    once for each of the programs that share its sum (configs.table_splits).
+    Memory beyond the gradients: a float32 for each query, with clamped tables four more for rel_key and rel_bias and four for
+    rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits).
 
     Args:
+        statistics: as the forward returns them.
         tiles: configurations by the kernels' names, for those that shall not be the selected ones.
     """
-    wants_query, wants_key, wants_value, wants_table = wanted
-    d_query = new_like(query, query.shape[-1]) if wants_query else None
-    d_key = new_like(key, key.shape[-1]) if wants_key else None
-    d_value = new_like(value, value.shape[-1]) if wants_value else None
-    d_rel_key = rel_key.new_empty(rel_key.shape) if wants_table and rel_key is not None else None
-    gradients = (d_query, d_key, d_value, d_rel_key)
-    batch, heads, seqlen_q, head_dim = query.shape
-    seqlen_k, value_dim = value.shape[2:]
-    if batch * heads * seqlen_q * seqlen_k == 0:
-        return tuple(None if gradient is None else gradient.zero_() for gradient in gradients)
+    gradients = {
+        name: gradient_like(tensor) if want and tensor is not None else None
+        for name, tensor, want in zip(DIFFERENTIABLE, tensors, wanted, strict=False)
+    }
+    query, key, value = tensors.query, tensors.key, tensors.value
+    entries, heads, seqlen_q, _ = query.shape
+    if entries * heads * seqlen_q * key.shape[2] == 0:
+        return tuple(None if gradient is None else gradient.zero_() for gradient in gradients.values())
 
-    table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
     lse, d_lse = lse.contiguous(), d_lse.contiguous()
-    arguments = call_arguments(query, value, table, spec, (query, key, value, out, d_out, *gradients[:3]))
-    outside = arguments["OUTSIDE"]
-    arch = configs.architecture(query.device)
+    rows_gradients = [gradients[name] for name in ("query", "rel_query")]
+    columns_gradients = [gradients[name] for name in ("key", "value")]
+    wants_tables = [name for name in ("rel_key", "rel_value", "rel_bias") if gradients[name] is not None]
+    call = Call(tensors, spec, (out, d_out, *rows_gradients, *columns_gradients))
+    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("rows", "columns", "table")}
+    inputs = [
+        *map(strided, (query, key, value, tensors.rel_query)),
+        *map(strided, (call.rel_key, call.rel_value, call.rel_bias, call.attn_mask)),
+    ]
+    statistics = strided(statistics if statistics is not None and statistics.numel() > 0 else None)
 
-    def tile(kernel: str) -> configs.TileConfig:
-        config = (tiles or {}).get(kernel)
-        if config is None:
-            return configs.select(kernel, arch, query.dtype, head_dim, value_dim, outside, spec.is_causal)
-        if reason := config.why_invalid(arch, outside is not None):
-            raise ValueError(f"{config} is not valid for {kernel} on {arch}: {reason}")
-        return config
+    delta = torch.empty_like(lse)
+    far_scores = far_values = far_sums = far_kept = None
+    if call.outside == "clamp":
+        per_side = (entries, heads, 2, seqlen_q)
+        if call.rel_key is not None or call.rel_bias is not None:
+            far_scores, far_sums = (query.new_empty(per_side, dtype=torch.float32) for _ in range(2))
+        if call.rel_value is not None:
+            far_values, far_kept = (query.new_empty(per_side, dtype=torch.float32) for _ in range(2))
 
-    delta = far_lse = far_sums = None
-    if outside == "clamp":
-        far_lse, far_sums = (query.new_empty(batch, heads, 2, seqlen_q, dtype=torch.float32) for _ in range(2))
-    if wants_query or wants_key or d_rel_key is not None or outside == "clamp":
-        delta = torch.empty_like(lse)
-        config = tile("rows")
-        rows_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
-            *map(strided, (query, key, value, table, out, d_out, d_query)),
-            key_lengths,
-            lse,
-            d_lse,
-            delta,
-            far_lse,
-            far_sums,
-            **arguments,
-            **tile_arguments(config),
+    def run_rows(out: torch.Tensor | None, d_query: torch.Tensor | None, d_rel_query: torch.Tensor | None) -> None:
+        grid = (triton.cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads,)
+        rows_kernel[grid](
+            *inputs,
+            *map(strided, (out, d_out, d_query, d_rel_query, lse)),
+            statistics,
+            *map(strided, (d_lse, delta, far_scores, far_values, far_sums, far_kept)),
+            **call.arguments,
+            **tile_arguments(tiles["rows"], walks_keys=True),
         )
-    if wants_key or wants_value:
-        config = tile("columns")
-        columns_kernel[(triton.cdiv(seqlen_k, config.block_n) * batch * heads,)](
-            *map(strided, (query, key, value, table, d_out, d_key, d_value)),
-            key_lengths,
-            lse,
-            delta,
-            far_lse,
-            **arguments,
-            **tile_arguments(config),
+
+    if any(gradient is not None for name, gradient in gradients.items() if name != "value") or call.outside == "clamp":
+        if spec.exact_delta and any(gradient is not None for gradient in rows_gradients):
+            run_rows(out, None, None)
+            run_rows(None, *rows_gradients)
+        else:
+            run_rows(out, *rows_gradients)
+    if any(gradient is not None for gradient in columns_gradients):
+        grid = (triton.cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads,)
+        columns_kernel[grid](
+            *inputs,
+            *map(strided, (d_out, *columns_gradients, lse)),
+            statistics,
+            *map(strided, (delta, far_scores, far_values)),
+            **call.arguments,
+            **tile_arguments(tiles["columns"]),
         )
-    if d_rel_key is not None:
-        config, rows_config = tile("table"), tile("rows")
-        table_heads, num_rows = d_rel_key.shape[0] if d_rel_key.dim() == 3 else 1, d_rel_key.shape[-2]
+    if wants_tables:
+        # Tables that the heads share get a sum for each head where another table has one.
+        per_head = any(
+            getattr(tensors, name).dim() > 1 + (name != "rel_bias")
+            for name in ("rel_key", "rel_value", "rel_bias")
+            if getattr(tensors, name) is not None
+        )
+        table_heads = heads if per_head else 1
+        num_rows = spec.last - spec.first + 1
         # Keys beyond a clamped table: near ones by distance (the margins), all far ones in one more row at either end.
-        margin = clamp_margin(rows_config.block_m, rows_config.block_n) if outside == "clamp" else 0
-        padding = margin + 1 if outside == "clamp" else 0
-        programs = triton.cdiv(num_rows + 2 * margin, config.block_n) * table_heads
-        splits = configs.table_splits(query.device, programs, batch * heads // table_heads)
-        partials = query.new_empty(splits, table_heads, num_rows + 2 * padding, head_dim, dtype=torch.float32)
-        division = {"num_batches": batch, "num_splits": splits, "PER_HEAD": d_rel_key.dim() == 3}
-        table_kernel[(programs * splits,)](
-            *map(strided, (query, key, value, table, d_out, partials)),
-            key_lengths,
-            lse,
-            delta,
-            ROWS_BLOCK_M=rows_config.block_m,
-            ROWS_BLOCK_N=rows_config.block_n,
-            **division,
-            **arguments,
-            **tile_arguments(config),
-        )
-        if outside == "clamp":
-            shared = ("num_heads", "seqlen_q", "base_2_scale", "HEAD_DIM", "BLOCK_D", "WIDE_INDEX")
-            table_ends_kernel[(splits * table_heads,)](
-                *map(strided, (query, partials)),
-                far_sums,
-                BLOCK_M=64,
-                **division,
-                **{name: arguments[name] for name in shared},
+        margin = clamp_margin(tiles["rows"].block_m, tiles["rows"].block_n) if call.outside == "clamp" else 0
+        padding = margin + 1 if call.outside == "clamp" else 0
+        programs = triton.cdiv(num_rows + 2 * margin, tiles["table"].block_n) * table_heads
+        splits = configs.table_splits(query.device, programs, call.num_sequences * heads // table_heads)
+        partials = {
+            name: query.new_empty(splits, table_heads, num_rows + 2 * padding, *widths, dtype=torch.float32)
+            for name, widths in (
+                ("rel_key", (call.widths["REL_DIM"],)),
+                ("rel_value", (call.widths["VALUE_DIM"],)),
+                ("rel_bias", ()),
             )
-        sums = partials[0] if splits == 1 else partials.sum(0)
-        inner = sums[:, padding : padding + num_rows]
-        if padding:
-            inner[:, 0] += sums[:, :padding].sum(1)
-            inner[:, -1] += sums[:, padding + num_rows :].sum(1)
-        d_rel_key.copy_(inner if d_rel_key.dim() == 3 else inner[0])
-    return gradients
+            if name in wants_tables
+        }
+        table_kernel[(programs * splits,)](
+            *inputs,
+            *map(strided, (d_out, partials.get("rel_key"), partials.get("rel_value"), partials.get("rel_bias"), lse)),
+            statistics,
+            strided(delta),
+            num_sequences=call.num_sequences,
+            num_splits=splits,
+            PER_HEAD=per_head,
+            ROWS_BLOCK_M=tiles["rows"].block_m,
+            ROWS_BLOCK_N=tiles["rows"].block_n,
+            **call.arguments,
+            **tile_arguments(tiles["table"]),
+        )
+        if call.outside == "clamp":
+            ends = (
+                ("rel_key", call.rel_query, far_sums, spec.rel_scale),
+                ("rel_value", d_out, far_kept, call.keep_scale),
+            )
+            for name, rows, sums, factor in ends:
+                if name in partials:
+                    table_ends_kernel[(splits * table_heads,)](
+                        *map(strided, (rows, sums, partials[name])),
+                        factor,
+                        entries,
+                        heads,
+                        splits,
+                        seqlen_q,
+                        WIDTH=rows.shape[-1],
+                        BLOCK_WIDTH=configs.padded_width(rows.shape[-1]),
+                        BLOCK_M=64,
+                        PER_HEAD=per_head,
+                        WIDE_INDEX=call.arguments["WIDE_INDEX"],
+                    )
+            if "rel_bias" in partials:
+                both = far_sums.sum((0, 3)) if per_head else far_sums.sum((0, 1, 3))[None]
+                partials["rel_bias"][1:, :, [0, -1]] = 0
+                partials["rel_bias"][0, :, [0, -1]] = both
+        for name, partial in partials.items():
+            sums = partial[0] if splits == 1 else partial.sum(0)
+            inner = sums[:, padding : padding + num_rows]
+            if padding:
+                inner[:, 0] += sums[:, :padding].sum(1)
+                inner[:, -1] += sums[:, padding + num_rows :].sum(1)
+            gradient = gradients[name]
+            shared = gradient.dim() == partial.dim() - 2
+            gradient.copy_(inner[0] if shared and not per_head else inner.sum(0) if shared else inner)
+    return tuple(gradients.values())

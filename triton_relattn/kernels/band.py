@@ -14,6 +14,8 @@ OUTSIDE says what lies beyond the table: "clamp" (its end row), "zero" (no term)
 None: there is no table.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -31,27 +33,60 @@ def chunk_width(block_m, block_n):
     return block_n if block_m == block_n <= 32 else block_n // 2
 
 
+class Table(NamedTuple):
+    """What rows of queries, or of d_out, are multiplied with: a table of one head."""
+
+    matrix: Any  # (pointer, row stride, column stride) of rel_key or rel_value, or None
+    scale: Any  # factor of the product, or None for 1
+    bias: Any  # (pointer, row stride) of rel_bias, or None
+    bias_scale: Any  # its factor
+    first: Any  # relative position of row 0
+    last: Any  # and of the last row
+
+
+@triton.jit
+def row_indices(table, relative_position, BLOCK_N: tl.constexpr, OUTSIDE: tl.constexpr):
+    """(start, rows [N], exists [N]): the rows of BLOCK_N relative positions, the given one first, and where there is one."""
+    start = relative_position - table.first
+    rows = key_order(BLOCK_N)
+    if OUTSIDE == "clamp":
+        rows = tl.minimum(tl.maximum(start + rows, 0), table.last - table.first)
+        start = 0
+        exists = rows >= 0  # none if last is before first
+    else:
+        exists = (start + rows).to(tl.uint32) <= tl.cast(table.last - table.first, tl.uint32)  # negative rows are large
+    return start, rows, exists
+
+
 @triton.jit
 def table_rows(
     table,
     relative_position,
-    first,
-    last,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OUTSIDE: tl.constexpr,
 ):
     """[N, D]: table rows of BLOCK_N relative positions, the given one first; outside first and last the end row or zeros."""
-    start = relative_position - first
-    rows = key_order(BLOCK_N)
-    if OUTSIDE == "clamp":
-        rows = tl.minimum(tl.maximum(start + rows, 0), last - first)
-        start = 0
-        exists = rows >= 0  # none if last is before first
+    start, rows, exists = row_indices(table, relative_position, BLOCK_N, OUTSIDE)
+    return load_rows(table.matrix, start, rows, exists, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit
+def block_of_rows(query, rows, table, relative_position, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION):
+    """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions."""
+    if table.matrix is not None:
+        # [M, D] @ [D, N] -> [M, N]
+        block = tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION)
+        if table.scale is not None:
+            block *= tl.cast(table.scale, tl.float32)
     else:
-        exists = (start + rows).to(tl.uint32) <= tl.cast(last - first, tl.uint32)  # negative rows are large
-    return load_rows(table, start, rows, exists, WIDTH, BLOCK_WIDTH)
+        block = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if table.bias is not None:
+        start, rows, exists = row_indices(table, relative_position, BLOCK_N, OUTSIDE)
+        bias = tl.load(table.bias[0] + (start + rows) * table.bias[1], mask=exists, other=0.0).to(tl.float32)
+        block += (bias * tl.cast(table.bias_scale, tl.float32))[None, :]
+    return block
 
 
 @triton.jit
@@ -59,39 +94,64 @@ def table_block(
     query,
     table,
     relative_position,
-    first,
-    last,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Products of the queries with the table rows of BLOCK_N relative positions, the given one first."""
-    rows = table_rows(table, relative_position, first, last, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
-    # [M, D] @ [D, N] -> [M, N]
-    return tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION)
+    """The terms of the queries at BLOCK_N relative positions, the given one first."""
+    if table.matrix is not None:
+        rows = table_rows(table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
+    else:
+        rows = None
+    return block_of_rows(query, rows, table, relative_position, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
 
 
 @triton.jit
-def far_scores(query, table, first, last, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, INPUT_PRECISION: tl.constexpr):
-    """Two [M]: products of the queries with the first and the last table row, which clamping uses for all keys beyond."""
-    column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
-    rows = tl.where(column == 0, 0, last - first)
-    ends = load_rows(table, 0, rows, rows >= 0, WIDTH, BLOCK_WIDTH)
-    # [M, D] @ [D, 16] -> [M, 16]
-    scores = tl.dot(query, tl.trans(ends), input_precision=INPUT_PRECISION)
-    past = tl.sum(tl.where((column == 0)[None, :], scores, 0.0), axis=1)
-    future = tl.sum(tl.where((column == 1)[None, :], scores, 0.0), axis=1)
+def far_terms(query, table, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """Two [M]: the terms of the queries with the first and the last table row, which clamping uses for all keys beyond."""
+    if table.matrix is not None:
+        column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
+        rows = tl.where(column == 0, 0, table.last - table.first)
+        ends = load_rows(table.matrix, 0, rows, rows >= 0, WIDTH, BLOCK_WIDTH)
+        # [M, D] @ [D, 16] -> [M, 16]
+        terms = tl.dot(query, tl.trans(ends), input_precision=INPUT_PRECISION)
+        past = tl.sum(tl.where((column == 0)[None, :], terms, 0.0), axis=1)
+        future = tl.sum(tl.where((column == 1)[None, :], terms, 0.0), axis=1)
+        if table.scale is not None:
+            past *= tl.cast(table.scale, tl.float32)
+            future *= tl.cast(table.scale, tl.float32)
+    else:
+        past = tl.zeros([BLOCK_M], tl.float32)
+        future = past
+    if table.bias is not None:
+        last = (table.last - table.first) * table.bias[1]
+        past += tl.load(table.bias[0]).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
+        future += tl.load(table.bias[0] + last).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
     return past, future
 
 
 @triton.jit
-def reached_rows(table, first, last, lowest, highest, OUTSIDE: tl.constexpr):
-    """The part of a table, as (matrix, first, last), that pairs at relative positions from lowest to highest use.
+def reached_positions(first_query, last_query, place, window):
+    """(lowest, highest) relative position of the pairs that some of the queries see; highest < lowest if there is none."""
+    lowest = -last_query - place.query_offset
+    highest = tl.where(place.num_keys > 0, place.num_keys - 1 - first_query - place.query_offset, lowest - 1)
+    if window[1] is not None:
+        highest = tl.minimum(highest, window[1])
+    if window[0] is not None:
+        lowest = tl.maximum(lowest, -window[0])
+    return lowest, highest
 
-    A gradient times a table row that no pair uses is 0, but NaN if the row is.
+
+@triton.jit
+def reached_rows(table, lowest, highest, OUTSIDE: tl.constexpr):
+    """The part of a table that pairs at relative positions from lowest to highest use.
+
+    A probability or a gradient times a table row that no pair uses is 0, but NaN if the row is.
     """
+    matrix, first, last = table.matrix, table.first, table.last
     if OUTSIDE == "clamp":
         new_first = tl.minimum(tl.maximum(first, lowest), last)
         new_last = tl.where(lowest <= highest, tl.maximum(tl.minimum(last, highest), first), new_first - 1)
@@ -102,15 +162,22 @@ def reached_rows(table, first, last, lowest, highest, OUTSIDE: tl.constexpr):
         # Of an empty part no row exists: it lies beyond all positions.
         new_first = tl.where(start <= new_last, start, 2**30)
         new_last = tl.where(start <= new_last, new_last, 2**30)
-    return (table[0] + tl.cast(start - first, tl.int64) * table[1], table[1], table[2]), new_first, new_last
+    part = (matrix[0] + tl.cast(start - first, tl.int64) * matrix[1], matrix[1], matrix[2])
+    return Table(part, None, None, None, new_first, new_last)
 
 
 @triton.jit
-def end_row(table, row, is_reached, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[D] float32: one table row, zeros if it is not reached."""
+def add_end_rows(acc, past, future, table, lowest, highest, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[M, D]: acc + past * first row + future * last row, of a clamped table, if they are reached."""
     columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = table[0] + tl.cast(row, tl.int64) * table[1] + columns * table[2]
-    return tl.load(pointers, mask=(columns < WIDTH) & is_reached, other=0.0).to(tl.float32)
+    pointers = table.matrix[0] + columns * table.matrix[2]
+    first_reached = lowest <= tl.minimum(table.first, highest)
+    last_reached = highest >= tl.maximum(table.last, lowest)
+    first_row = tl.load(pointers, mask=(columns < WIDTH) & first_reached, other=0.0)
+    pointers += tl.cast(table.last - table.first, tl.int64) * table.matrix[1]
+    last_row = tl.load(pointers, mask=(columns < WIDTH) & last_reached, other=0.0)
+    acc += past[:, None] * first_row.to(tl.float32)[None, :]
+    return acc + future[:, None] * last_row.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -134,9 +201,9 @@ def step_back(chunks, before, where):
 
 
 @triton.jit
-def empty_band(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def empty_band(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
     """What delayed carries, before the first tile."""
-    chunk = tl.zeros([BLOCK_M, chunk_width(BLOCK_M, BLOCK_N)], tl.float32)
+    chunk = tl.zeros([BLOCK_M, chunk_width(BLOCK_M, BLOCK_N)], DTYPE)
     if BLOCK_M == 2 * BLOCK_N:
         return chunk, chunk, chunk, chunk
     else:
@@ -156,12 +223,9 @@ def delayed(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BACK: t
     m = tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, W)[None, :]
     group = GROUPS - 1 - m // W if BACK else m // W
+    wraps = m % W > n if ROTATED else m % W + n >= W
     if BACK:
-        wraps = m % W <= n
-    elif ROTATED:
-        wraps = m % W > n
-    else:
-        wraps = m % W + n >= W
+        wraps = wraps == 0
 
     if BLOCK_N == W:
         due = (tile,)
@@ -193,6 +257,74 @@ def next_tile(block, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def whole_tile(
+    query,
+    table,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """[M, N]: the terms of one tile from nothing. All its blocks are at hand, so that one rotation, the last step, is enough."""
+    carried = empty_band(BLOCK_M, BLOCK_N)
+    for ago in tl.static_range(BLOCK_M // BLOCK_N, -1, -1):
+        behind = relative_position - ago * BLOCK_N
+        block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+        block, carried = delayed(block, carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=False)
+    return rotate(block, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def blocks_before(
+    query,
+    table,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    CARRY: tl.constexpr,
+):
+    """What next_terms carries to the tile at this relative position, the first of a walk."""
+    carried = empty_band(BLOCK_M, BLOCK_N)
+    if CARRY:
+        for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
+            behind = relative_position - ago * BLOCK_N
+            block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+            _, carried = next_tile(block, carried, BLOCK_M, BLOCK_N)
+    return carried
+
+
+@triton.jit
+def next_terms(
+    query,
+    table,
+    carried,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    CARRY: tl.constexpr,
+):
+    """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: blocks, or nothing, which takes more
+    products and fewer registers."""
+    if CARRY:
+        block = table_block(query, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+        return next_tile(block, carried, BLOCK_M, BLOCK_N)
+    else:
+        tile = whole_tile(query, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+        return tile, carried
+
+
+@triton.jit
 def from_tiles(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The elements of one table block, gathered from the BLOCK_M // BLOCK_N + 1 tiles they lie in: complete with the last.
 
@@ -202,10 +334,30 @@ def from_tiles(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def previous_block(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The way back: the table block BLOCK_M // BLOCK_N tiles ago, complete with this tile's elements."""
-    block, carried = from_tiles(tile, carried, BLOCK_M, BLOCK_N)
-    return rotate(block, BLOCK_M, BLOCK_N, BACK=True), carried
+def add_tile(
+    acc,
+    tile,
+    table,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """[M, D]: acc and each element of the tile times its table row: all blocks that the tile has elements in, one after the
+    other. One product more than if blocks waited for their other elements, and nothing to carry."""
+    block = rotate(tile.to(table.matrix[0].dtype.element_ty), BLOCK_M, BLOCK_N, BACK=True)
+    carried = empty_band(BLOCK_M, BLOCK_N, block.dtype)
+    for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
+        part, carried = delayed(block, carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=False)
+        behind = relative_position - BLOCK_M + ahead * BLOCK_N
+        rows = table_rows(table, behind, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
+        # [M, N] @ [N, D] -> [M, D]
+        acc = tl.dot(part, rows, acc, input_precision=INPUT_PRECISION)
+        block = tl.zeros([BLOCK_M, BLOCK_N], block.dtype)
+    return acc
 
 
 @triton.jit

@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
-from .band import FAR, NEAR, delayed, empty_band, near_keys, part_range, rotate, table_block, walk_position
-from .masking import first_query, key_length, visible
-from .scores import LN_2, LOG2_E, probabilities, tile_scores
-from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
+from .band import FAR, NEAR, Table, near_keys, part_range, walk_position, whole_tile
+from .dropout import kept
+from .masking import first_query, last_query, locate
+from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit
@@ -14,122 +15,161 @@ def columns_kernel(
     queries,
     keys,
     values,
-    table,
+    rel_queries,
+    rel_keys,
+    rel_values,
+    rel_bias,
+    attn_mask,
     d_outs,
     d_keys,
     d_values,
-    key_lengths_ptr,
-    lse_ptr,
-    delta_ptr,
-    far_lse_ptr,
-    num_heads,
-    seqlen_q,
-    seqlen_k,
-    base_2_scale,
+    lses,
+    statistics,
+    deltas,
+    far_scores,
+    far_values,
+    sequences,
+    window,
+    dropout,
+    scaling,
     first,
     last,
-    query_offset,
+    num_heads,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    REL_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OUTSIDE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; delta and far_lse as of rows_kernel.
+    """d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; deltas and far_* as of rows_kernel.
 
-    Grid: (key blocks * batch * heads,), key blocks fastest; with a causal mask the first have the longest walks.
+    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks.
     """
-    num_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    num_blocks = tl.cdiv(sequences.max_seqlen_k, BLOCK_N)
     block = tl.program_id(0) % num_blocks
-    head = tl.program_id(0) // num_blocks % num_heads
-    batch = tl.program_id(0) // num_blocks // num_heads
-
+    key_head = tl.program_id(0) // num_blocks % (num_heads // GROUP)
+    place = locate(sequences, tl.program_id(0) // num_blocks // (num_heads // GROUP))
     key_start = block * BLOCK_N
+    key_limit = sequences.max_seqlen_k if sequences.cu_seqlens_k is None else place.num_keys
+    if sequences.cu_seqlens_k is not None:
+        if key_start >= place.num_keys:
+            return
+
     tile_m = tl.arange(0, BLOCK_M)
     tile_n = key_order(BLOCK_N)
     offs_n = key_start + tile_n
-    num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
-    valid_n = offs_n < num_keys
-    queries = head_matrix(queries, batch, head, WIDE_INDEX)
-    d_outs = head_matrix(d_outs, batch, head, WIDE_INDEX)
-    key = load_rows(head_matrix(keys, batch, head, WIDE_INDEX), key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
+    valid_n = offs_n < place.num_keys
+    keys = head_matrix(keys, place.entry, key_head, place.key_start, WIDE_INDEX)
+    key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
     if d_keys is not None:
-        value = load_rows(head_matrix(values, batch, head, WIDE_INDEX), key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+        values = head_matrix(values, place.entry, key_head, place.key_start, WIDE_INDEX)
+        value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
         d_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if d_values is not None:
         d_value = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    head_index = batch * num_heads + head
-    lse = row_vector(lse_ptr, head_index, seqlen_q)
-    if OUTSIDE == "clamp":
-        far_lse = row_vector(far_lse_ptr, 2 * head_index, seqlen_q)
-    base_2_scale = tl.cast(base_2_scale, tl.float32)
 
     # Along the queries the relative position falls: keys in the future of the table come first.
-    row_stop = tl.where(key_start < num_keys, seqlen_q, 0)
-    row_first = first_query(key_start, query_offset, IS_CAUSAL) // BLOCK_M * BLOCK_M
+    row_first = first_query(key_start, place, window, BLOCK_M)
+    row_stop = tl.where(key_start < place.num_keys, last_query(key_start + BLOCK_N - 1, place, window), 0)
     near_start = row_first
     near_stop = row_first if OUTSIDE is None else row_stop
-    if OUTSIDE is not None:
-        table = head_matrix(table, batch, head, WIDE_INDEX)
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
         # As seen from the keys: i - j has the sign and the limits turned round.
-        near_start, near_stop = near_keys(key_start, -last, -first, -query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
+        near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
+        near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
 
-    near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
-
-    for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
-        start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
-        for position in tl.range(start, stop, BLOCK_M):
-            row_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
-            offs_m = row_start + tile_m
-            valid_m = offs_m < seqlen_q
-            query = load_rows(queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
-            if PART == NEAR:
-                relative = key_start - row_start - query_offset
-                carried = empty_band(BLOCK_M, BLOCK_N)
-                for ago in tl.static_range(BLOCK_M // BLOCK_N, -1, -1):
-                    behind = relative - ago * BLOCK_N
-                    band = table_block(query, table, behind, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                    band, carried = delayed(band, carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=False)
-                scores = rotate(band, BLOCK_M, BLOCK_N)
-            else:
-                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            scores = tile_scores(query, key, scores, INPUT_PRECISION)
-            # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
-            seen = valid_m[:, None] & visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
-            if PART == FAR and OUTSIDE == "clamp":
-                future = tl.where(row_start < near_start, seqlen_q, 0)
-                base_2_lse = tl.load(far_lse + future + offs_m, mask=valid_m, other=0.0)
-            else:
-                base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=0.0) * LOG2_E
-            probs = probabilities(scores, seen, base_2_scale, base_2_lse)
-            d_out = load_rows(d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-            if d_values is not None:
-                # [N, M] @ [M, Dv] -> [N, Dv]
-                d_value = tl.dot(tl.trans(probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
-            if d_keys is not None:
-                # [M, Dv] @ [Dv, N] -> [M, N]
-                d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
-                delta = tl.load(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
-                d_scores = probs * (d_probs - delta[:, None])
-                # [N, M] @ [M, D] -> [N, D]
-                d_key = tl.dot(tl.trans(d_scores.to(query.dtype)), query, d_key, input_precision=INPUT_PRECISION)
-
-    exists = offs_n < seqlen_k
-    if d_keys is not None:
-        store_rows(
-            head_matrix(d_keys, batch, head, WIDE_INDEX),
-            key_start,
-            tile_n,
-            exists,
-            d_key * base_2_scale * LN_2,
-            HEAD_DIM,
-            BLOCK_D,
+    HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        head_queries = head_matrix(queries, place.entry, head, place.query_start, WIDE_INDEX)
+        head_d_outs = head_matrix(d_outs, place.entry, head, place.query_start, WIDE_INDEX)
+        mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
+        if rel_queries is not None:
+            head_rel_queries = head_matrix(rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
+        term = Table(
+            None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
+            scaling.rel_scale,
+            None if rel_bias is None else head_vector(rel_bias, head),
+            scaling.bias_scale,
+            first,
+            last,
         )
+        if rel_values is not None:
+            value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
+        scale = exponent_scale(scaling, mask)
+
+        for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
+            start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
+            for position in tl.range(start, stop, BLOCK_M):
+                row_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
+                offs_m = row_start + tile_m
+                valid_m = offs_m < place.num_queries
+                relative = key_start - row_start - place.query_offset
+                query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
+                side = tl.where(row_start < near_start, 1, 0)
+                if PART == NEAR and HAS_TERM:
+                    rel_query = query
+                    if rel_queries is not None:
+                        rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
+                    scores = whole_tile(rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                elif HAS_TERM and OUTSIDE == "clamp":
+                    far = side_vector(far_scores, place.entry, head, side, place.query_start)
+                    far = tl.load(far + offs_m, mask=valid_m, other=0.0)
+                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
+                else:
+                    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                scores = tile_scores(query, key, scores, INPUT_PRECISION)
+                # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
+                scores, seen, slope = finished(
+                    scores, offs_m[:, None], offs_n[None, :], valid_m[:, None], place, window, mask, scaling
+                )
+                base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
+                probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
+                if dropout is not None:
+                    stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
+                if d_values is not None:
+                    kept_probs = probs if dropout is None else tl.where(stays, probs, 0.0)
+                    # [N, M] @ [M, Dv] -> [N, Dv]
+                    d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
+                if d_keys is not None:
+                    if PART == NEAR and rel_values is not None:
+                        d_probs = whole_tile(
+                            d_out, value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION
+                        )
+                    elif rel_values is not None and OUTSIDE == "clamp":
+                        far = side_vector(far_values, place.entry, head, side, place.query_start)
+                        far = tl.load(far + offs_m, mask=valid_m, other=0.0)
+                        d_probs = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
+                    else:
+                        d_probs = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                    d_probs = tile_scores(d_out, value, d_probs, INPUT_PRECISION)
+                    if dropout is not None:
+                        d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
+                    delta = row_vector(deltas, place.entry, head, place.query_start)
+                    delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
+                    if rel_values is not None:
+                        d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+                    d_scores = probs * (d_probs - delta[:, None])
+                    if scaling.softcap is not None:
+                        d_scores *= slope
+                    # [N, M] @ [M, D] -> [N, D]
+                    d_key = tl.dot(tl.trans(d_scores.to(query.dtype)), query, d_key, input_precision=INPUT_PRECISION)
+
+    exists = offs_n < key_limit
+    if d_keys is not None:
+        unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
+        d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, WIDE_INDEX)
+        store_rows(d_keys, key_start, tile_n, exists, d_key * unit, HEAD_DIM, BLOCK_D)
     if d_values is not None:
-        store_rows(head_matrix(d_values, batch, head, WIDE_INDEX), key_start, tile_n, exists, d_value, VALUE_DIM, BLOCK_DV)
+        if dropout is not None:
+            d_value *= tl.cast(dropout.keep_scale, tl.float32)
+        d_values = head_matrix(d_values, place.entry, key_head, place.key_start, WIDE_INDEX)
+        store_rows(d_values, key_start, tile_n, exists, d_value, VALUE_DIM, BLOCK_DV)

@@ -1,7 +1,7 @@
 """Backward, first kernel: a program owns a block of queries and walks their keys, as the forward does.
 
-It gives d_query and what the other two kernels need of each query: the exact delta and, for a clamped table, sums over the
-keys beyond the table and log-sum-exps to use there.
+It gives d_query and d_rel_query, and what the other two kernels need of each query: the exact delta and, for clamped tables,
+the terms of the keys beyond the table and sums over these keys.
 """
 
 import triton
@@ -10,21 +10,22 @@ import triton.language as tl
 from .band import (
     FAR,
     NEAR,
-    empty_band,
-    end_row,
-    far_scores,
+    Table,
+    add_end_rows,
+    add_tile,
+    blocks_before,
+    far_terms,
     near_keys,
-    next_tile,
+    next_terms,
     part_range,
-    previous_block,
+    reached_positions,
     reached_rows,
-    table_block,
-    table_rows,
     walk_position,
 )
-from .masking import key_length, last_key, visible
-from .scores import LN_2, LOG2_E, probabilities, tile_scores
-from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
+from .dropout import kept
+from .masking import first_key, last_key, locate
+from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit
@@ -32,167 +33,251 @@ def rows_kernel(
     queries,
     keys,
     values,
-    table,
+    rel_queries,
+    rel_keys,
+    rel_values,
+    rel_bias,
+    attn_mask,
     outs,
     d_outs,
     d_queries,
-    key_lengths_ptr,
-    lse_ptr,
-    d_lse_ptr,
-    delta_ptr,
-    far_lse_ptr,
-    far_sums_ptr,
-    num_heads,
-    seqlen_q,
-    seqlen_k,
-    base_2_scale,
+    d_rel_queries,
+    lses,
+    statistics,
+    d_lses,
+    deltas,
+    far_scores,
+    far_values,
+    far_sums,
+    far_kept,
+    sequences,
+    window,
+    dropout,
+    scaling,
     first,
     last,
-    query_offset,
+    num_heads,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    REL_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CARRY: tl.constexpr,
     OUTSIDE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """d_query, delta, far_lse and far_sums of BLOCK_M queries of one head. d_queries may be None, far_* are for "clamp" only.
+    """d_query, d_rel_query and more of BLOCK_M queries of one head. d_queries and d_rel_queries may be None.
 
-    delta [B, H, Nq] is ``sum_j P dP - d_lse``. The others, [B, H, 2, Nq], are about far keys, those in tiles wholly beyond the
-    table, past and future: far_lse is the log-sum-exp, in base 2, less the term that they all have; far_sums is their sum of dS.
+    deltas [B, H, Nq] is ``sum_j P dP - d_lse``; without outs the delta to begin with is there already. The others,
+    [B, H, 2, Nq], are about far keys, those in tiles wholly beyond a clamped table, past and future: far_scores and far_values
+    are what the tables' end rows add to all their scores and dP; far_sums is their sum of dS and far_kept of what is kept of P.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(0) // num_blocks % num_heads
-    batch = tl.program_id(0) // num_blocks // num_heads
-    if IS_CAUSAL:
+    place = locate(sequences, tl.program_id(0) // num_blocks // num_heads)
+    if window[1] is not None:
         block = num_blocks - 1 - block  # the longest walks first
-
     row_start = block * BLOCK_M
+    if sequences.cu_seqlens_q is not None:
+        if row_start >= place.num_queries:
+            return
+
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
     tile_n = key_order(BLOCK_N)
-    valid_m = offs_m < seqlen_q
-    keys = head_matrix(keys, batch, head, WIDE_INDEX)
-    values = head_matrix(values, batch, head, WIDE_INDEX)
-    query = load_rows(head_matrix(queries, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
-    d_out = load_rows(head_matrix(d_outs, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-    out = load_rows(head_matrix(outs, batch, head, WIDE_INDEX), row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-    head_index = batch * num_heads + head
-    d_lse = tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
-    base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0) * LOG2_E
-    # out was rounded, so this is off by the same amount for all keys of a query; the sum of dS will tell by how much.
-    if out.dtype == tl.float32:
-        # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
-        # [M, Dv] @ [Dv, M] -> [M, M]
-        products = tl.dot(d_out, tl.trans(out), input_precision=INPUT_PRECISION)
-        delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1) - d_lse
+    valid_m = offs_m < place.num_queries
+    keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
+    values = head_matrix(values, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
+    queries = head_matrix(queries, place.entry, head, place.query_start, WIDE_INDEX)
+    query = load_rows(queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
+    d_outs = head_matrix(d_outs, place.entry, head, place.query_start, WIDE_INDEX)
+    d_out = load_rows(d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
+    mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
+    d_lse = tl.load(row_vector(d_lses, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)
+    base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
+    deltas = row_vector(deltas, place.entry, head, place.query_start)
+    if outs is None:
+        delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
     else:
-        delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1) - d_lse
-    base_2_scale = tl.cast(base_2_scale, tl.float32)
+        # out was rounded, so this is off by the same amount for all keys of a query; the sum of dS will tell by how much.
+        outs = head_matrix(outs, place.entry, head, place.query_start, WIDE_INDEX)
+        out = load_rows(outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
+        if out.dtype == tl.float32:
+            # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
+            # [M, Dv] @ [Dv, M] -> [M, M]
+            products = tl.dot(d_out, tl.trans(out), input_precision=INPUT_PRECISION)
+            delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1) - d_lse
+        else:
+            delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1) - d_lse
 
-    last_query = tl.minimum(row_start + BLOCK_M, seqlen_q) - 1
-    num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
-    key_stop = last_key(last_query, num_keys, query_offset, IS_CAUSAL)
-    near_start = 0
-    near_stop = 0 if OUTSIDE is None else key_stop
-    if OUTSIDE is not None:
-        table = head_matrix(table, batch, head, WIDE_INDEX)
-        # Relative positions that some of the queries have to some key they see; their rows make the gradient of the query.
-        lowest = -last_query - query_offset
-        highest = tl.where(num_keys > 0, num_keys - 1 - row_start - query_offset, lowest - 1)
-        if IS_CAUSAL:
-            highest = tl.minimum(highest, 0)
-        reached, reached_first, reached_last = reached_rows(table, first, last, lowest, highest, OUTSIDE)
+    last_query = tl.minimum(row_start + BLOCK_M, place.num_queries) - 1
+    key_first = first_key(row_start, place, window, BLOCK_N)
+    key_stop = last_key(last_query, place, window)
+    near_start = key_first
+    near_stop = key_first if OUTSIDE is None else key_stop
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
-        near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
-    if OUTSIDE == "clamp":
-        far_past, far_future = far_scores(query, table, first, last, HEAD_DIM, BLOCK_D, INPUT_PRECISION)
-        # The term is one number for all far keys of a query, so it can go to the other side of the exponent.
-        past_lse = base_2_lse - far_past * base_2_scale
-        future_lse = base_2_lse - far_future * base_2_scale
-        tl.store(row_vector(far_lse_ptr, 2 * head_index, seqlen_q) + offs_m, past_lse, mask=valid_m)
-        tl.store(row_vector(far_lse_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future_lse, mask=valid_m)
+        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
+        near_start, near_stop = tl.maximum(near_start, key_first), tl.maximum(near_stop, key_first)
 
+    HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
+    rel_query = query
+    if rel_queries is not None:
+        rel_queries = head_matrix(rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
+        rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
+    term = Table(
+        None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
+        scaling.rel_scale,
+        None if rel_bias is None else head_vector(rel_bias, head),
+        scaling.bias_scale,
+        first,
+        last,
+    )
+    if OUTSIDE == "clamp":
+        zeros = tl.zeros([BLOCK_M], tl.float32)
+        past, past_sum, future, future_sum = zeros, zeros, zeros, zeros
+        past_kept, future_kept = zeros, zeros
+    if HAS_TERM and OUTSIDE == "clamp":
+        far_past, far_future = far_terms(rel_query, term, REL_DIM, BLOCK_DR, BLOCK_M, INPUT_PRECISION)
+        tl.store(side_vector(far_scores, place.entry, head, 0, place.query_start) + offs_m, far_past, mask=valid_m)
+        tl.store(side_vector(far_scores, place.entry, head, 1, place.query_start) + offs_m, far_future, mask=valid_m)
+    if rel_keys is not None:  # its rows make the gradient of the query
+        lowest, highest = reached_positions(row_start, last_query, place, window)
+        reached = reached_rows(term, lowest, highest, OUTSIDE)
+    if rel_values is not None:
+        value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
+    if rel_values is not None and OUTSIDE == "clamp":
+        past_value, future_value = far_terms(d_out, value_table, VALUE_DIM, BLOCK_DV, BLOCK_M, INPUT_PRECISION)
+        tl.store(side_vector(far_values, place.entry, head, 0, place.query_start) + offs_m, past_value, mask=valid_m)
+        tl.store(side_vector(far_values, place.entry, head, 1, place.query_start) + offs_m, future_value, mask=valid_m)
+
+    WANTS_BAND: tl.constexpr = rel_keys is not None and (d_queries if rel_queries is None else d_rel_queries) is not None
     total = tl.zeros([BLOCK_M], tl.float32)
-    past, past_sum, future, future_sum = total, total, total, total
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if rel_queries is not None:
+        rel_acc = tl.zeros([BLOCK_M, BLOCK_DR], tl.float32)
+    scale = exponent_scale(scaling, mask)
 
     for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
-        start, stop = part_range(PART, 0, key_stop, near_start, near_stop)
-        if PART == NEAR:
-            carried = empty_band(BLOCK_M, BLOCK_N)
-            d_carried = empty_band(BLOCK_M, BLOCK_N)
-            for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
-                relative = start - ago * BLOCK_N - row_start - query_offset
-                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+        start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
+        relative = start - row_start - place.query_offset
+        if PART == NEAR and HAS_TERM:
+            carried = blocks_before(
+                rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+            )
+        if PART == NEAR and rel_values is not None:
+            values_carried = blocks_before(
+                d_out, value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+            )
 
         for position in tl.range(start, stop, BLOCK_N):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
-            valid_n = offs_n < num_keys
-            relative = key_start - row_start - query_offset
-            if PART == NEAR:
-                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+            valid_n = offs_n < place.num_keys
+            relative = key_start - row_start - place.query_offset
+            if PART == NEAR and HAS_TERM:
+                scores, carried = next_terms(
+                    rel_query, term, carried, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+                )
+            elif HAS_TERM and OUTSIDE == "clamp":
+                far = tl.where(key_start < near_start, far_past, far_future)
+                scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            if PART == FAR and OUTSIDE == "clamp":
-                part_lse = tl.where(key_start < near_start, past_lse, future_lse)
-            else:
-                part_lse = base_2_lse
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
-            seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
-            probs = probabilities(scores, seen, base_2_scale, part_lse)
+            exists = None if mask is None else valid_m[:, None]
+            scores, seen, slope = finished(scores, offs_m[:, None], offs_n[None, :], exists, place, window, mask, scaling)
+            probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
+
+            if PART == NEAR and rel_values is not None:
+                d_probs, values_carried = next_terms(
+                    d_out,
+                    value_table,
+                    values_carried,
+                    relative,
+                    VALUE_DIM,
+                    BLOCK_DV,
+                    BLOCK_M,
+                    BLOCK_N,
+                    OUTSIDE,
+                    INPUT_PRECISION,
+                    CARRY,
+                )
+            elif rel_values is not None and OUTSIDE == "clamp":
+                far = tl.where(key_start < near_start, past_value, future_value)
+                d_probs = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
+            else:
+                d_probs = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
-            # [M, Dv] @ [Dv, N] -> [M, N]
-            d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
+            d_probs = tile_scores(d_out, value, d_probs, INPUT_PRECISION)
+            if dropout is not None:
+                stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
+            if rel_values is not None:
+                d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
             d_scores = probs * (d_probs - delta[:, None])
-            d_sum = tl.sum(d_scores, axis=1)
-            total += d_sum
+            total += tl.sum(d_scores, axis=1)
+            if scaling.softcap is not None:
+                d_scores *= slope
+
             if PART == FAR and OUTSIDE == "clamp":
-                sum = tl.sum(probs, axis=1)
-                past += tl.where(key_start < near_start, d_sum, 0.0)
-                past_sum += tl.where(key_start < near_start, sum, 0.0)
-                future += tl.where(key_start < near_start, 0.0, d_sum)
-                future_sum += tl.where(key_start < near_start, 0.0, sum)
+                is_past = key_start < near_start
+                if HAS_TERM:
+                    d_sum = tl.sum(d_scores, axis=1)
+                    sum = tl.sum(probs * slope if scaling.softcap is not None else probs, axis=1)
+                    past += tl.where(is_past, d_sum, 0.0)
+                    past_sum += tl.where(is_past, sum, 0.0)
+                    future += tl.where(is_past, 0.0, d_sum)
+                    future_sum += tl.where(is_past, 0.0, sum)
+                if rel_values is not None:
+                    kept_sum = tl.sum(probs if dropout is None else tl.where(stays, probs, 0.0), axis=1)
+                    past_kept += tl.where(is_past, kept_sum, 0.0)
+                    future_kept += tl.where(is_past, 0.0, kept_sum)
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=INPUT_PRECISION)
-                if PART == NEAR:
-                    d_block, d_carried = previous_block(d_scores, d_carried, BLOCK_M, BLOCK_N)
-                    behind = relative - BLOCK_M
-                    # [M, N] @ [N, D] -> [M, D]
-                    rows = table_rows(reached, behind, reached_first, reached_last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
-                    acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
-
-        if PART == NEAR and d_queries is not None:  # the blocks that wait for tiles which do not come
-            for ahead in tl.static_range(BLOCK_M // BLOCK_N):
-                no_scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                d_block, d_carried = previous_block(no_scores, d_carried, BLOCK_M, BLOCK_N)
-                behind = start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N) * BLOCK_N + ahead * BLOCK_N - BLOCK_M
-                behind -= row_start + query_offset
-                rows = table_rows(reached, behind, reached_first, reached_last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
-                acc = tl.dot(d_block.to(query.dtype), rows, acc, input_precision=INPUT_PRECISION)
+            if PART == NEAR and WANTS_BAND:
+                band_acc = acc if rel_queries is None else rel_acc
+                if rel_queries is None and scaling.rel_scale is not None:
+                    d_scores *= tl.cast(scaling.rel_scale, tl.float32)
+                band_acc = add_tile(
+                    band_acc, d_scores, reached, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION
+                )
+                if rel_queries is None:
+                    acc = band_acc
+                else:
+                    rel_acc = band_acc
 
     # The exact delta less delta. d_lse is loaded again, which is cheaper than to keep it in registers all the way.
-    correction = total - tl.load(row_vector(d_lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
-    tl.store(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, delta + correction, mask=valid_m)
-    if OUTSIDE == "clamp":
+    correction = total - tl.load(row_vector(d_lses, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)
+    tl.store(deltas + offs_m, delta + correction, mask=valid_m)
+    if HAS_TERM and OUTSIDE == "clamp":
         past -= correction * past_sum
         future -= correction * future_sum
-        tl.store(row_vector(far_sums_ptr, 2 * head_index, seqlen_q) + offs_m, past, mask=valid_m)
-        tl.store(row_vector(far_sums_ptr, 2 * head_index + 1, seqlen_q) + offs_m, future, mask=valid_m)
-    if d_queries is not None:
+        tl.store(side_vector(far_sums, place.entry, head, 0, place.query_start) + offs_m, past, mask=valid_m)
+        tl.store(side_vector(far_sums, place.entry, head, 1, place.query_start) + offs_m, future, mask=valid_m)
+    if rel_values is not None and OUTSIDE == "clamp":
+        tl.store(side_vector(far_kept, place.entry, head, 0, place.query_start) + offs_m, past_kept, mask=valid_m)
+        tl.store(side_vector(far_kept, place.entry, head, 1, place.query_start) + offs_m, future_kept, mask=valid_m)
+    unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
+    rel_unit = unit if scaling.rel_scale is None else unit * tl.cast(scaling.rel_scale, tl.float32)
+    if d_rel_queries is not None:
         if OUTSIDE == "clamp":
-            acc += past[:, None] * end_row(table, 0, lowest <= tl.minimum(first, highest), HEAD_DIM, BLOCK_D)[None, :]
-            acc += future[:, None] * end_row(table, last - first, highest >= tl.maximum(last, lowest), HEAD_DIM, BLOCK_D)[None, :]
-        d_queries = head_matrix(d_queries, batch, head, WIDE_INDEX)
-        store_rows(d_queries, row_start, tile_m, valid_m, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)
+            rel_acc = add_end_rows(rel_acc, past, future, term, lowest, highest, REL_DIM, BLOCK_DR)
+        d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
+        store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc * rel_unit, REL_DIM, BLOCK_DR)
+    if d_queries is not None:
+        if OUTSIDE == "clamp" and rel_keys is not None and rel_queries is None:
+            if scaling.rel_scale is not None:
+                past *= tl.cast(scaling.rel_scale, tl.float32)
+                future *= tl.cast(scaling.rel_scale, tl.float32)
+            acc = add_end_rows(acc, past, future, term, lowest, highest, HEAD_DIM, BLOCK_D)
+        d_queries = head_matrix(d_queries, place.entry, head, place.query_start, WIDE_INDEX)
+        store_rows(d_queries, row_start, tile_m, valid_m, acc * unit, HEAD_DIM, BLOCK_D)

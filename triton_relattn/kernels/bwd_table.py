@@ -7,10 +7,11 @@ blocks of rows than a GPU can work on, several programs share one, each with a p
 import triton
 import triton.language as tl
 
-from .band import band_column, clamp_margin, empty_band, from_tiles, near_keys, rotate, table_rows
-from .masking import key_length, visible
-from .scores import LN_2, LOG2_E, probabilities, tile_scores
-from .tiles import head_matrix, key_order, load_rows, row_vector, store_rows
+from .band import Table, band_column, block_of_rows, clamp_margin, empty_band, from_tiles, near_keys, rotate, table_rows
+from .dropout import kept
+from .masking import locate
+from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit
@@ -18,43 +19,51 @@ def table_kernel(
     queries,
     keys,
     values,
-    table,
+    rel_queries,
+    rel_keys,
+    rel_values,
+    rel_bias,
+    attn_mask,
     d_outs,
-    d_tables,
-    key_lengths_ptr,
-    lse_ptr,
-    delta_ptr,
-    num_batches,
-    num_heads,
-    num_splits,
-    seqlen_q,
-    seqlen_k,
-    base_2_scale,
+    d_rel_keys,
+    d_rel_values,
+    d_rel_bias,
+    lses,
+    statistics,
+    deltas,
+    sequences,
+    window,
+    dropout,
+    scaling,
     first,
     last,
-    query_offset,
+    num_sequences,
+    num_heads,
+    num_splits,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    REL_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OUTSIDE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     PER_HEAD: tl.constexpr,
     ROWS_BLOCK_M: tl.constexpr,
     ROWS_BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """Partial sums d_tables [splits, heads or 1, R, D] of BLOCK_N table rows.
+    """Partial sums [splits, heads or 1, R, D] (of the bias [splits, heads or 1, R]) of BLOCK_N table rows; any may be None.
 
     Beyond a clamped table there are keys that rows_kernel, with tiles of ROWS_BLOCK_M and ROWS_BLOCK_N, does not count as far.
-    They are summed by distance in rows of their own: d_tables has clamp_margin more rows on either side, and then one more
-    for table_ends_kernel.
+    They are summed by distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one
+    more for table_ends_kernel.
 
-    Grid: (row blocks * splits * table heads,), row blocks fastest. A program takes every splits-th batch entry; with a table
-    that the heads share (PER_HEAD is false), every splits-th pair of batch entry and head.
+    Grid: (row blocks * splits * table heads,), row blocks fastest. A program takes every splits-th sequence; with tables
+    that the heads share (PER_HEAD is false), every splits-th pair of sequence and head.
     """
     MARGIN: tl.constexpr = clamp_margin(ROWS_BLOCK_M, ROWS_BLOCK_N) if OUTSIDE == "clamp" else 0
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, BLOCK_N)
@@ -65,108 +74,175 @@ def table_kernel(
     tile_m = tl.arange(0, BLOCK_M)
     tile_n = key_order(BLOCK_N)
     relative = first - MARGIN + block * BLOCK_N
-    rows = table_rows(head_matrix(table, 0, table_head, WIDE_INDEX), relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE)
-    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    base_2_scale = tl.cast(base_2_scale, tl.float32)
+    # Heads have tables of their own only where PER_HEAD is true.
+    term = Table(
+        None if rel_keys is None else head_matrix(rel_keys, 0, table_head, 0, WIDE_INDEX),
+        scaling.rel_scale,
+        None if rel_bias is None else head_vector(rel_bias, table_head),
+        scaling.bias_scale,
+        first,
+        last,
+    )
+    HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
+    rows = None
+    if rel_keys is not None:
+        rows = table_rows(term, relative, REL_DIM, BLOCK_DR, BLOCK_N, OUTSIDE)
+    if rel_values is not None:
+        value_table = Table(head_matrix(rel_values, 0, table_head, 0, WIDE_INDEX), None, None, None, first, last)
+        value_rows = table_rows(value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_N, OUTSIDE)
+    if d_rel_keys is not None:
+        acc = tl.zeros([BLOCK_N, BLOCK_DR], tl.float32)
+    if d_rel_values is not None:
+        value_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if d_rel_bias is not None:
+        bias_acc = tl.zeros([BLOCK_N], tl.float32)
+    WANTS_SCORES: tl.constexpr = d_rel_keys is not None or d_rel_bias is not None
 
-    num_units = num_batches if PER_HEAD else num_batches * num_heads
+    num_units = num_sequences if PER_HEAD else num_sequences * num_heads
     for unit in range(split, num_units, num_splits):
-        batch = unit if PER_HEAD else unit // num_heads
+        place = locate(sequences, unit if PER_HEAD else unit // num_heads)
         head = table_head if PER_HEAD else unit % num_heads
-        num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
-        head_queries = head_matrix(queries, batch, head, WIDE_INDEX)
-        head_keys = head_matrix(keys, batch, head, WIDE_INDEX)
-        head_values = head_matrix(values, batch, head, WIDE_INDEX)
-        head_d_outs = head_matrix(d_outs, batch, head, WIDE_INDEX)
-        head_index = batch * num_heads + head
+        head_queries = head_matrix(queries, place.entry, head, place.query_start, WIDE_INDEX)
+        head_keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
+        head_values = head_matrix(values, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
+        head_d_outs = head_matrix(d_outs, place.entry, head, place.query_start, WIDE_INDEX)
+        if rel_queries is not None:
+            head_rel_queries = head_matrix(rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
+        mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
+        scale = exponent_scale(scaling, mask)
 
         # Queries that have a key at one of these distances.
-        start = tl.maximum(-query_offset - relative - (BLOCK_N - 1), 0) // BLOCK_M * BLOCK_M
-        stop = tl.minimum(seqlen_q, num_keys - query_offset - relative)
-        if IS_CAUSAL:
-            stop = tl.where(relative > 0, 0, stop)
+        start = tl.maximum(-place.query_offset - relative - (BLOCK_N - 1), 0) // BLOCK_M * BLOCK_M
+        stop = tl.minimum(place.num_queries, place.num_keys - place.query_offset - relative)
+        if window[1] is not None:
+            stop = tl.where(relative > window[1], 0, stop)
+        if window[0] is not None:
+            stop = tl.where(relative + (BLOCK_N - 1) < -window[0], 0, stop)
         for row_start in tl.range(start, stop, BLOCK_M):
             offs_m = row_start + tile_m
-            valid_m = offs_m < seqlen_q
+            valid_m = offs_m < place.num_queries
             query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
             d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-            key_start = row_start + query_offset + relative
+            key_start = row_start + place.query_offset + relative
             scores_carried, d_probs_carried = empty_band(BLOCK_M, BLOCK_N), empty_band(BLOCK_M, BLOCK_N)
             for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
-                valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < num_keys.to(tl.uint32)
+                nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)
                 key = load_rows(head_keys, key_start + ahead * BLOCK_N, tile_n, valid_n, HEAD_DIM, BLOCK_D)
-                scores = tile_scores(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INPUT_PRECISION)
+                scores = tile_scores(query, key, nothing, INPUT_PRECISION)
                 scores, scores_carried = from_tiles(scores, scores_carried, BLOCK_M, BLOCK_N)
-                value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
-                # [M, Dv] @ [Dv, N] -> [M, N]
-                d_probs = tl.dot(d_out, tl.trans(value), input_precision=INPUT_PRECISION)
-                d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, BLOCK_M, BLOCK_N)
-            # [M, D] @ [D, N] -> [M, N]
-            scores += rotate(tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION), BLOCK_M, BLOCK_N)
-            offs_n = (offs_m + query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
+                if WANTS_SCORES:
+                    value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+                    d_probs = tile_scores(d_out, value, nothing, INPUT_PRECISION)
+                    d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, BLOCK_M, BLOCK_N)
+            rel_query = query
+            if rel_queries is not None:
+                rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
+            if HAS_TERM:
+                band = block_of_rows(rel_query, rows, term, relative, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                scores += rotate(band, BLOCK_M, BLOCK_N)
+            offs_n = (offs_m + place.query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
             # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all rows.
-            seen = valid_m[:, None] & visible(offs_m[:, None], offs_n, num_keys, query_offset, IS_CAUSAL)
+            scores, seen, slope = finished(scores, offs_m[:, None], offs_n, valid_m[:, None], place, window, mask, scaling)
             if OUTSIDE == "clamp":
                 rows_start = offs_m // ROWS_BLOCK_M * ROWS_BLOCK_M
-                near_start, near_stop = near_keys(rows_start, first, last, query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE)
+                near_start, near_stop = near_keys(
+                    rows_start, first, last, place.query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE
+                )
                 seen = seen & (offs_n >= near_start[:, None]) & (offs_n < near_stop[:, None])
-            base_2_lse = tl.load(row_vector(lse_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0) * LOG2_E
-            probs = probabilities(scores, seen, base_2_scale, base_2_lse)
+            base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
+            probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
+            if dropout is not None:
+                stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n)
 
-            delta = tl.load(row_vector(delta_ptr, head_index, seqlen_q) + offs_m, mask=valid_m, other=0.0)
-            d_scores = (probs * (d_probs - delta[:, None])).to(query.dtype)
-            # [N, M] @ [M, D] -> [N, D]
-            d_band = rotate(d_scores, BLOCK_M, BLOCK_N, BACK=True)
-            acc = tl.dot(tl.trans(d_band), query, acc, input_precision=INPUT_PRECISION)
+            if d_rel_values is not None:
+                kept_probs = probs if dropout is None else tl.where(stays, probs, 0.0)
+                kept_band = rotate(kept_probs.to(query.dtype), BLOCK_M, BLOCK_N, BACK=True)
+                # [N, M] @ [M, Dv] -> [N, Dv]
+                value_acc = tl.dot(tl.trans(kept_band), d_out, value_acc, input_precision=INPUT_PRECISION)
+            if WANTS_SCORES:
+                if rel_values is not None:
+                    # [M, Dv] @ [Dv, N] -> [M, N]
+                    value_band = tl.dot(d_out, tl.trans(value_rows), input_precision=INPUT_PRECISION)
+                    # The row of a pair that nobody sees may be NaN.
+                    d_probs = tl.where(seen, d_probs + rotate(value_band, BLOCK_M, BLOCK_N), 0.0)
+                if dropout is not None:
+                    d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
+                delta = row_vector(deltas, place.entry, head, place.query_start)
+                delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
+                d_scores = probs * (d_probs - delta[:, None])
+                if scaling.softcap is not None:
+                    d_scores *= slope
+                if d_rel_bias is None:
+                    d_scores = d_scores.to(query.dtype)  # rotating takes half the shuffles; the bias sums before rounding
+                d_band = rotate(d_scores, BLOCK_M, BLOCK_N, BACK=True)
+                if d_rel_bias is not None:
+                    bias_acc += tl.sum(d_band, axis=0)
+                if d_rel_keys is not None:
+                    # [N, M] @ [M, Dr] -> [N, Dr]
+                    acc = tl.dot(tl.trans(d_band.to(query.dtype)), rel_query, acc, input_precision=INPUT_PRECISION)
 
-    d_table = head_matrix(d_tables, split, table_head, WIDE_INDEX)
     row = block * BLOCK_N
     exists = row + tile_n <= last - first + 2 * MARGIN
-    store_rows(d_table, row + 1 if OUTSIDE == "clamp" else row, tile_n, exists, acc * base_2_scale * LN_2, HEAD_DIM, BLOCK_D)
+    row = row + 1 if OUTSIDE == "clamp" else row
+    if d_rel_keys is not None:
+        unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
+        if scaling.rel_scale is not None:
+            unit *= tl.cast(scaling.rel_scale, tl.float32)
+        store_rows(head_matrix(d_rel_keys, split, table_head, 0, WIDE_INDEX), row, tile_n, exists, acc * unit, REL_DIM, BLOCK_DR)
+    if d_rel_values is not None:
+        if dropout is not None:
+            value_acc *= tl.cast(dropout.keep_scale, tl.float32)
+        d_rel_values = head_matrix(d_rel_values, split, table_head, 0, WIDE_INDEX)
+        store_rows(d_rel_values, row, tile_n, exists, value_acc, VALUE_DIM, BLOCK_DV)
+    if d_rel_bias is not None:
+        tl.store(row_vector(d_rel_bias, split, table_head, row) + tile_n, bias_acc, mask=exists)
 
 
 @triton.jit
 def table_ends_kernel(
-    queries,
+    rows,
+    sums,
     d_tables,
-    far_sums_ptr,
-    num_batches,
+    factor,
+    num_entries,
     num_heads,
     num_splits,
-    seqlen_q,
-    base_2_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PER_HEAD: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """The first and the last row of d_tables for a clamped table: the far keys, from far_sums [B, H, 2, Nq] of rows_kernel.
+    """The first and the last row of a clamped table's partial sums, d_tables: the far keys. ``factor * sum_i sums_i rows_i`` over
+    the vectors that the table is multiplied with, rows [B, H, Nq, D], and rows_kernel's sums [B, H, 2, Nq].
 
     Grid: (splits * table heads,), divided as in table_kernel.
     """
     split = tl.program_id(0) % num_splits
     table_head = tl.program_id(0) // num_splits
     tile_m = tl.arange(0, BLOCK_M)
-    past = tl.zeros([BLOCK_D], tl.float32)
-    future = tl.zeros([BLOCK_D], tl.float32)
-    num_units = num_batches if PER_HEAD else num_batches * num_heads
+    past = tl.zeros([BLOCK_WIDTH], tl.float32)
+    future = tl.zeros([BLOCK_WIDTH], tl.float32)
+    num_units = num_entries if PER_HEAD else num_entries * num_heads
     for unit in range(split, num_units, num_splits):
-        batch = unit if PER_HEAD else unit // num_heads
+        entry = unit if PER_HEAD else unit // num_heads
         head = table_head if PER_HEAD else unit % num_heads
-        head_queries = head_matrix(queries, batch, head, WIDE_INDEX)
-        past_sums = row_vector(far_sums_ptr, 2 * (batch * num_heads + head), seqlen_q)
-        for row_start in tl.range(0, seqlen_q, BLOCK_M):
-            valid_m = row_start + tile_m < seqlen_q
-            query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D).to(tl.float32)
+        head_rows = head_matrix(rows, entry, head, 0, WIDE_INDEX)
+        past_sums = side_vector(sums, entry, head, 0, 0)
+        future_sums = side_vector(sums, entry, head, 1, 0)
+        for row_start in tl.range(0, num_rows, BLOCK_M):
+            valid_m = row_start + tile_m < num_rows
+            tile = load_rows(head_rows, row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH).to(tl.float32)
             past_sum = tl.load(past_sums + row_start + tile_m, mask=valid_m, other=0.0)
-            future_sum = tl.load(past_sums + seqlen_q + row_start + tile_m, mask=valid_m, other=0.0)
-            past += tl.sum(query * past_sum[:, None], axis=0)
-            future += tl.sum(query * future_sum[:, None], axis=0)
+            future_sum = tl.load(future_sums + row_start + tile_m, mask=valid_m, other=0.0)
+            past += tl.sum(tile * past_sum[:, None], axis=0)
+            future += tl.sum(tile * future_sum[:, None], axis=0)
 
-    scale = tl.cast(base_2_scale, tl.float32) * LN_2
-    columns = tl.arange(0, BLOCK_D)
-    first_row = head_matrix(d_tables, split, table_head, WIDE_INDEX)[0] + columns
-    last_row = head_matrix(d_tables, split, table_head + 1, WIDE_INDEX)[0] - HEAD_DIM + columns
-    tl.store(first_row, past * scale, mask=columns < HEAD_DIM)
-    tl.store(last_row, future * scale, mask=columns < HEAD_DIM)
+    factor = tl.cast(factor, tl.float32)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    first_row = head_matrix(d_tables, split, table_head, 0, WIDE_INDEX)[0] + columns
+    last_row = head_matrix(d_tables, split, table_head + 1, 0, WIDE_INDEX)[0] - WIDTH + columns
+    tl.store(first_row, past * factor, mask=columns < WIDTH)
+    tl.store(last_row, future * factor, mask=columns < WIDTH)

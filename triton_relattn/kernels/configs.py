@@ -20,12 +20,17 @@ KERNELS = ("forward", "rows", "columns", "table")
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program."""
+    """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
+
+    carry: the kernels that walk along the keys, forward and rows, keep rotated table blocks for the next tile; else they
+    multiply every tile's anew, in fewer registers (see band.py).
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    carry: bool = True
 
     def why_invalid(self, arch: str, has_rel_key: bool) -> str | None:
         """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""
@@ -131,11 +136,10 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
 }
 
 
-def select(
-    kernel: str, arch: str, dtype: torch.dtype, head_dim: int, value_dim: int, outside: str | None, is_causal: bool
-) -> TileConfig:
-    """The configuration of one of KERNELS for a call; outside is what lies beyond the table (None: there is no table)."""
-    width = max(64, padded_width(head_dim), padded_width(value_dim))
+def select(kernel: str, arch: str, dtype: torch.dtype, width: int, outside: str | None, is_causal: bool) -> TileConfig:
+    """The configuration of one of KERNELS for a call with this largest width; outside is what lies beyond the tables (None:
+    there are none)."""
+    width = max(64, padded_width(width))
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
     if dtype == torch.float32:

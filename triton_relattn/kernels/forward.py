@@ -1,4 +1,4 @@
-"""The forward kernel and its launcher: online softmax over key tiles with the relative term from the rotating band."""
+"""The forward kernel and its launcher: online softmax over key tiles with the relative terms from the rotating band."""
 
 from dataclasses import replace
 
@@ -6,14 +6,29 @@ import torch
 import triton
 import triton.language as tl
 
-from ..blockwise import new_like
-from ..spec import AttentionSpec
-from . import configs
-from .arguments import call_arguments, strided, tile_arguments
-from .band import FAR, NEAR, empty_band, far_scores, near_keys, next_tile, part_range, table_block, walk_position
-from .masking import key_length, last_key, visible
-from .scores import LN_2, softmax_update, tile_scores
-from .tiles import head_matrix, key_order, load_rows, store_rows
+from ..results import new_like
+from ..spec import AttentionSpec, AttentionTensors
+from .arguments import Call, strided, tile_arguments
+from .band import (
+    FAR,
+    NEAR,
+    Table,
+    add_end_rows,
+    add_tile,
+    blocks_before,
+    far_terms,
+    near_keys,
+    next_terms,
+    part_range,
+    reached_positions,
+    reached_rows,
+    walk_position,
+)
+from .configs import TileConfig
+from .dropout import kept
+from .masking import first_key, last_key, locate
+from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, softmax_update, tile_scores
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit
@@ -21,135 +36,181 @@ def forward_kernel(
     queries,
     keys,
     values,
-    table,
+    rel_queries,
+    rel_keys,
+    rel_values,
+    rel_bias,
+    attn_mask,
     outs,
-    key_lengths_ptr,
-    lse_ptr,
-    num_heads,
-    seqlen_q,
-    seqlen_k,
-    base_2_scale,
+    lses,
+    statistics,
+    sequences,
+    window,
+    dropout,
+    scaling,
     first,
     last,
-    query_offset,
+    num_heads,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    REL_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CARRY: tl.constexpr,
     OUTSIDE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """out and lse of BLOCK_M queries of one head. Grid: (query blocks * batch * heads,), query blocks fastest."""
-    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    """out and lse of BLOCK_M queries of one head; with statistics [B, H, 2, Nq] also maximum and base-2 logarithm of the sum.
+
+    Grid: (query blocks * batch * heads,), query blocks fastest.
+    """
+    num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(0) // num_blocks % num_heads
-    batch = tl.program_id(0) // num_blocks // num_heads
-    if IS_CAUSAL:
+    place = locate(sequences, tl.program_id(0) // num_blocks // num_heads)
+    if window[1] is not None:
         block = num_blocks - 1 - block  # the longest walks first
-
     row_start = block * BLOCK_M
+    if sequences.cu_seqlens_q is not None:
+        if row_start >= place.num_queries:
+            return
+
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
     tile_n = key_order(BLOCK_N)
-    valid_m = offs_m < seqlen_q
-    keys = head_matrix(keys, batch, head, WIDE_INDEX)
-    values = head_matrix(values, batch, head, WIDE_INDEX)
-    queries = head_matrix(queries, batch, head, WIDE_INDEX)
+    valid_m = offs_m < place.num_queries
+    keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
+    values = head_matrix(values, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
+    queries = head_matrix(queries, place.entry, head, place.query_start, WIDE_INDEX)
     query = load_rows(queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
+    mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
 
-    num_keys = key_length(key_lengths_ptr, batch, seqlen_k)
-    key_stop = last_key(tl.minimum(row_start + BLOCK_M, seqlen_q) - 1, num_keys, query_offset, IS_CAUSAL)
-    near_start = 0
-    near_stop = 0 if OUTSIDE is None else key_stop
-    if OUTSIDE is not None:
-        table = head_matrix(table, batch, head, WIDE_INDEX)
-    if OUTSIDE == "clamp":
-        far_past, far_future = far_scores(query, table, first, last, HEAD_DIM, BLOCK_D, INPUT_PRECISION)
+    last_query = tl.minimum(row_start + BLOCK_M, place.num_queries) - 1
+    key_first = first_key(row_start, place, window, BLOCK_N)
+    key_stop = last_key(last_query, place, window)
+    near_start = key_first
+    near_stop = key_first if OUTSIDE is None else key_stop
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
-        near_start, near_stop = near_keys(row_start, first, last, query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
+        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, BLOCK_M, BLOCK_N, OUTSIDE)
+        near_start, near_stop = tl.maximum(near_start, key_first), tl.maximum(near_stop, key_first)
+
+    HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
+    rel_query = query
+    if rel_queries is not None:
+        rel_queries = head_matrix(rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
+        rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
+    term = Table(
+        None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
+        scaling.rel_scale,
+        None if rel_bias is None else head_vector(rel_bias, head),
+        scaling.bias_scale,
+        first,
+        last,
+    )
+    if HAS_TERM and OUTSIDE == "clamp":
+        far_past, far_future = far_terms(rel_query, term, REL_DIM, BLOCK_DR, BLOCK_M, INPUT_PRECISION)
+    if rel_values is not None:
+        value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
+        lowest, highest = reached_positions(row_start, last_query, place, window)
+        reached = reached_rows(value_table, lowest, highest, OUTSIDE)
 
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    past, future = row_sum, row_sum  # of what is kept of the probabilities of far keys
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    base_2_scale = tl.cast(base_2_scale, tl.float32)
+    scale = exponent_scale(scaling, mask)
 
     for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
-        start, stop = part_range(PART, 0, key_stop, near_start, near_stop)
-        if PART == NEAR:
-            carried = empty_band(BLOCK_M, BLOCK_N)
-            for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
-                relative = start - ago * BLOCK_N - row_start - query_offset
-                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                _, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
+        start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
+        if PART == NEAR and HAS_TERM:
+            relative = start - row_start - place.query_offset
+            carried = blocks_before(
+                rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+            )
 
         for position in tl.range(start, stop, BLOCK_N):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
-            valid_n = offs_n < num_keys
-            if PART == NEAR:
-                relative = key_start - row_start - query_offset
-                band = table_block(query, table, relative, first, last, HEAD_DIM, BLOCK_D, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                scores, carried = next_tile(band, carried, BLOCK_M, BLOCK_N)
-            elif OUTSIDE == "clamp":
+            valid_n = offs_n < place.num_keys
+            relative = key_start - row_start - place.query_offset
+            if PART == NEAR and HAS_TERM:
+                scores, carried = next_terms(
+                    rel_query, term, carried, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+                )
+            elif HAS_TERM and OUTSIDE == "clamp":
                 far = tl.where(key_start < near_start, far_past, far_future)
                 scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
-            seen = visible(offs_m[:, None], offs_n[None, :], num_keys, query_offset, IS_CAUSAL)
+            exists = None if mask is None else valid_m[:, None]
+            scores, seen, _ = finished(scores, offs_m[:, None], offs_n[None, :], exists, place, window, mask, scaling)
             scores = tl.where(seen, scores, -float("inf"))
-            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, base_2_scale)
+            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale, is_additive(mask))
+            if dropout is not None:
+                probs = tl.where(kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=INPUT_PRECISION)
+            if rel_values is not None:
+                if OUTSIDE == "clamp":
+                    past, future = past * rescale, future * rescale
+                if PART == NEAR:
+                    acc = add_tile(acc, probs, reached, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                elif OUTSIDE == "clamp":
+                    kept_sum = tl.sum(probs, axis=1)
+                    past += tl.where(key_start < near_start, kept_sum, 0.0)
+                    future += tl.where(key_start < near_start, 0.0, kept_sum)
 
+    if rel_values is not None and OUTSIDE == "clamp":
+        acc = add_end_rows(acc, past, future, value_table, lowest, highest, VALUE_DIM, BLOCK_DV)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # sees nothing: out = 0, and lse = -inf by row_max
-    outs = head_matrix(outs, batch, head, WIDE_INDEX)
-    store_rows(outs, row_start, tile_m, valid_m, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
-    lse = lse_ptr + (batch * num_heads + head).to(tl.int64) * seqlen_q
-    tl.store(lse + offs_m, row_max * base_2_scale * LN_2 + tl.log(row_sum), mask=valid_m)
+    acc /= row_sum[:, None]
+    if dropout is not None:
+        acc *= tl.cast(dropout.keep_scale, tl.float32)
+    outs = head_matrix(outs, place.entry, head, place.query_start, WIDE_INDEX)
+    store_rows(outs, row_start, tile_m, valid_m, acc, VALUE_DIM, BLOCK_DV)
+    lse = row_vector(lses, place.entry, head, place.query_start)
+    tl.store(lse + offs_m, row_max * (scale * LN_2) + tl.log(row_sum), mask=valid_m)
+    if statistics is not None:
+        row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
+        tl.store(side_vector(statistics, place.entry, head, 0, place.query_start) + offs_m, row_max, mask=valid_m)
+        log_sum = tl.log(row_sum) * LOG2_E
+        tl.store(side_vector(statistics, place.entry, head, 1, place.query_start) + offs_m, log_sum, mask=valid_m)
 
 
 def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rel_key: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-    spec: AttentionSpec,
-    config: configs.TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, H, Nq, Dv) in the inputs' dtype and memory order, lse (B, H, Nq) float32."""
-    batch, heads, seqlen_q, head_dim = query.shape
-    value_dim = value.shape[-1]
-    out = new_like(query, value_dim)
-    lse = query.new_empty(batch, heads, seqlen_q, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
+    tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out (B, H, Nq, Dv) in the inputs' dtype and memory order, lse (B, H, Nq) float32, and statistics for the backward.
 
-    if spec.scale <= 0:  # rare, and exact: the kernel takes positive scales
-        query = -query if spec.scale else torch.zeros_like(query)
-    table = None if rel_key is None else rel_key.expand(batch, heads, -1, -1)  # a view: shared tables have stride 0
-    arguments = call_arguments(query, value, table, replace(spec, scale=abs(spec.scale or 1.0)), (query, key, value, out))
-    arch = configs.architecture(query.device)
-    if config is None:
-        config = configs.select("forward", arch, query.dtype, head_dim, value_dim, arguments["OUTSIDE"], spec.is_causal)
-    elif reason := config.why_invalid(arch, rel_key is not None):
-        raise ValueError(f"{config} is not valid on {arch}: {reason}")
-    forward_kernel[(triton.cdiv(seqlen_q, config.block_m) * batch * heads,)](
-        strided(query),
-        strided(key),
-        strided(value),
-        strided(table),
-        strided(out),
-        key_lengths,
-        lse,
-        **arguments,
-        **tile_arguments(config),
-    )
-    return out, lse
+    The statistics, (B, H, 2, Nq) float32, are each row's maximum and logarithm of the sum. Only with a mask of numbers, else
+    empty: logits may then be so large, all of a row, that their log-sum-exp has no digits left for the sum.
+    """
+    query = tensors.query
+    heads, seqlen_q = query.shape[1:3]
+    out = new_like(query, tensors.value.shape[-1])
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    additive = tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool
+    statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32) if additive else None
+    if out.numel() > 0:
+        if spec.scale < 0:  # rare, and exact: the kernel takes positive scales
+            rel_query = query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
+            tensors, spec = tensors._replace(query=-query, rel_query=rel_query), replace(spec, scale=-spec.scale)
+        call = Call(tensors, spec, (out,))
+        config = call.tile("forward", config)
+        grid = (triton.cdiv(spec.max_seqlen_q, config.block_m) * call.num_sequences * heads,)
+        forward_kernel[grid](
+            *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),
+            *map(strided, (call.rel_key, call.rel_value, call.rel_bias, call.attn_mask)),
+            *map(strided, (out, lse, statistics)),
+            **call.arguments,
+            **tile_arguments(config, walks_keys=True),
+        )
+    return out, lse, query.new_empty(0, dtype=torch.float32) if statistics is None else statistics

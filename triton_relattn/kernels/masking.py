@@ -1,41 +1,95 @@
-"""Which keys a query sees, stated once: per element, and per block of queries as the end of the walk over keys."""
+"""Which keys a query sees, stated once: per element, and per block of queries or keys as the ends of the walk."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
-def key_length(key_lengths_ptr, batch, seqlen_k):
-    """Keys that exist for a batch entry; a length outside [0, seqlen_k] is limited to it."""
-    if key_lengths_ptr is None:
-        return seqlen_k
-    else:
-        return tl.minimum(tl.maximum(tl.load(key_lengths_ptr + batch), 0), seqlen_k).to(tl.int32)
+class Place(NamedTuple):
+    """A sequence of the batch: where it lies in the tensors, and what exists of it."""
+
+    batch: Any  # its number
+    entry: Any  # batch entry of the tensors; 0 if they are packed
+    query_start: Any  # row of its first query
+    key_start: Any
+    num_queries: Any
+    num_keys: Any
+    query_offset: Any
 
 
 @triton.jit
-def visible(offs_m, offs_n, num_keys, query_offset, IS_CAUSAL: tl.constexpr):
-    """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N]."""
-    exists = offs_n.to(tl.uint32) < num_keys.to(tl.uint32)  # negative ones are large
-    if IS_CAUSAL:
-        return exists & (offs_n <= offs_m + query_offset)
+def locate(sequences, batch):
+    """The place of a sequence. sequences: arguments.Sequences."""
+    if sequences.query_offsets is None:
+        query_offset = sequences.query_offset
     else:
-        return exists
+        query_offset = tl.load(sequences.query_offsets + batch).to(tl.int32)
+    if sequences.cu_seqlens_q is None:
+        num_keys = sequences.max_seqlen_k
+        if sequences.key_lengths is not None:  # one outside [0, Nk] is limited to it
+            num_keys = tl.minimum(tl.maximum(tl.load(sequences.key_lengths + batch), 0), num_keys).to(tl.int32)
+        return Place(batch, batch, 0, 0, sequences.max_seqlen_q, num_keys, query_offset)
+    else:
+        query_start = tl.load(sequences.cu_seqlens_q + batch)
+        key_start = tl.load(sequences.cu_seqlens_k + batch)
+        num_queries = (tl.load(sequences.cu_seqlens_q + batch + 1) - query_start).to(tl.int32)
+        num_keys = (tl.load(sequences.cu_seqlens_k + batch + 1) - key_start).to(tl.int32)
+        return Place(batch, 0, query_start, key_start, num_queries, num_keys, query_offset)
 
 
 @triton.jit
-def last_key(last_query, num_keys, query_offset, IS_CAUSAL: tl.constexpr):
-    """One past the last key that queries up to last_query see."""
-    if IS_CAUSAL:
-        return tl.maximum(tl.minimum(num_keys, last_query + query_offset + 1), 0)
-    else:
-        return num_keys
+def visible(offs_m, offs_n, place, window):
+    """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N].
+
+    window: (left, right), None where unbounded.
+    """
+    seen = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
+    if window[1] is not None:
+        seen = seen & (offs_n <= offs_m + (place.query_offset + window[1]))
+    if window[0] is not None:
+        seen = seen & (offs_n >= offs_m + (place.query_offset - window[0]))
+    return seen
 
 
 @triton.jit
-def first_query(first_key, query_offset, IS_CAUSAL: tl.constexpr):
-    """The first query that sees keys from first_key on."""
-    if IS_CAUSAL:
-        return tl.maximum(first_key - query_offset, 0)
-    else:
+def first_key(first_query, place, window, BLOCK_N: tl.constexpr):
+    """The tile, as its first key, in which the keys begin that queries from first_query on see."""
+    if window[0] is None:
         return 0
+    else:
+        return tl.maximum(first_query + place.query_offset - window[0], 0) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def last_key(last_query, place, window):
+    """One past the last key that queries up to last_query see."""
+    if window[1] is None:
+        return place.num_keys
+    else:
+        return tl.maximum(tl.minimum(place.num_keys, last_query + place.query_offset + window[1] + 1), 0)
+
+
+@triton.jit
+def first_query(first_key, place, window, BLOCK_M: tl.constexpr):
+    """The tile, as its first query, in which the queries begin that see keys from first_key on."""
+    if window[1] is None:
+        return 0
+    else:
+        return tl.maximum(first_key - place.query_offset - window[1], 0) // BLOCK_M * BLOCK_M
+
+
+@triton.jit
+def last_query(last_key, place, window):
+    """One past the last query that sees keys up to last_key."""
+    if window[0] is None:
+        return place.num_queries
+    else:
+        return tl.maximum(tl.minimum(place.num_queries, last_key - place.query_offset + window[0] + 1), 0)
+
+
+@triton.jit
+def mask_values(matrix, offs_m, offs_n, exists):
+    """The mask of the pairs that exist, of a bool or a number's (pointer, row stride, column stride); 0 for the others."""
+    pointers = matrix[0] + (offs_m.to(tl.int64) * matrix[1] + offs_n.to(tl.int64) * matrix[2])
+    return tl.load(pointers, mask=exists, other=0)

@@ -1,33 +1,116 @@
-"""From a tile of queries and keys to its scores and probabilities, one way for all kernels."""
+"""From a tile of queries and keys to its scores and probabilities, one way for all kernels.
+
+Scores are in units of 1 / scale, so that the scale is one multiply-add with the exponential's shift. With a softcap or a mask of
+numbers they become logits, whose unit is 1.
+"""
 
 import triton
 import triton.language as tl
+
+from .masking import mask_values, visible
+from .tiles import row_vector, side_vector
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.constexpr_function
+def is_additive(mask):
+    """Whether a mask, (pointer, ...) or None, is one of numbers."""
+    return mask is not None and not mask[0].dtype.element_ty.is_int1()
+
+
 @triton.jit
 def tile_scores(query, key, relative, INPUT_PRECISION: tl.constexpr):
-    """[M, N]: q.k on top of the relative scores, unscaled."""
+    """[M, N]: q.k on top of the relative scores."""
     # [M, D] @ [D, N] -> [M, N]. As accumulator the relative scores get the matrix units' own layout; added afterwards they
     # would give theirs to everything that follows.
     return tl.dot(query, tl.trans(key), relative, input_precision=INPUT_PRECISION)
 
 
 @triton.jit
-def softmax_update(scores, row_max, row_sum, base_2_scale):
-    """One step of the online softmax of base_2_scale * scores, in base 2: probabilities [M, N], new maximum and sum [M],
-    factor of what came before. The maximum is that of the unscaled scores: the scale is positive."""
+def tanh(x):
+    """The hyperbolic tangent; its error is that of float32 at 1."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def exponent_scale(scaling, mask):
+    """What finished scores are multiplied with to get powers of two. scaling: arguments.Scaling."""
+    if scaling.softcap is None and not is_additive(mask):
+        return tl.cast(scaling.base_2_scale, tl.float32)
+    else:
+        return LOG2_E
+
+
+@triton.jit
+def finished(scores, offs_m, offs_n, exists, place, window, mask, scaling):
+    """Softcap and masks: scores, which of them are seen, and, with a softcap, its slope there (elsewhere 0).
+
+    exists: mask of the queries that exist, of a shape that goes with offs_m, or None where it does not matter; mask: the matrix
+    of attn_mask, or None.
+    """
+    seen = visible(offs_m, offs_n, place, window)
+    if exists is not None:
+        seen = seen & exists
+    slope = scores  # not used without a softcap
+    if scaling.softcap is not None or is_additive(mask):
+        scores = scores * (tl.cast(scaling.base_2_scale, tl.float32) * LN_2)
+    if scaling.softcap is not None:
+        softcap = tl.cast(scaling.softcap, tl.float32)
+        ratio = tanh(scores * (1.0 / softcap))
+        scores = softcap * ratio
+        slope = 1.0 - ratio * ratio
+    if mask is not None:
+        values = mask_values(mask, offs_m, offs_n, seen)
+        if is_additive(mask):
+            scores += values.to(tl.float32)
+            seen = seen & (scores != -float("inf"))
+        else:
+            seen = seen & values
+    if scaling.softcap is not None:
+        slope = tl.where(seen, slope, 0.0)
+    return scores, seen, slope
+
+
+@triton.jit
+def softmax_update(scores, row_max, row_sum, scale, EXACT_SHIFT: tl.constexpr):
+    """One step of the online softmax of scale * scores, in base 2: probabilities [M, N], new maximum and sum [M], factor of
+    what came before. The maximum is that of the unscaled scores: the scale is positive. EXACT_SHIFT subtracts the maximum
+    first: logits may all be huge and negative, which scaled and then subtracted would not cancel."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max * base_2_scale)
-    probs = tl.exp2(scores * base_2_scale - shift[:, None])
-    rescale = tl.exp2(row_max * base_2_scale - shift)
+    if EXACT_SHIFT:
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        probs = tl.exp2((scores - shift[:, None]) * scale)
+        rescale = tl.exp2((row_max - shift) * scale)
+    else:
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max * scale)
+        probs = tl.exp2(scores * scale - shift[:, None])
+        rescale = tl.exp2(row_max * scale - shift)
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
 
 
 @triton.jit
-def probabilities(scores, seen, base_2_scale, base_2_lse):
-    """[M, N]: the softmax of base_2_scale * scores from its log-sum-exp [M] in base 2; 0 where a query does not see a key."""
-    return tl.where(seen, tl.exp2(scores * base_2_scale - base_2_lse[:, None]), 0.0)
+def load_normaliser(lses, statistics, place, head, offs_m, valid_m):
+    """Two [M] for probabilities: the log-sum-exp in base 2, and the maximum to subtract before if there are statistics."""
+    if statistics is None:
+        lse = row_vector(lses, place.entry, head, place.query_start)
+        base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=0.0) * LOG2_E
+        return base_2_lse, base_2_lse
+    else:
+        row_max = side_vector(statistics, place.entry, head, 0, place.query_start)
+        log_sum = side_vector(statistics, place.entry, head, 1, place.query_start)
+        base_2_lse = tl.load(log_sum + offs_m, mask=valid_m, other=0.0)
+        return base_2_lse, tl.load(row_max + offs_m, mask=valid_m, other=0.0)
+
+
+@triton.jit
+def probabilities(scores, seen, scale, base_2_lse, row_max, EXACT_SHIFT: tl.constexpr):
+    """[M, N]: the softmax of scale * scores from its log-sum-exp [M]; 0 where a query does not see a key. EXACT_SHIFT as in
+    softmax_update."""
+    if EXACT_SHIFT:
+        exponent = (scores - row_max[:, None]) * scale - base_2_lse[:, None]
+    else:
+        exponent = scores * scale - base_2_lse[:, None]
+    return tl.where(seen, tl.exp2(exponent), 0.0)

@@ -1,4 +1,4 @@
-"""Addressing shared by the kernels. A matrix is (pointer, row stride, column stride) of one batch entry and head."""
+"""Addressing shared by the kernels. A matrix is (pointer, row stride, column stride) of one sequence and head."""
 
 import triton
 import triton.language as tl
@@ -11,13 +11,14 @@ def key_order(BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def head_matrix(tensor, batch, head, WIDE_INDEX: tl.constexpr):
-    """The (length, width) matrix of one batch entry and head of a 4-d tensor, given as (pointer, strides).
+def head_matrix(tensor, entry, head, first_row, WIDE_INDEX: tl.constexpr):
+    """The (length, width) matrix, from first_row on, of one batch entry and head of a 4-d tensor, given as (pointer, strides).
 
     Its start is a 64-bit offset; WIDE_INDEX makes the offsets within it 64-bit too, for matrices of 2**31 elements and more.
     """
     pointer, strides = tensor
-    start = pointer + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    start += tl.cast(first_row, tl.int64) * strides[2]
     if WIDE_INDEX:
         return start, tl.cast(strides[2], tl.int64), tl.cast(strides[3], tl.int64)
     else:
@@ -25,9 +26,25 @@ def head_matrix(tensor, batch, head, WIDE_INDEX: tl.constexpr):
 
 
 @triton.jit
-def row_vector(pointer, index, length):
-    """One of the contiguous vectors of float32, each as long as the sequence, that hold a number for every query."""
-    return pointer + tl.cast(index, tl.int64) * length
+def head_vector(tensor, head):
+    """(pointer, stride) of one head of a (1, H, R) tensor, given as (pointer, strides)."""
+    pointer, strides = tensor
+    return pointer + tl.cast(head, tl.int64) * strides[1], strides[2]
+
+
+@triton.jit
+def row_vector(tensor, entry, head, first_row):
+    """Pointer to the number of first_row in a (B, H, N) tensor, given as (pointer, strides), that has one for every query."""
+    pointer, strides = tensor
+    return pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + first_row
+
+
+@triton.jit
+def side_vector(tensor, entry, head, side, first_row):
+    """The same of a (B, H, 2, N) tensor that has two: for the keys in the past (side 0) and in the future (1) of the table."""
+    pointer, strides = tensor
+    start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    return start + tl.cast(side, tl.int64) * strides[2] + first_row
 
 
 @triton.jit

@@ -1,0 +1,369 @@
+"""Each model's own algorithm, dense, as its code writes it, against the call that replaces it: out and every gradient."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tests.cpu.oracle import assert_same
+from tests.cpu.test_reference import diagonal_stacking, pad_reshape_slice
+from triton_relattn import RelativePositions, fused_relative_attention, tables
+
+Attention = Callable[..., Tensor]
+
+
+@pytest.fixture(params=["reference", "blockwise"])
+def attend(request: pytest.FixtureRequest) -> Attention:
+    return functools.partial(fused_relative_attention, implementation=request.param)  # type: ignore[return-value]
+
+
+def check(model: Attention, ours: Attention, **shapes: tuple[int, ...]) -> None:
+    """Both of the same random parameters: equal out, and equal gradients of each parameter, none of which is zero."""
+    torch.manual_seed(0)
+    parameters = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
+    expected, actual = model(**parameters), ours(**parameters)
+    assert_same("out", actual.detach(), expected.detach())
+    d_out = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, list(parameters.values()), d_out)
+    gradients = torch.autograd.grad(actual, list(parameters.values()), d_out)
+    for name, gradient, expected_gradient in zip(parameters, gradients, expected_gradients, strict=True):
+        assert expected_gradient.abs().max() > 1e-3, f"{name} has no part in the model"
+        assert_same(f"gradient of {name}", gradient, expected_gradient)
+
+
+def shapes_of(
+    batch: int, heads: int, num_queries: int, num_keys: int, width: int, key_heads: int = 0
+) -> dict[str, tuple[int, ...]]:
+    key = (batch, key_heads or heads, num_keys, width)
+    return {"query": (batch, heads, num_queries, width), "key": key, "value": key}
+
+
+def distances(num_queries: int, num_keys: int, offset: int = 0) -> Tensor:
+    """r = j - i - offset of every pair."""
+    return torch.arange(num_keys) - (torch.arange(num_queries)[:, None] + offset)
+
+
+def shift(scores: Tensor) -> Tensor:
+    """The relative shift of Transformer-XL, appendix B: pad a column, reshape, drop a row."""
+    *batch, num_queries, num_rows = scores.shape
+    return pad(scores, (1, 0)).view(*batch, num_rows + 1, num_queries)[..., 1:, :].reshape(scores.shape)
+
+
+def test_general_relative_attention(attend: Attention) -> None:
+    """E (heads, d, 2T - 1), most distant future first; cross attention with Nq != Nk < T."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor, general_table: Tensor) -> Tensor:
+        scores = diagonal_stacking(query, general_table, key.shape[2])
+        return (((query @ key.mT + scores) / math.sqrt(8)).softmax(-1)) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, general_table: Tensor) -> Tensor:
+        return attend(query, key, value, tables.from_general_layout(general_table))
+
+    check(model, ours, **shapes_of(2, 3, 7, 11, 8), general_table=(3, 8, 25))
+
+
+def test_music_transformer(attend: Attention) -> None:
+    """E (heads, L, d), rows for -(L - 1) .. 0, causal."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        logits = (query @ key.mT + pad_reshape_slice(query, table)) / math.sqrt(6)
+        return logits.masked_fill(distances(12, 12) > 0, -math.inf).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        return attend(query, key, value, table, positions=RelativePositions(-11, 0), is_causal=True)
+
+    check(model, ours, **shapes_of(2, 3, 12, 12, 6), table=(3, 12, 6))
+
+
+def test_shaw(attend: Attention) -> None:
+    """a^K and a^V gathered for every pair, clipped at k = 3, added to the keys and to the values."""
+    row = distances(9, 14).clamp(-3, 3) + 3
+
+    def model(query: Tensor, key: Tensor, value: Tensor, table_k: Tensor, table_v: Tensor) -> Tensor:
+        logits = (query @ key.mT + torch.einsum("bhid,ijd->bhij", query, table_k[row])) / math.sqrt(8)
+        probs = logits.softmax(-1)
+        return probs @ value + torch.einsum("bhij,ijd->bhid", probs, table_v[row])
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, table_k: Tensor, table_v: Tensor) -> Tensor:
+        return attend(query, key, value, table_k, rel_value=table_v)
+
+    check(model, ours, **shapes_of(2, 3, 9, 14, 8), table_k=(7, 8), table_v=(7, 8))
+
+
+@pytest.mark.parametrize("way", ["folded", "rel_query"])
+def test_conformer(way: str, attend: Attention) -> None:
+    """Wav2Vec2-Conformer, Parakeet, NeMo, ESPnet: projected interleaved sinusoids, biases u and v, padding."""
+    length, heads, width, model_width = 13, 3, 8, 10
+    lengths = torch.tensor([length, 8])
+    padding = torch.arange(length) >= lengths.view(-1, 1, 1, 1)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, linear_pos: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        distance = torch.arange(length - 1, -length, -1, dtype=torch.float64)
+        angles = distance[:, None] / 10000 ** (torch.arange(0, model_width, 2, dtype=torch.float64) / model_width)
+        sinusoids = torch.stack((angles.sin(), angles.cos()), -1).view(2 * length - 1, model_width)
+        table = (sinusoids @ linear_pos.T).view(2 * length - 1, heads, width).permute(1, 2, 0)
+        relative_scores = shift((query + v[:, None]) @ table)[..., :length]
+        logits = ((query + u[:, None]) @ key.mT + relative_scores) / math.sqrt(width)
+        return logits.masked_fill(padding, -math.inf).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, linear_pos: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        sinusoids = tables.sinusoids(-(length - 1), length - 1, model_width, dtype=torch.float64)
+        table = (sinusoids @ linear_pos.T).view(-1, heads, width).transpose(0, 1)
+        if way == "rel_query":
+            return attend(query + u[:, None], key, value, table, rel_query=query + v[:, None], key_lengths=lengths)
+        query, bias = tables.fold_transformer_xl(query, table, u, v)
+        return attend(query, key, value, table, rel_bias=bias, key_lengths=lengths)
+
+    inputs = shapes_of(2, heads, length, length, width)
+    check(model, ours, **inputs, linear_pos=(heads * width, model_width), u=(heads, width), v=(heads, width))
+
+
+def test_transformer_xl_with_memory(attend: Attention) -> None:
+    """Five keys of memory before seven queries, causal; concatenated sinusoids of the distances 11 .. 0."""
+    memory, length, width = 5, 7, 6
+    total = memory + length
+
+    def model(query: Tensor, key: Tensor, value: Tensor, r_net: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        angles = torch.outer(
+            torch.arange(total - 1, -1, -1, dtype=torch.float64), 10000 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+        )
+        r_head_k = (torch.cat((angles.sin(), angles.cos()), -1) @ r_net.T).view(total, 2, width)
+        ac = torch.einsum("bnid,bnjd->bnij", query + u[:, None], key)
+        bd = shift(torch.einsum("bnid,jnd->bnij", query + v[:, None], r_head_k))
+        mask = torch.ones(length, total, dtype=torch.bool).triu(1 + memory)
+        return ((ac + bd) / math.sqrt(width)).masked_fill(mask, -math.inf).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, r_net: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        sinusoids = tables.sinusoids(-(total - 1), 0, 8, "concatenated", dtype=torch.float64)
+        table = (sinusoids @ r_net.T).view(total, 2, width).transpose(0, 1)
+        query, bias = tables.fold_transformer_xl(query, table, u, v)
+        positions = RelativePositions(-(total - 1), 0, outside="error")
+        return attend(query, key, value, table, rel_bias=bias, positions=positions, is_causal=True, query_offset=memory)
+
+    check(model, ours, **shapes_of(2, 2, length, total, width), r_net=(2 * width, 8), u=(2, width), v=(2, width))
+
+
+def test_wav2vec2_bert(attend: Attention) -> None:
+    """relative_key: one table shared by the heads, clamped at 6 to the left and at 2 to the right."""
+    row = distances(15, 15).clamp(-6, 2) + 6
+
+    def model(query: Tensor, key: Tensor, value: Tensor, distance_embedding: Tensor) -> Tensor:
+        bias = torch.einsum("bhld,lrd->bhlr", query, distance_embedding[row]) * 8**-0.5
+        return (query @ key.mT * 8**-0.5 + bias).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, distance_embedding: Tensor) -> Tensor:
+        return attend(query, key, value, distance_embedding, positions=RelativePositions(-6, 2))
+
+    check(model, ours, **shapes_of(2, 3, 15, 15, 8), distance_embedding=(9, 8))
+
+
+def t5_buckets_of_pairs(relative_position: Tensor, bidirectional: bool = True) -> Tensor:
+    """16 buckets up to distance 24, by the distances at which transformers' T5Attention starts them."""
+    starts = torch.tensor([*range(4), 4, 7, 10, 16] if bidirectional else [*range(8), 8, 10, 11, 13, 14, 16, 19, 21])
+    distance = relative_position.abs() if bidirectional else -relative_position.clamp(max=0)
+    return torch.searchsorted(starts, distance, right=True) - 1 + 8 * (bidirectional & (relative_position > 0))
+
+
+def test_t5_encoder(attend: Attention) -> None:
+    """The rows -24 .. 24 serve any length: from max_distance on, the bucket stays the same."""
+    bucket = t5_buckets_of_pairs(distances(40, 40))
+
+    def model(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        return (query @ key.mT + weight[bucket].permute(2, 0, 1)).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        bias = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T
+        return attend(query, key, value, rel_bias=bias, scale=1.0)
+
+    check(model, ours, **shapes_of(2, 3, 40, 40, 4), weight=(16, 3))
+
+
+def test_t5_decoder_with_cache(attend: Attention) -> None:
+    """Six new tokens after 30 cached ones, buckets of the past only."""
+    relative_position = distances(6, 36, 30)
+    bucket = t5_buckets_of_pairs(relative_position, bidirectional=False)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        logits = query @ key.mT + weight[bucket].permute(2, 0, 1)
+        return logits.masked_fill(relative_position > 0, -math.inf).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        bias = weight[tables.t5_buckets(torch.arange(-24, 1), 16, 24, bidirectional=False)].T
+        positions = RelativePositions(-24, 0)
+        return attend(query, key, value, rel_bias=bias, positions=positions, scale=1.0, is_causal=True, query_offset=30)
+
+    check(model, ours, **shapes_of(2, 3, 6, 36, 4), weight=(16, 3))
+
+
+def test_wavlm(attend: Attention) -> None:
+    """The bias of the bucket times a gate of the query: a product of width 1."""
+    bucket = t5_buckets_of_pairs(distances(30, 30))
+
+    def gate_of(gate: Tensor, constant: Tensor) -> Tensor:
+        gate_a, gate_b = gate.sigmoid().chunk(2, dim=-1)
+        return gate_a * (gate_b * constant - 1.0) + 2.0
+
+    def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, constant: Tensor, weight: Tensor) -> Tensor:
+        position_bias = weight[bucket].permute(2, 0, 1)[None]
+        return (query @ key.mT * 8**-0.5 + gate_of(gate, constant) * position_bias).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, constant: Tensor, weight: Tensor) -> Tensor:
+        table = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T[..., None]
+        return attend(query, key, value, table, rel_query=gate_of(gate, constant), rel_scale=1.0)
+
+    check(model, ours, **shapes_of(2, 3, 30, 30, 8), gate=(2, 3, 30, 2), constant=(1, 3, 1, 1), weight=(16, 3))
+
+
+def test_alibi(attend: Attention) -> None:
+    """As BLOOM has it: slope * j, which differs from -slope * (i - j) by a constant of the query that softmax ignores."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+        logits = query @ key.mT / math.sqrt(8) + slopes[:, None, None] * torch.arange(17)
+        return logits.masked_fill(distances(17, 17) > 0, -math.inf).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+        positions = RelativePositions(-16, 0, outside="error")
+        return attend(query, key, value, rel_bias=tables.alibi_bias(slopes, -16, 0), positions=positions, is_causal=True)
+
+    check(model, ours, **shapes_of(2, 3, 17, 17, 8), slopes=(3,))
+
+
+@pytest.mark.parametrize("length", [3, 12])
+def test_vits(length: int, attend: Attention) -> None:
+    """Tables of keys and values for -4 .. 4 and nothing beyond, by padding and reshaping; the query is scaled before."""
+    window, width = 4, 6
+
+    def resized(table: Tensor) -> Tensor:
+        extra, start = max(length - (window + 1), 0), max((window + 1) - length, 0)
+        return pad(table, (0, 0, extra, extra))[:, start : start + 2 * length - 1]
+
+    def to_absolute(x: Tensor) -> Tensor:
+        flat = pad(pad(x, (0, 1)).flatten(-2), (0, length - 1))
+        return flat.view(*x.shape[:2], length + 1, 2 * length - 1)[..., :length, length - 1 :]
+
+    def to_relative(x: Tensor) -> Tensor:
+        flat = pad(pad(x, (0, length - 1)).flatten(-2), (length, 0))
+        return flat.view(*x.shape[:2], length, 2 * length)[..., 1:]
+
+    def model(query: Tensor, key: Tensor, value: Tensor, emb_rel_k: Tensor, emb_rel_v: Tensor) -> Tensor:
+        query = query * width**-0.5
+        probs = (query @ key.mT + to_absolute(query @ resized(emb_rel_k).mT)).softmax(-1)
+        return probs @ value + to_relative(probs) @ resized(emb_rel_v)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, emb_rel_k: Tensor, emb_rel_v: Tensor) -> Tensor:
+        positions = RelativePositions(-window, window, outside="zero")
+        arguments = {"rel_value": emb_rel_v[0], "positions": positions, "scale": 1.0}
+        return attend(query * width**-0.5, key, value, emb_rel_k[0], **arguments)
+
+    check(model, ours, **shapes_of(2, 2, length, length, width), emb_rel_k=(1, 9, width), emb_rel_v=(1, 9, width))
+
+
+@pytest.mark.parametrize("sliding", [False, True], ids=["global", "sliding"])
+def test_inkling(sliding: bool, attend: Attention) -> None:
+    """A bank of profiles by distance, mixed by a projection of width 16, unscaled; grouped heads, causal, a cache.
+
+    The sliding layers see as far as the bank reaches; the global ones see farther, and have a temperature by position.
+    """
+    extent, num_queries, num_keys, width = 6, 9, 14, 8
+    offset = num_keys - num_queries
+    distance = -distances(num_queries, num_keys, offset)
+    hidden = (distance < 0) | (distance >= extent) if sliding else distance < 0
+    positions = torch.arange(num_queries, dtype=torch.float64) + offset
+    tau = 1 + 0.1 * ((positions + 1) / 4).clamp(min=1).log()[:, None] * (not sliding)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, relative: Tensor, proj: Tensor) -> Tensor:
+        profiles = (relative @ proj).transpose(1, 2)
+        index = distance.clamp(0, extent - 1).expand(*profiles.shape[:2], -1, -1)
+        position_bias = profiles.gather(-1, index).masked_fill((distance < 0) | (distance >= extent), 0.0)
+        key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
+        logits = (query * tau) @ key.mT / width + position_bias * tau
+        return logits.masked_fill(hidden, -math.inf).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, relative: Tensor, proj: Tensor) -> Tensor:
+        return attend(
+            query * tau,
+            key,
+            value,
+            tables.from_future_first(proj.T),
+            rel_query=relative.transpose(1, 2) * tau,
+            positions=RelativePositions(-(extent - 1), 0, outside="zero"),
+            scale=1 / width,
+            rel_scale=1.0,
+            is_causal=True,
+            window_size=(extent - 1, 0) if sliding else (-1, -1),
+            query_offset=offset,
+            enable_gqa=True,
+        )
+
+    check(model, ours, **shapes_of(2, 4, num_queries, num_keys, width, 2), relative=(2, num_queries, 4, 16), proj=(16, extent))
+
+
+def test_gemma_audio(attend: Attention) -> None:
+    """Chunks of queries with their context of keys, the relative shift by chunk, and a soft cap on the sum of both terms.
+
+    The window reaches one position farther into the future than the table, whose term is zero there.
+    """
+    chunk, past, future, rows, length, width, cap = 4, 4, 3, 6, 14, 8, 5.0
+    context, chunks = chunk + past + future, -(-length // chunk)
+    scale = width**-0.5 / math.log(2)
+    i = torch.arange(chunks * chunk).view(chunks, chunk, 1)
+    j = torch.arange(chunks).view(-1, 1, 1) * chunk + torch.arange(context) - past
+    hidden = (j - i < -past) | (j - i > 2) | (j < 0) | (j >= length)
+
+    def contexts(x: Tensor) -> Tensor:
+        """(B, H, N, D) to (B, H, chunks, context, D)."""
+        return pad(x, (0, 0, past, future + chunk - 1)).unfold(2, context, chunk)[:, :, :chunks].mT
+
+    def shift_in_chunks(x: Tensor) -> Tensor:
+        padded = pad(x, (0, context + 1 - rows)).flatten(-2)
+        return padded[..., : chunk * context].unflatten(-1, (chunk, context))
+
+    def model(query: Tensor, key: Tensor, value: Tensor, per_dim_scale: Tensor, relative_key: Tensor) -> Tensor:
+        query = query * scale * torch.nn.functional.softplus(per_dim_scale)
+        queries = pad(query, (0, 0, 0, chunks * chunk - length)).unflatten(2, (chunks, chunk))
+        matrix_ac = queries @ contexts(key).mT
+        matrix_bd = shift_in_chunks(queries @ relative_key.permute(1, 2, 0)[None, :, None])
+        logits = torch.tanh((matrix_ac + matrix_bd) / cap) * cap
+        # The queries that pad the last chunk may see nothing; they are cut off.
+        probs = logits.masked_fill(hidden, -1e9).softmax(-1)
+        return (probs @ contexts(value)).flatten(2, 3)[:, :, :length]
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, per_dim_scale: Tensor, relative_key: Tensor) -> Tensor:
+        return attend(
+            query * scale * torch.nn.functional.softplus(per_dim_scale),
+            key,
+            value,
+            relative_key.transpose(0, 1),
+            positions=RelativePositions(-past, rows - 1 - past, outside="zero"),
+            window_size=(past, 2),
+            scale=1.0,
+            softcap=cap,
+        )
+
+    check(model, ours, **shapes_of(2, 2, length, length, width), per_dim_scale=(width,), relative_key=(rows, 2, width))
+
+
+def test_deberta_content_to_position(attend: Attention) -> None:
+    """The term q_i . PK[slot], slots by log buckets of i - j, clamped; the scale is that of two terms."""
+    span, max_position, length, width = 8, 20, 24, 6
+    # The buckets of the distances, as transformers' make_log_bucket_position has them.
+    starts = torch.tensor([1, 2, 3, 4, 5, 7, 12, 20])
+    delta = -distances(length, length)
+    slot = (delta.sign() * torch.searchsorted(starts, delta.abs(), right=True) + span).clamp(0, 2 * span - 1)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, position_key: Tensor) -> Tensor:
+        content_to_position = (query @ position_key.mT).gather(-1, slot.expand(2, 2, -1, -1))
+        return ((query @ key.mT + content_to_position) / math.sqrt(2 * width)).softmax(-1) @ value
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, position_key: Tensor) -> Tensor:
+        bucket = tables.deberta_log_buckets(torch.arange(1 - length, length), span, max_position)
+        table = position_key[:, (span - bucket).clamp(0, 2 * span - 1)]
+        return attend(query, key, value, table, scale=(2 * width) ** -0.5)
+
+    check(model, ours, **shapes_of(2, 2, length, length, width), position_key=(2, 2 * span, width))

@@ -1,0 +1,288 @@
+"""Which keys a query sees: every kind of mask, alone and combined, in every implementation that runs on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.oracle import assert_same, attend, by_hand, results_of
+from triton_relattn import RelativePositions
+from triton_relattn.testing import Inputs, forward_backward, make_inputs
+
+IMPLEMENTATIONS = ("blockwise", "reference")
+BATCH, HEADS, QUERIES, KEYS = 2, 2, 30, 13
+
+
+def all_terms(dtype: torch.dtype, num_queries: int = QUERIES, num_keys: int = KEYS, num_rows: int = 9) -> Inputs:
+    return make_inputs(
+        BATCH,
+        HEADS,
+        num_queries,
+        num_keys,
+        8,
+        num_rows=num_rows,
+        rel_width=4,
+        rel_value=True,
+        rel_bias=True,
+        dtype=dtype,
+        seed=4,
+    )
+
+
+def bool_mask(*hidden_rows: int) -> torch.Tensor:
+    mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
+    mask[1, :, list(hidden_rows)] = False
+    return mask
+
+
+def float_mask(*hidden_rows: int) -> torch.Tensor:
+    return torch.zeros(BATCH, 1, QUERIES, KEYS).masked_fill(~bool_mask(*hidden_rows), -math.inf)
+
+
+def rows(*chosen: int, entries: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    """(B, Nq), true for the chosen queries of the batch entries."""
+    mask = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+    for entry in entries:
+        mask[entry, list(chosen)] = True
+    return mask
+
+
+BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    # arguments, and the queries that see nothing
+    "bool_mask": ({"attn_mask": bool_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "float_mask": ({"attn_mask": float_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "bool_mask_of_all": ({"attn_mask": torch.zeros((), dtype=torch.bool)}, rows(*range(QUERIES))),
+    "float_mask_of_all": ({"attn_mask": torch.full((KEYS,), -math.inf)}, rows(*range(QUERIES))),
+    "lengths": ({"key_lengths": torch.tensor([0, 13])}, rows(*range(QUERIES), entries=(0,))),
+    "causal": ({"is_causal": True, "query_offset": -17}, rows(*range(17))),
+    "causal_offsets": ({"is_causal": True, "query_offset": torch.tensor([-17, 0])}, rows(*range(17), entries=(0,))),
+    "window_past": ({"window_size": (2, -1)}, rows(*range(KEYS + 2, QUERIES))),
+    "window_future": ({"window_size": (-1, 3), "query_offset": -9}, rows(*range(6))),
+    "window_beside": ({"window_size": (1, 1), "query_offset": 100}, rows(*range(QUERIES))),
+    "window_and_length": (
+        {"window_size": (2, 0), "key_lengths": torch.tensor([13, 5])},
+        rows(*range(15, 30)) | rows(*range(7, 30), entries=(1,)),
+    ),
+    "mask_and_causal": (
+        {"is_causal": True, "attn_mask": torch.arange(KEYS) >= 4},
+        rows(0, 1, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "dropout_p": 0.3}], ids=["plain", "softcap_dropout"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", BLIND)
+def test_rows_that_see_nothing(
+    case: str, implementation: str, dtype: torch.dtype, options: dict[str, Any], block_size: None
+) -> None:
+    """out 0, lse -inf, zero gradients; finite everywhere, also for rows that share a block with rows that see something."""
+    arguments, blind = BLIND[case]
+    inputs = all_terms(dtype)
+    results = results_of(implementation, inputs, **arguments, **options)
+    blind = blind[:, None].expand(BATCH, HEADS, QUERIES)
+    assert blind.any()
+    assert (results["lse"][blind] == -math.inf).all() and results["lse"][~blind].isfinite().all()
+    for name in ("out", "d_query", "d_rel_query"):
+        assert not results[name][blind].any(), name
+    assert all(result.isfinite().all() for name, result in results.items() if name != "lse")
+    if blind.all():
+        assert not any(result.any() for name, result in results.items() if name != "lse")
+    else:
+        assert results["out"][~blind].any(-1).all() or "dropout_p" in options
+
+
+@pytest.mark.parametrize("mask_dtype", [None, torch.float32], ids=["same", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_mask_of_finfo_min(implementation: str, dtype: torch.dtype, mask_dtype: torch.dtype | None, block_size: None) -> None:
+    """A finite mask hides nothing: a row of finfo.min, against which all logits vanish, is uniform, as softmax has it."""
+    mask_dtype = mask_dtype or dtype
+    inputs = all_terms(dtype)._replace(rel_query=None, rel_key=None, rel_value=None, rel_bias=None)
+    mask = torch.zeros(QUERIES, KEYS, dtype=mask_dtype)
+    mask[5] = torch.finfo(mask_dtype).min
+    results, expected = results_of(implementation, inputs, attn_mask=mask), by_hand(inputs, attn_mask=mask)
+    for name, result in results.items():
+        assert_close(name, result, expected[name])
+    assert_close("out", results["out"][:, :, 5], inputs.value.double().mean(2))
+    assert not results["d_query"][:, :, 5].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float32_mask_of_finfo_min_in_low_precision(dtype: torch.dtype, block_size: None) -> None:
+    """A mask may hold numbers that the inputs' dtype has not: still a uniform row, and finite gradients."""
+    inputs = all_terms(dtype)._replace(rel_query=None, rel_key=None, rel_value=None, rel_bias=None)
+    mask = torch.zeros(QUERIES, KEYS)
+    mask[5] = torch.finfo(torch.float32).min
+    results, expected = results_of("blockwise", inputs, attn_mask=mask), by_hand(inputs, attn_mask=mask)
+    for name, result in results.items():
+        assert_close(name, result, expected[name])
+
+
+def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within 20 units in the last place of the norm, element by element for numbers too large for one."""
+    if float(expected.abs().max()) > 1e30:
+        assert torch.allclose(actual.double(), expected, rtol=20 * torch.finfo(actual.dtype).eps, atol=0), name
+    else:
+        error = float((actual.double() - expected).norm())
+        assert error <= 20 * torch.finfo(actual.dtype).eps * float(expected.norm()), f"{name}: {error}"
+
+
+WINDOWS = ((-1, -1), (0, 0), (3, -1), (-1, 2), (4, 1))
+
+
+@pytest.mark.parametrize("query_offset", [0, 5, -4, torch.tensor([3, -6])], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_seen(implementation: str, is_causal: bool, query_offset: int | torch.Tensor, block_size: None) -> None:
+    """Values that are the identity show the probabilities: positive for exactly the keys that no mask hides."""
+    query, key = make_inputs(BATCH, HEADS, QUERIES, KEYS, 4, num_rows=None, dtype=torch.float64, seed=0)[:2]
+    identity = torch.eye(KEYS, dtype=torch.float64).expand(BATCH, HEADS, KEYS, KEYS)
+    lengths = torch.tensor([KEYS, 6])
+    mask = torch.ones(HEADS, 1, KEYS, dtype=torch.bool)
+    mask[1, 0, 3] = False
+    for window_size in WINDOWS:
+        probs, _ = attend(
+            query,
+            key,
+            identity,
+            implementation=implementation,
+            is_causal=is_causal,
+            query_offset=query_offset,
+            window_size=window_size,
+            key_lengths=lengths,
+            attn_mask=mask,
+        )
+        for b, h, i, j in itertools.product(range(BATCH), range(HEADS), range(QUERIES), range(KEYS)):
+            r = j - i - (int(query_offset[b]) if isinstance(query_offset, torch.Tensor) else query_offset)
+            seen = j < lengths[b] and not (is_causal and r > 0) and not (h == 1 and j == 3)
+            seen = seen and (window_size[0] < 0 or r >= -window_size[0]) and (window_size[1] < 0 or r <= window_size[1])
+            assert bool(probs[b, h, i, j] > 0) == bool(seen), (b, h, i, j, window_size)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_offsets_of_the_batch_entries(implementation: str) -> None:
+    """query_offset (B,) is each batch entry with its own int."""
+    inputs = all_terms(torch.float64)
+    offsets = torch.tensor([4, -7], dtype=torch.int32)
+    results = results_of(implementation, inputs, query_offset=offsets, is_causal=True, window_size=(9, 9))
+    for b in range(BATCH):
+        single = inputs._replace(
+            **{name: getattr(inputs, name)[b : b + 1] for name in ("query", "key", "value", "rel_query", "d_out", "d_lse")}
+        )
+        expected = results_of(implementation, single, query_offset=int(offsets[b]), is_causal=True, window_size=(9, 9))
+        for name in ("out", "lse", "d_query", "d_key", "d_value", "d_rel_query"):
+            assert_same(name, results[name][b : b + 1], expected[name])
+        for name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+            results[name] = results[name] - expected[name]
+    for name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+        assert_same(name, results[name], torch.zeros_like(results[name]))
+
+
+MASKS_THAT_BROADCAST = ((1, 1, 1, 1), (1, 1, 1, KEYS), (QUERIES, 1), (BATCH, 1, 1, KEYS), (HEADS, QUERIES, KEYS), ())
+
+
+@pytest.mark.parametrize("shape", MASKS_THAT_BROADCAST, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masks_broadcast(implementation: str, shape: tuple[int, ...], block_size: None) -> None:
+    """A mask that broadcasts is that mask expanded."""
+    inputs = all_terms(torch.float64)
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    full = mask.expand(BATCH, HEADS, QUERIES, KEYS).contiguous()
+    for one, other in ((mask, full), (mask > 0, full > 0)):
+        results, expected = (results_of(implementation, inputs, attn_mask=each) for each in (one, other))
+        for name, result in results.items():
+            assert_same(name, result, expected[name])
+
+
+SOFTCAP_CASES = ((3.0, 1.0), (3.0, -4.0), (50.0, 7.0), (0.5, 100.0))
+
+
+@pytest.mark.parametrize(("softcap", "logit"), SOFTCAP_CASES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_softcap_of_one_key(implementation: str, softcap: float, logit: float) -> None:
+    """lse of a single key is c tanh(z / c) + mask, its derivative 1 - tanh^2; the mask is not limited."""
+    number = lambda value: torch.full((1, 1, 1, 1), value, dtype=torch.float64)  # noqa: E731
+    zero = torch.zeros(1, 1, 1, dtype=torch.float64)
+    inputs = Inputs(number(logit / 4), number(2.0), number(1.0), None, number(0.0), zero + 1, rel_bias=zero[0, 0] + logit / 2)
+    results = results_of(implementation, inputs, scale=1.0, softcap=softcap, attn_mask=number(11.0))
+    slope = 1 - math.tanh(logit / softcap) ** 2
+    expected = {"lse": softcap * math.tanh(logit / softcap) + 11, "d_query": 2 * slope, "d_key": logit / 4 * slope}
+    for name, value in {**expected, "d_rel_bias": slope}.items():
+        assert_same(name, results[name].flatten(), torch.tensor([value], dtype=torch.float64))
+
+
+UNSEEN: dict[str, tuple[dict[str, Any], slice, slice]] = {
+    # arguments, the keys that some query sees, and the rows (of 101, r = -50 .. 50) that some pair of 37 queries and 41 keys has
+    "lengths": ({"key_lengths": torch.tensor([30, 11])}, slice(0, 30), slice(50 - 36, 50 + 30)),
+    "causal": ({"is_causal": True}, slice(0, 37), slice(50 - 36, 51)),
+    "causal_offset": ({"is_causal": True, "query_offset": -20}, slice(0, 17), slice(50 - 16, 51)),
+    "window": ({"window_size": (2, 1), "query_offset": 9}, slice(7, 41), slice(48, 52)),
+    "window_left": ({"window_size": (2, -1), "query_offset": 9}, slice(7, 41), slice(48, 50 + 32)),
+    "window_right": ({"window_size": (-1, 1), "query_offset": -9}, slice(0, 29), slice(50 - 27, 52)),
+    "window_and_causal": ({"window_size": (3, 7), "is_causal": True, "query_offset": 9}, slice(6, 41), slice(47, 51)),
+    "offsets": (
+        {"window_size": (2, 1), "query_offset": torch.tensor([9, 12])},
+        slice(7, 41),
+        slice(48, 52),
+    ),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("case", UNSEEN)
+def test_nan_that_no_query_sees(case: str, dropout_p: float, block_size: None) -> None:
+    """Keys, values and table rows that no pair has may hold NaN: no result has any, and their gradients are zero."""
+    arguments, keys, table_rows = UNSEEN[case]
+    arguments = {**arguments, "positions": RelativePositions(-50, 50), "dropout_p": dropout_p}
+    inputs = all_terms(torch.float64, 37, 41, 101)
+    spoilt = dict(inputs._asdict())
+    for name, seen, dim in (
+        *((name, keys, 2) for name in ("key", "value")),
+        *((name, table_rows, 0) for name in ("rel_key", "rel_value", "rel_bias")),
+    ):
+        spoilt[name] = torch.full_like(spoilt[name], math.nan)
+        where = (slice(None),) * dim + (seen,)
+        spoilt[name][where] = getattr(inputs, name)[where]
+    results, expected = results_of("blockwise", Inputs(**spoilt), **arguments), by_hand(inputs, **arguments)
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+    assert not results["d_rel_bias"][: table_rows.start].any() and not results["d_rel_bias"][table_rows.stop :].any()
+    assert results["d_rel_bias"][table_rows].all() or dropout_p > 0
+    assert results["d_value"][:, :, keys].any() and not results["d_value"][:, :, : keys.start].any()
+
+
+@pytest.mark.parametrize("name", ["query", "rel_query"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "window_size": (20, 9)}], ids=["plain", "softcap_window"])
+def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any], block_size: None) -> None:
+    """Its own row of the results, and the gradients that queries share; all else is bit-equal."""
+    inputs = all_terms(torch.float32)
+    tensor = getattr(inputs, name).clone()
+    tensor[1, 0, 11] = math.nan
+    results = results_of("blockwise", inputs._replace(**{name: tensor}), **options)
+    expected = results_of("blockwise", inputs, **options)
+    for result in ("out", "lse", "d_query", "d_rel_query"):
+        assert results[result][1, 0, 11].isnan().all(), result
+        results[result][1, 0, 11] = expected[result][1, 0, 11]
+        assert torch.equal(results[result], expected[result]), result
+    for result in ("d_key", "d_value"):
+        assert results[result][1, 0].isnan().any(), result
+        results[result][1, 0] = expected[result][1, 0]
+        assert torch.equal(results[result], expected[result]), result
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_tensor_thrice(implementation: str) -> None:
+    """Query, key and value in one: the gradient is the sum of three."""
+    inputs = all_terms(torch.float64, KEYS, KEYS)
+    shared = inputs.query.clone().requires_grad_()
+    out, lse = attend(shared, shared, shared, inputs.rel_key, **inputs.terms(), implementation=implementation, is_causal=True)
+    (gradient,) = torch.autograd.grad((out, lse), shared, (inputs.d_out, inputs.d_lse))
+    same = inputs._replace(key=inputs.query, value=inputs.query)
+    results = forward_backward(attend, same, implementation=implementation, is_causal=True)
+    assert_same("gradient", gradient, results["d_query"] + results["d_key"] + results["d_value"])

@@ -1,0 +1,48 @@
+"""Which probabilities are dropped: a function of seed, sequence, head, query and key alone, whatever computes it.
+
+Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: the fewest that pass their
+statistical tests) turns the counter (key // 4, query, head, sequence) into four words of 32 bits; key takes word key % 4. None
+of the four counters can overflow, so no two probabilities share a word. kernels/dropout.py is the same in Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW_BITS = 0xFFFFFFFF
+
+
+def draw_seed(device: torch.device | str | None = None) -> torch.Tensor:
+    """(1,) int64 from the device's default generator. A tensor, so that a captured CUDA graph draws anew at every replay."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def largest_dropped(dropout_p: float) -> int:
+    """A probability is dropped if its word is at most this. dropout_p is positive."""
+    return max(round(dropout_p * 2**32), 1) - 1
+
+
+def keep_scale(dropout_p: float) -> float:
+    """What the probabilities that stay are multiplied by."""
+    return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+
+
+def keep_mask(
+    seed: torch.Tensor, dropout_p: float, sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, keys: slice
+) -> torch.Tensor:
+    """What is not dropped, bool, of shape (..., keys) for sequence, head and query indices that broadcast to (..., 1)."""
+    start = keys.start // 4
+    groups = torch.arange(start, (keys.stop + 3) // 4, device=seed.device)
+    c0, c1, c2, c3 = torch.broadcast_tensors(groups, query, head, sequence)
+    k0, k1 = seed & _LOW_BITS, (seed >> 32) & _LOW_BITS
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the low 64 bits are right, whatever the sign
+        c0 = ((product1 >> 32) & _LOW_BITS) ^ c1 ^ k0
+        c2 = ((product0 >> 32) & _LOW_BITS) ^ c3 ^ k1
+        c1, c3 = product1 & _LOW_BITS, product0 & _LOW_BITS
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_BITS, (k1 + _KEY_STEPS[1]) & _LOW_BITS
+    words = torch.stack((c0, c1, c2, c3), -1).flatten(-2)
+    return words[..., keys.start - 4 * start : keys.stop - 4 * start] > largest_dropped(dropout_p)

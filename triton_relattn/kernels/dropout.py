@@ -1,0 +1,18 @@
+"""Which probabilities are dropped; triton_relattn/dropout.py says how, and is the same in torch."""
+
+import triton
+import triton.language as tl
+
+from ..dropout import ROUNDS
+
+NUM_ROUNDS = tl.constexpr(ROUNDS)
+
+
+@triton.jit
+def kept(dropout, batch, head, offs_m, offs_n):
+    """Mask of the pairs that are not dropped, for indices of shapes that go together. dropout: arguments.Dropout."""
+    seed = tl.load(dropout.seed)
+    word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, NUM_ROUNDS)
+    even = tl.where(offs_n & 2 == 0, word_0, word_2)
+    odd = tl.where(offs_n & 2 == 0, word_1, word_3)
+    return tl.where(offs_n & 1 == 0, even, odd) > dropout.largest_dropped.to(tl.uint32)

@@ -1,0 +1,23 @@
+"""The tensors that every implementation returns: their dtypes and memory order."""
+
+from __future__ import annotations
+
+import torch
+
+
+def new_like(query: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Empty (B, H, N, width) tensor in query's memory order: (B, N, H, width) if query is such a view."""
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+    return query.new_empty(batch, heads, length, width, dtype=dtype)
+
+
+def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
+    """The empty gradient of a tensor; those of query, key, value and rel_query keep its memory order."""
+    return new_like(tensor, tensor.shape[-1]) if tensor.dim() == 4 else tensor.new_empty(tensor.shape)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and accumulators: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
