@@ -24,6 +24,8 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Call
+from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 # Shared memory one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
 SHARED_MEMORY = {
@@ -129,6 +131,13 @@ def recorded_launches(target: str) -> Iterator[list[Launch]]:
                 delattr(CompiledKernel, name)
             else:
                 setattr(CompiledKernel, name, original)
+
+
+def selected(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> configs.TileConfig:
+    """The configuration of one of configs.KERNELS that a call gets on the target; its tensors may be on "meta"."""
+    call = Call(tensors, spec)
+    call.arch = target
+    return call.tile(kernel)
 
 
 @dataclass

@@ -13,15 +13,17 @@ import torch
 
 from triton_relattn import RelativePositions, fused_relative_attention, testing, validation
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 from triton_relattn.reference import reference_attention
+from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs
 
-from .report import RESULTS, Report, in_one_line, shown, spread, synchronize
+from .report import Report, in_one_line, shown, spread, synchronize
 
 TABLES = ("full", "clamped", "zero", "none")
-WANTED = {"rows": (True, False, False, False), "columns": (False, True, True, False), "table": (False, False, False, True)}
+WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
 
 
@@ -79,19 +81,16 @@ class Case:
 
 def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """What one kernel computes in the selected configuration; those of the backward start from the exact out and lse."""
-    tensors, key_lengths = inputs[:4], arguments["key_lengths"]
-    spec = validation.resolve(*tensors, **arguments)
-    outside = None if inputs.rel_key is None else spec.outside(case.num_queries, case.num_keys)
-    arch, value_width = configs.architecture(inputs.query.device), inputs.value.shape[-1]
-    config = configs.select(case.kernel, arch, inputs.query.dtype, case.width, value_width, outside, case.is_causal)
+    tensors, spec = validation.resolve(*inputs[:4], **arguments)
+    config = Call(tensors, spec).tile(case.kernel)
     if case.kernel == "forward":
-        return shown(config), dict(zip(RESULTS, forward(*tensors, key_lengths, spec, config=config), strict=False))
+        return shown(config), dict(zip(("out", "lse"), forward(tensors, spec, config), strict=False))
     golden = testing.dense_gradients(inputs, **arguments)
     out, lse = golden.out.to(inputs.query.dtype), golden.lse.to(inputs.d_lse.dtype)
-    wanted, tiles = WANTED[case.kernel], {case.kernel: config}
-    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, *tensors, key_lengths, spec, wanted, tiles)
-    named = zip(RESULTS[2:], gradients, strict=True)
-    return shown(config), {name: gradient for name, gradient in named if gradient is not None}
+    wanted, tiles = [name in WANTED[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
+    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, None, tensors, spec, wanted, tiles)
+    named = zip(DIFFERENTIABLE, gradients, strict=True)
+    return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}
 
 
 def check_result(

@@ -110,7 +110,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def shown(config: configs.TileConfig) -> str:
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}"
 
 
 def synchronize(device: str) -> None:

@@ -18,8 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton_relattn import RelativePositions, fused_relative_attention, validation
 from triton_relattn.demo.report import table as text_table
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import DIFFERENTIABLE
 
 from .report import NOT_SUPPORTED, Report, in_one_line, shown, spread, synchronize
 
@@ -29,14 +31,14 @@ HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues wh
 LARGEST_DIFFERENCE = 0.03  # in norm, of two ways to compute the same in 16 bits
 WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in units of a plain forward, as FlashAttention counts
 WHOLE = ("forward", "forward+backward")
-WANTED = {"rows": (True, False, False, False), "rows+columns": (True, True, True, False), "backward": (True, True, True, True)}
+WANTED = {"rows": ("query",), "rows+columns": ("query", "key", "value"), "backward": DIFFERENTIABLE}
 SDPA_BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 RATIOS = (("full", "plain"), ("full", "sdpa"), ("clipped", "sdpa"), ("plain", "sdpa"))
-Call = Callable[[], Sequence[torch.Tensor]]
+Timed = Callable[[], Sequence[torch.Tensor]]
 Name = tuple[str, str]
 """Variant and direction."""
 
@@ -80,7 +82,7 @@ def sdpa(
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
-def whole_calls(function: Callable[..., Any], leaves: Sequence[torch.Tensor], d_out: torch.Tensor) -> tuple[Call, Call]:
+def whole_calls(function: Callable[..., Any], leaves: Sequence[torch.Tensor], d_out: torch.Tensor) -> tuple[Timed, Timed]:
     """Forward, and forward with backward."""
 
     def only_forward() -> Sequence[torch.Tensor]:
@@ -92,30 +94,30 @@ def whole_calls(function: Callable[..., Any], leaves: Sequence[torch.Tensor], d_
 
 def backward_calls(
     positions: RelativePositions | None, is_causal: bool, leaves: Sequence[torch.Tensor], d_out: torch.Tensor
-) -> dict[str, Call]:
+) -> dict[str, Timed]:
     """The backward by itself, and parts of it."""
     query, key, value, *table = (leaf.detach() for leaf in leaves)
     rel_key = table[0] if table else None
-    spec = validation.resolve(query, key, value, rel_key, positions, None, is_causal, 0, None)
+    tensors, spec = validation.resolve(query, key, value, rel_key, positions=positions, is_causal=is_causal)
     saved: list[torch.Tensor] = []
 
-    def run(wanted: Sequence[bool]) -> Sequence[torch.Tensor]:
+    def run(wanted: Sequence[str]) -> Sequence[torch.Tensor]:
         if not saved:  # the first time, which is not timed
-            saved.extend(forward(query, key, value, rel_key, None, spec))
-        out, lse = saved
-        gradients = backward(d_out, d_lse, out, lse, query, key, value, rel_key, None, spec, wanted)
+            saved.extend(forward(tensors, spec))
+        out, lse, statistics = saved
+        gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, [name in wanted for name in DIFFERENTIABLE])
         return [gradient for gradient in gradients if gradient is not None]
 
     d_lse = query.new_zeros(query.shape[:3], dtype=torch.float32)
     return {direction: partial(run, wanted) for direction, wanted in WANTED.items()}
 
 
-def make_calls(point: Point, device: str, only_ours: bool = False) -> dict[Name, Call]:
+def make_calls(point: Point, device: str, only_ours: bool = False) -> dict[Name, Timed]:
     torch.manual_seed(0)
     normal = partial(torch.randn, dtype=getattr(torch, point.dtype), device=device)
     query, key, value, d_out = (normal(point.batch, point.heads, point.length, point.width) for _ in range(4))
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    calls: dict[Name, Call] = {}
+    calls: dict[Name, Timed] = {}
     for variant, positions in point.variants().items():
         table = [] if positions is None else [normal(positions.num_rows, point.width).requires_grad_()]
         ours = partial(fused_relative_attention, positions=positions, is_causal=point.is_causal, implementation="triton")
@@ -142,7 +144,7 @@ def run_ours(point: Point, device: str) -> str:
     return ""
 
 
-def peak_bytes(call: Call, device: str) -> int | None:
+def peak_bytes(call: Timed, device: str) -> int | None:
     """Bytes by which the peak of a call exceeds what was allocated before."""
     if device != "cuda":
         return None
@@ -158,7 +160,7 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> fl
     return max((float((a - b).norm() / b.norm()) for a, b in zip(results, others, strict=True)), default=0.0)
 
 
-def first_runs(calls: dict[Name, Call], device: str) -> dict[Name, dict[str, Any]]:
+def first_runs(calls: dict[Name, Timed], device: str) -> dict[Name, dict[str, Any]]:
     """Status and peak memory of every call. Those that raise or are wrong are taken out of ``calls``: they get no time."""
     rows: dict[Name, dict[str, Any]] = {}
     plain: dict[str, Sequence[torch.Tensor]] = {}
@@ -182,7 +184,7 @@ def first_runs(calls: dict[Name, Call], device: str) -> dict[Name, dict[str, Any
     return rows
 
 
-def time_one(call: Call, flush: torch.Tensor | None) -> Callable[[], float]:
+def time_one(call: Timed, flush: torch.Tensor | None) -> Callable[[], float]:
     """Run a call; what is returned gives the milliseconds once the GPU is done."""
     if flush is None:
         started = time.perf_counter()
@@ -198,7 +200,7 @@ def time_one(call: Call, flush: torch.Tensor | None) -> Callable[[], float]:
     return lambda: start.elapsed_time(stop)
 
 
-def time_calls(calls: dict[Name, Call], options: argparse.Namespace, deadline: float) -> dict[Name, list[float]]:
+def time_calls(calls: dict[Name, Timed], options: argparse.Namespace, deadline: float) -> dict[Name, list[float]]:
     """Sorted milliseconds of every call, from rounds of all of them, each in an order of its own."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if options.device == "cuda" else None
     times: dict[Name, list[float]] = {name: [] for name in calls}
@@ -245,16 +247,13 @@ def used_configs(point: Point, variant: str, direction: str, device: str) -> str
     variants = point.variants()
     if variant not in variants:
         return ""
-    positions, outside = variants[variant], None
-    if positions is not None:
-        query, table = (torch.empty(1, 1, n, point.width, device="meta") for n in (point.length, positions.num_rows))
-        spec = validation.resolve(query, query, query, table[0, 0], positions, None, point.is_causal, 0, None)
-        outside = spec.outside(point.length, point.length)
+    positions = variants[variant]
+    query = torch.empty(1, dtype=getattr(torch, point.dtype), device=device).expand(1, 1, point.length, point.width)
+    table = None if positions is None else query[0, 0, :1].expand(positions.num_rows, -1)
+    call = Call(*validation.resolve(query, query, query, table, positions=positions, is_causal=point.is_causal))
     whole = {"forward+backward": configs.KERNELS, "backward": configs.KERNELS[1:], "rows+columns": configs.KERNELS[1:3]}
     kernels = [kernel for kernel in whole.get(direction, (direction,)) if kernel != "table" or positions is not None]
-    arch, dtype = configs.architecture(torch.device(device)), getattr(torch, point.dtype)
-    select = partial(configs.select, arch=arch, dtype=dtype, head_dim=point.width, value_dim=point.width)
-    return ", ".join(f"{k} {shown(select(k, outside=outside, is_causal=point.is_causal))}" for k in kernels)
+    return ", ".join(f"{kernel} {shown(call.tile(kernel))}" for kernel in kernels)
 
 
 def add_rows(point: Point, options: argparse.Namespace, report: Report, deadline: float) -> None:

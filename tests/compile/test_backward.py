@@ -6,7 +6,7 @@ Counts of registers and instructions belong to one version of Triton, the one in
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,15 +14,24 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.compiled import MULTIPROCESSORS, SHARED_MEMORY, Launch, Resources, matrix_instructions, recorded_launches, resources
-from tests.compile.test_forward import LENGTH, NVIDIA, TABLES, on_triton_3_7
+from bench.compiled import (
+    MULTIPROCESSORS,
+    SHARED_MEMORY,
+    Launch,
+    Resources,
+    matrix_instructions,
+    recorded_launches,
+    resources,
+    selected,
+)
+from tests.compile.test_forward import LENGTH, NVIDIA, TABLES, call, on_triton_3_7
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec
+from triton_relattn.spec import DIFFERENTIABLE
 
-ALL = (True, True, True, True)
-WANTED = {"rows": (True, False, False, False), "columns": (False, True, True, False), "table": (False, False, False, True)}
+ALL = ("query", "key", "value", "rel_key")
+WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
 KERNELS_AND_TABLES = [(kernel, table) for kernel in WANTED for table in TABLES if (kernel, table) != ("table", "none")]
 
 
@@ -32,28 +41,16 @@ def launches(
     width: int,
     table: str,
     *,
-    is_causal: bool = False,
-    has_lengths: bool = True,
-    per_head: bool = False,
-    wanted: Sequence[bool] = ALL,
-    length: int = LENGTH,
-    heads: int = 2,
+    wanted: Collection[str] = ALL,
     tiles: dict[str, configs.TileConfig] | None = None,
+    **of_call: Any,
 ) -> list[Launch]:
     """What a backward compiles and launches."""
-    rows, clamp = TABLES[table]
-    rows = 2 * length - 1 if table == "full" else rows
-    tensor = (
-        torch.empty(1, dtype=dtype).expand(1, heads, length, width)
-        if heads > 2
-        else torch.empty(1, heads, length, width, dtype=dtype)
-    )
-    rel_key = torch.empty(*(heads,) * per_head, rows, width, dtype=dtype) if rows else None
-    lengths = torch.zeros(1, dtype=torch.int32) if has_lengths else None
-    lse = torch.empty(1, heads, length)
-    spec = AttentionSpec(0.1, -(rows // 2), rows // 2, clamp, is_causal, 0)
+    tensors, spec = call(table, dtype, width, **of_call)
+    lse = torch.empty(tensors.query.shape[:3])
     with recorded_launches(target) as recorded:
-        backward(tensor, lse, tensor, lse, tensor, tensor, tensor, rel_key, lengths, spec, wanted, tiles)
+        wants = [name in wanted for name in DIFFERENTIABLE]
+        backward(tensors.query, lse, tensors.query, lse, None, tensors, spec, wants, tiles)
     return recorded
 
 
@@ -61,13 +58,10 @@ def launches(
 def compiled(kernel: str, target: str, width: int, table: str, is_causal: bool = False, has_lengths: bool = True) -> Resources:
     """A kernel with its default configuration in bfloat16; the others are compiled with something small and quick."""
     small = configs.TileConfig(16, 16, 4, 1)
-    outside = {"none": None, "full": "none"}.get(table, table)
-    tiles = {
-        name: configs.select(name, target, torch.bfloat16, width, width, outside, is_causal) if name == kernel else small
-        for name in WANTED
-    }
+    resolved = call(table, torch.bfloat16, width, is_causal=is_causal, has_lengths=has_lengths)
+    tiles = {name: selected(name, target, *resolved) if name == kernel else small for name in WANTED}
     if kernel == "table" and table == "clamp":
-        tiles["rows"] = configs.select("rows", target, torch.bfloat16, width, width, outside, is_causal)
+        tiles["rows"] = selected("rows", target, *resolved)
     recorded = launches(
         target,
         torch.bfloat16,
@@ -103,15 +97,14 @@ def test_no_spills(has_lengths: bool, target: str, width: int, kernel: str, tabl
 def test_loads_are_asynchronous(target: str, kernel: str) -> None:
     """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off."""
     width = 64
-    stages = configs.select(kernel, target, torch.bfloat16, width, width, "none", False).num_stages
+    stages = selected(kernel, target, *call("full", torch.bfloat16, width)).num_stages
     loop = compiled(kernel, target, width, "full").main_loop
     assert (loop["LDGSTS"] > 0) == (stages > 1) and (loop["LDG"] > 0) == (stages == 1), (stages, loop)
 
 
 def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
     """Instructions of the loops per score element, near loop first: warps times instructions over the elements of a tile."""
-    outside = {"none": None, "full": "none"}.get(table, table)
-    config = configs.select(kernel, target, torch.bfloat16, width, width, outside, False)
+    config = selected(kernel, target, *call(table, torch.bfloat16, width))
     loops = [loop for loop in compiled(kernel, target, width, table).loops if matrix_instructions(loop)]
     return [sum(loop.values()) * config.num_warps / (config.block_m * config.block_n) for loop in loops]
 
@@ -130,8 +123,7 @@ def test_cost_of_the_relative_term() -> None:
 
 def products(kernel: str, target: str, table: str) -> float:
     """Matrix products per score of the main loop, in units of one [M, D] @ [D, N], on a target that has HMMA only."""
-    outside = {"none": None, "full": "none"}[table]
-    config = configs.select(kernel, target, torch.bfloat16, 64, 64, outside, False)
+    config = selected(kernel, target, *call(table, torch.bfloat16, 64))
     loop = compiled(kernel, target, 64, table).main_loop
     # One HMMA multiplies 16 x 16 with 16 x 8.
     return loop["HMMA"] * config.num_warps * 16 * 8 * 16 / (config.block_m * config.block_n * 64)
@@ -151,31 +143,31 @@ def test_products_per_tile() -> None:
 def test_only_what_the_wanted_gradients_need_is_launched(per_head: bool) -> None:
     """delta, which d_key and the table's gradient need, comes from the rows kernel; a clamped table's far scores do, too."""
 
-    def names(table: str, *wanted: bool) -> list[str]:
+    def names(table: str, *wanted: str) -> list[str]:
         recorded = launches("sm_90", torch.float16, 16, table, length=64, wanted=wanted, per_head=per_head)
         return [launch.name for launch in recorded]
 
-    assert names("full", True, True, True, True) == ["rows", "columns", "table"]
-    assert names("full", True, False, False, False) == ["rows"]
-    assert names("full", False, True, False, False) == ["rows", "columns"]
-    assert names("full", False, False, True, False) == ["columns"]
-    assert names("full", False, False, False, True) == ["rows", "table"]
-    assert names("full", False, False, False, False) == []
-    assert names("none", True, True, True, False) == ["rows", "columns"]
-    assert names("zero", False, False, False, True) == ["rows", "table"]
-    assert names("clamp", False, False, False, False) == []
+    assert names("full", *ALL) == ["rows", "columns", "table"]
+    assert names("full", "query") == ["rows"]
+    assert names("full", "key") == ["rows", "columns"]
+    assert names("full", "value") == ["columns"]
+    assert names("full", "rel_key") == ["rows", "table"]
+    assert names("full") == []
+    assert names("none", "query", "key", "value") == ["rows", "columns"]
+    assert names("zero", "rel_key") == ["rows", "table"]
+    assert names("clamp") == []
     clamp_short: Any = {"clamp": (9, True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TABLES, "clamp", clamp_short["clamp"])
-        assert names("clamp", True, True, True, True) == ["rows", "columns", "table", "table_ends"]
-        assert names("clamp", False, False, True, False) == ["rows", "columns"]
+        assert names("clamp", *ALL) == ["rows", "columns", "table", "table_ends"]
+        assert names("clamp", "value") == ["rows", "columns"]
 
 
 def test_grids() -> None:
     """All programs lie on axis 0, whose limit is 2**31 - 1, also with 70,000 heads; the table's fill the GPU and no more."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
     assert recorded["rows"] == recorded["columns"] == (70_000, 1, 1)
-    block = configs.select("table", "sm_90", torch.float16, 16, 16, "none", False).block_n
+    block = selected("table", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
     blocks = triton.cdiv(31, block)
     assert recorded["table"] == (blocks * (configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks), 1, 1)
     # As many blocks as the GPU can hold at once need no partial sums.
@@ -207,15 +199,22 @@ class Allocations(TorchDispatchMode):
         return sum(self.sizes.values())
 
 
-def allocated(length: int, table: str) -> int:
+def allocated(length: int, table: str, with_every_term: bool = False) -> int:
     """Bytes that forward and backward allocate, one head of width 16 in float16, all gradients, everything kept."""
-    rows, clamp = (2 * length - 1, True) if table == "full" else (9, True)
-    query, d_out = torch.empty(1, 1, length, 16, dtype=torch.float16), torch.empty(1, 1, length, 16, dtype=torch.float16)
-    rel_key, d_lse = torch.empty(rows, 16, dtype=torch.float16), torch.empty(1, 1, length)
-    spec = AttentionSpec(0.1, -(rows // 2), rows // 2, clamp, False, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TABLES, "clamp", (9, True))
+        tensors, spec = call(table, torch.float16, 16, length=length, heads=1, has_lengths=False)
+    if with_every_term:
+        assert tensors.rel_key is not None
+        rows = tensors.rel_key.shape[0]
+        terms = {"rel_query": torch.empty_like(tensors.query), "rel_value": torch.empty_like(tensors.rel_key)}
+        tensors = tensors._replace(
+            **terms, rel_bias=torch.empty(rows, dtype=torch.float16), attn_mask=torch.empty(1, 1, 1, length)
+        )
+    d_out, d_lse = torch.empty_like(tensors.query), torch.empty(1, 1, length)
     with recorded_launches("sm_90"), Allocations() as allocations:
-        out, lse = forward(query, query, query, rel_key, None, spec)
-        backward(d_out, d_lse, out, lse, query, query, query, rel_key, None, spec)
+        out, lse, statistics = forward(tensors, spec)
+        backward(d_out, d_lse, out, lse, statistics, tensors, spec)
     return allocations.total
 
 
@@ -234,9 +233,16 @@ def test_memory_is_linear() -> None:
         assert allocated(length, "clamp") == results + length * 4 + 4 * length * 4 + 9 * row + clamped + ends
 
 
+@pytest.mark.parametrize("table", ["full", "clamp"])
+def test_memory_of_all_terms_is_linear(table: str) -> None:
+    """Twice the length takes twice the bytes, less what does not depend on it."""
+    short, middle, long = (allocated(length, table, with_every_term=True) for length in (1024, 2048, 4096))
+    assert long - middle == 2 * (middle - short) > 0
+
+
 def configs_margin(length: int) -> int:
     """Rows on either side of a clamped table's partial sums."""
-    rows = configs.select("rows", "sm_90", torch.float16, 16, 16, "clamp", False)
+    rows = selected("rows", "sm_90", *call("clamp", torch.float16, 16, length=length))
     return rows.block_m + rows.block_n
 
 
@@ -264,12 +270,13 @@ def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: in
         assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
 
 
-@pytest.mark.parametrize("kernel", WANTED)
+@pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_selected_configurations_are_valid(kernel: str) -> None:
     for target in (*NVIDIA, "gfx942", "interpreter"):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for width in (8, 16, 64, 80, 128, 256):
-                for outside in (None, "none", "clamp", "zero"):
+                for table in TABLES:
                     for is_causal in (False, True):
-                        config = configs.select(kernel, target, dtype, width, width, outside, is_causal)
-                        assert config.why_invalid(target, outside is not None) is None, (target, dtype, width, outside)
+                        resolved = call(table, dtype, width, is_causal=is_causal, length=100)
+                        config = selected(kernel, target, *resolved)
+                        assert config.why_invalid(target, table != "none") is None, (target, dtype, width, table)

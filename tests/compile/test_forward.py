@@ -11,10 +11,11 @@ import pytest
 import torch
 import triton
 
-from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, resources
+from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, resources, selected
+from triton_relattn import RelativePositions, validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec
+from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 LENGTH = 4096
 # Name -> (rows of the table, clamp); a full table has a row for every pair.
@@ -31,18 +32,42 @@ on_triton_3_7 = pytest.mark.skipif(
 )
 
 
+def call(
+    table: str,
+    dtype: torch.dtype,
+    width: int,
+    *,
+    is_causal: bool = False,
+    has_lengths: bool = True,
+    per_head: bool = False,
+    length: int = LENGTH,
+    heads: int = 2,
+) -> tuple[AttentionTensors, AttentionSpec]:
+    """A resolved call with one of TABLES; many heads take no memory."""
+    rows, clamp = TABLES[table]
+    rows = 2 * length - 1 if table == "full" else rows
+    tensor = torch.empty(1, 1, 1, 1, dtype=dtype).expand(1, heads, length, width) if heads > 2 else None
+    tensor = torch.empty(1, heads, length, width, dtype=dtype) if tensor is None else tensor
+    return validation.resolve(
+        tensor,
+        tensor,
+        tensor,
+        torch.empty(*(heads,) * per_head, rows, width, dtype=dtype) if rows else None,
+        positions=RelativePositions(-(rows // 2), rows // 2, "clamp" if clamp else "zero") if rows else None,
+        key_lengths=torch.zeros(1, dtype=torch.int32) if has_lengths else None,
+        is_causal=is_causal,
+        scale=0.1,
+    )
+
+
 def launch(
     target: str, dtype: torch.dtype, width: int, table: str, is_causal: bool = False, has_lengths: bool = True
 ) -> tuple[configs.TileConfig, triton.compiler.CompiledKernel]:
     """The kernel that the launcher compiles and launches for a call, and its configuration."""
-    rows, clamp = TABLES[table]
-    tensor = torch.empty(1, 2, LENGTH, width, dtype=dtype)
-    rel_key = torch.empty(rows, width, dtype=dtype) if rows else None
-    lengths = torch.zeros(1, dtype=torch.int32) if has_lengths else None
-    spec = AttentionSpec(0.1, -(rows // 2), rows // 2, clamp, is_causal, 0)
-    config = configs.select("forward", target, dtype, width, width, spec.outside(LENGTH, LENGTH) if rows else None, is_causal)
+    tensors, spec = call(table, dtype, width, is_causal=is_causal, has_lengths=has_lengths)
+    config = selected("forward", target, tensors, spec)
     with recorded_launches(target) as launches:
-        forward(tensor, tensor, tensor, rel_key, lengths, spec)
+        forward(tensors, spec)
     assert len(launches) == 1 and launches[0].grid == (triton.cdiv(LENGTH, config.block_m) * 2, 1, 1)
     return config, launches[0].kernel
 
@@ -54,8 +79,7 @@ def compiled(target: str, width: int, table: str, is_causal: bool = False, has_l
 
 def per_score(target: str, width: int, table: str) -> float:
     """Instructions of the main loop per score element: warps times instructions over the elements of a tile."""
-    outside = {"none": None, "full": "none"}.get(table, table)
-    config = configs.select("forward", target, torch.bfloat16, width, width, outside, False)
+    config = selected("forward", target, *call(table, torch.bfloat16, width))
     loop = compiled(target, width, table).main_loop
     return sum(loop.values()) * config.num_warps / (config.block_m * config.block_n)
 
@@ -88,11 +112,10 @@ def test_main_loop(target: str, width: int) -> None:
     """One more product than plain attention on the matrix units, one shuffle an element, loads still asynchronous."""
     unit = "HGMMA" if target == "sm_90" else "HMMA"
     full, plain = compiled(target, width, "full").main_loop, compiled(target, width, "none").main_loop
-    outside = {"full": "none", "none": None}
     elements = {
         table: config.block_m * config.block_n / (32 * config.num_warps)
-        for table in outside
-        for config in [configs.select("forward", target, torch.bfloat16, width, width, outside[table], False)]
+        for table in ("full", "none")
+        for config in [selected("forward", target, *call(table, torch.bfloat16, width))]
     }
     assert matrix_instructions(full) == full[unit] and matrix_instructions(plain) == plain[unit]
     if target == "sm_80":  # every product of a tile is as many instructions
@@ -106,8 +129,8 @@ def test_main_loop(target: str, width: int) -> None:
 
 def test_far_tiles_cost_no_product() -> None:
     """Beyond a bounded table: as many matrix instructions as without a table, and for "zero" hardly more of anything."""
-    config = configs.select("forward", "sm_90", torch.bfloat16, 64, 64, "zero", False)
-    assert config == configs.select("forward", "sm_90", torch.bfloat16, 64, 64, "clamp", False)
+    configurations = {selected("forward", "sm_90", *call(table, torch.bfloat16, 64)) for table in ("zero", "clamp")}
+    assert len(configurations) == 1
     for table in ("zero", "clamp"):
         near, far = (matrix_instructions(loop) for loop in compiled("sm_90", 64, table).loops if matrix_instructions(loop))
         assert far * 3 == near * 2
@@ -140,10 +163,9 @@ def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: in
 
 def test_grid_and_launches() -> None:
     """70,000 heads lie on grid axis 0, whose limit is 2**31 - 1; an empty call launches nothing."""
-    spec = AttentionSpec(0.1, -3, 3, True, False, 0)
     with recorded_launches("sm_90") as launches:
         tensor = torch.empty(1, dtype=torch.float16).expand(70, 1000, 16, 16)
         rel_key = torch.empty(7, 16, dtype=torch.float16)
-        forward(tensor, tensor, tensor, rel_key, None, spec)
-        forward(tensor[:0], tensor[:0], tensor[:0], rel_key, None, spec)
+        for query in (tensor, tensor[:0]):
+            forward(*validation.resolve(query, query, query, rel_key))
     assert [launch.grid for launch in launches] == [(70_000, 1, 1)]

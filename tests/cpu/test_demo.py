@@ -59,7 +59,7 @@ def test_a_wrong_gradient_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     def wrong(*arguments: Any) -> tuple[Any, ...]:
         gradients = dict(zip(DIFFERENTIABLE, right(*arguments), strict=True))
         assert gradients["rel_key"] is not None
-        return *(gradients | {"rel_key": 1.001 * gradients["rel_key"]}).values(),
+        return (*(gradients | {"rel_key": 1.001 * gradients["rel_key"]}).values(),)
 
     monkeypatch.setattr(blockwise, "backward", wrong)
     assert run.main(["--device", "cpu", "--max-length", "64", "--out", str(tmp_path)]) == 1

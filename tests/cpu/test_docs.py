@@ -10,20 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn import functional, fused_relative_attention, positions
+from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, positions, tables
 from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def test_readme_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_readme_examples_run() -> None:
+    """One after the other, as one would type them."""
     names: dict[str, Any] = {}
-    exec(example, names)
-    assert names["table"].grad.any() and names["out"].shape == (1, 8, 1024, 64)
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shapes = []
+    for example in examples:
+        exec(example, names)
+        shapes.append(names["out"].shape)
+    assert names["table"].grad.any() and shapes == [(1, 8, 1024, 64)] * 2
 
 
-@pytest.mark.parametrize("module", [functional, positions])
+@pytest.mark.parametrize("module", [functional, positions, tables])
 def test_docstring_examples(module: Any) -> None:
     torch.manual_seed(0)
     result = doctest.testmod(module, extraglobs={"torch": torch, "fused_relative_attention": fused_relative_attention})
@@ -42,3 +46,14 @@ def test_readme_support_table() -> None:
     assert {dtype for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in TRITON_DTYPES} == set(TRITON_DTYPES)
     assert rows["float16, bfloat16, float32"] == ["yes", "yes", "yes"] and rows["float64"] == ["no", "yes", "yes"]
     assert rows["widths of query and value"][0] == f"up to {MAX_TRITON_WIDTH} each"
+    assert rows["width of rel_query"][0] == f"up to {MAX_TRITON_WIDTH}"
+
+
+@pytest.mark.parametrize("name", ["query", "value", "rel_query"])
+def test_widths_that_the_kernels_do_not_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The support table's limit is the predicate's, for each of the tensors that it names."""
+    monkeypatch.setattr(kernels, "kernels_are_interpreted", lambda: True)
+    tensors: dict[str, Any] = {each: torch.zeros(1, 1, 1, MAX_TRITON_WIDTH) for each in ("query", "value", "rel_query")}
+    assert can_run_triton(**tensors)
+    tensors[name] = torch.zeros(1, 1, 1, MAX_TRITON_WIDTH + 1)
+    assert not can_run_triton(**tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -10,13 +9,7 @@ import pytest
 import torch
 
 from tests.cpu.oracle import assert_same
-from triton_relattn import RelativePositions, fused_relative_attention, tables
-
-
-def test_docstring_examples() -> None:
-    torch.manual_seed(0)
-    result = doctest.testmod(tables, extraglobs={"torch": torch, "fused_relative_attention": fused_relative_attention})
-    assert result.attempted > 0 and result.failed == 0
+from triton_relattn import RelativePositions, tables
 
 
 def test_general_layout_of_four_positions() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import pytest
 import torch
-from triton.runtime import interpreter
 
 from triton_relattn import RelativePositions, validation
+from triton_relattn.dropout import keep_mask
+from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.reference import reference_attention
+from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,
@@ -24,82 +26,111 @@ from triton_relattn.testing import (
     forward_backward,
 )
 
-DEFAULT_ARGUMENTS = {"positions": None, "key_lengths": None, "is_causal": False, "query_offset": 0, "scale": None}
-GRADIENTS = ("d_query", "d_key", "d_value", "d_rel_key")
+GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
+OUTSIDE = (None, "none", "clamp", "zero")
+SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
+SEED = torch.tensor([0x1234_5678_9ABC_DEF0])
+"""Of dropout, in all calls of this module."""
 
 
-call_and_patch = interpreter.InterpretedFunction.__call__
-called: set[int] = set()
+def tensors_of(inputs: Inputs) -> dict[str, Any]:
+    """The tensors of a call, by the names of its arguments."""
+    return {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
 
 
-def call_device_function(function: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """Triton's own, but from the second call on without replacing triton.language by the interpreter: nearly half of the time.
-
-    The launch replaces what kernels see of it and the first call what triton's own functions do; neither is undone before the
-    launch ends.
-    """
-    if id(function) not in called:
-        called.add(id(function))
-        return call_and_patch(function, *args, **kwargs)
-    return function.rewrite()(*args, **kwargs)
+def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
+    """A call as the launchers get it; arguments are those of fused_relative_attention, and dropout has a fixed seed."""
+    tensors, spec = validation.resolve(**tensors_of(inputs), **arguments)
+    return (tensors._replace(dropout_seed=SEED) if spec.dropout_p > 0 else tensors), spec
 
 
-@contextmanager
-def fast_interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
-        yield
+def kept(*sizes: int, dropout_p: float) -> torch.Tensor:
+    """What dropout keeps with the fixed seed, bool, of sizes (batch, heads, num_queries, num_keys)."""
+    batch, heads, num_queries, num_keys = sizes
+    indices = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1), torch.arange(num_queries).view(-1, 1)
+    return keep_mask(SEED, dropout_p, *indices, slice(0, num_keys))
+
+
+def with_keep(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for dense_gradients: with dropout, also what is kept."""
+    if not arguments.get("dropout_p"):
+        return arguments
+    return {**arguments, "keep": kept(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])}
+
+
+def with_seed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for reference_attention: with dropout, also the seed."""
+    return {**arguments, "dropout_seed": SEED} if arguments.get("dropout_p") else arguments
+
+
+def selectable(kernel: str) -> list[TileConfig]:
+    """Every configuration that the selector returns for some call, but for warps and stages, which mean nothing here."""
+    found = set()
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                for width, outside, is_causal in itertools.product((16, 64, 128, 256), OUTSIDE, (False, True)):
+                    for special in (None,) if outside is None else SPECIAL:
+                        config = configs.select(kernel, arch, dtype, width, outside, is_causal, special)
+                        found.add(dataclasses.replace(config, num_warps=4, num_stages=1))
+    torch.set_float32_matmul_precision(before)
+    return sorted(found, key=str)
 
 
 def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the forward kernel; the call is validated as the public function validates it."""
-    query, key, value, rel_key = inputs[:4]
-    arguments = DEFAULT_ARGUMENTS | arguments
-    spec = validation.resolve(query, key, value, rel_key, **arguments)
-    with fast_interpreter():
-        out, lse = forward(query, key, value, rel_key, arguments["key_lengths"], spec, config=config)
+    tensors, spec = resolve(inputs, **arguments)
+    out, lse, _ = forward(tensors, spec, config)
     return out, lse
 
 
-def check(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run and apply the error rule to out and lse: at most twice the error of plain torch in the same precision.
+def reference(inputs: Inputs, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by plain torch in the inputs' dtype."""
+    return reference_attention(**tensors_of(inputs), **with_seed(arguments))
+
+
+def check_results(out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, **arguments: Any) -> None:
+    """The error rule for out and lse: at most twice the error of plain torch in the same precision.
 
     In float32 at most four times: the kernel scales logits to base 2, a rounding that plain torch does not have and that the
     interpreter, which has no fused multiply-add, makes where a GPU does not.
     """
-    results = run(inputs, config, **arguments)
-    golden = reference_attention(*inputs.to(torch.float64)[:4], **arguments)
-    reference = reference_attention(*inputs[:4], **arguments)
+    golden, plain = reference(inputs.to(torch.float64), **arguments), reference(inputs, **arguments)
     factor = 4 if inputs.query.dtype == torch.float32 else 2
-    for name, result, exact, plain in zip(("out", "lse"), results, golden, reference, strict=True):
+    for name, result, exact, inexact in zip(("out", "lse"), (out, lse), golden, plain, strict=True):
         if bool((exact.isfinite() & (exact != 0)).any()):
             # Rows that see a single key copy its value: plain torch may be exact.
-            assert_within_budget(name, result, exact, plain, factor=factor, exact_reference=True)
+            assert_within_budget(name, result, exact, inexact, factor=factor, exact_reference=True)
         else:  # nobody sees anything
             assert torch.equal(result.double(), exact)
+
+
+def check(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run and apply the error rule to out and lse."""
+    results = run(inputs, config, **arguments)
+    check_results(*results, inputs, **arguments)
     return results
 
 
 def run_backward(
     inputs: Inputs,
     tiles: Mapping[str, TileConfig] | None = None,
-    wanted: Sequence[bool] = (True, True, True, True),
+    wanted: Collection[str] = GRADIENTS,
     **arguments: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """out, lse and the gradients by name, None where not wanted; tiles: configurations by the kernels' names."""
-    query, key, value, rel_key = inputs[:4]
-    arguments = DEFAULT_ARGUMENTS | arguments
-    out, lse = run(inputs, (tiles or {}).get("forward"), **arguments)
-    spec = validation.resolve(query, key, value, rel_key, **arguments)
-    with fast_interpreter():
-        gradients = backward(
-            inputs.d_out, inputs.d_lse, out, lse, query, key, value, rel_key, arguments["key_lengths"], spec, wanted, tiles
-        )
+    """out, lse and the gradients by name, None where not wanted or not there; tiles: configurations by the kernels' names."""
+    assert set(wanted) <= set(GRADIENTS)
+    tensors, spec = resolve(inputs, **arguments)
+    out, lse, statistics = forward(tensors, spec, (tiles or {}).get("forward"))
+    wants = [name in wanted for name in GRADIENTS]
+    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, statistics, tensors, spec, wants, tiles)
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
 def all_gradients(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
-    """out, lse and all gradients by name; without a table there is no d_rel_key."""
+    """out, lse and the gradients of all tensors that there are, by name."""
     return {name: result for name, result in run_backward(inputs, tiles, **arguments).items() if result is not None}
 
 
@@ -111,7 +142,8 @@ def rounding_budget(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]
     cancels, wholly if a query sees a single key; a backward that keeps nothing but lse cannot. In float16, P, dS, a delta
     from out, and the result are rounded once more: a unit of float16, and of its subnormals.
     """
-    query, key, value, rel_key, d_out, d_lse = (None if tensor is None else tensor.double().abs() for tensor in inputs)
+    assert not inputs.terms(), "a budget is known for rel_key only"
+    query, key, value, rel_key, d_out, d_lse = (None if tensor is None else tensor.double().abs() for tensor in inputs[:6])
     assert query is not None and key is not None and value is not None and d_out is not None and d_lse is not None
     exact = inputs.to(torch.float64)
     identity = torch.eye(key.shape[2], dtype=torch.float64).expand(*key.shape[:2], -1, -1)
@@ -186,4 +218,35 @@ def check_backward(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = None
     """Run and apply the error rule to the gradients."""
     results = all_gradients(inputs, tiles, **arguments)
     check_gradients(results, inputs, **arguments)
+    return results
+
+
+def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Run with any of the terms and arguments that there are, and apply the error rules to out, lse and all gradients.
+
+    In float32 the gradients are close in norm, also those that cancel to nothing. In float16 they are off by at most three times
+    what plain torch is, and those of tables by what rounding dS (or P) once costs.
+    """
+    results = all_gradients(inputs, tiles, **arguments)
+    check_results(results["out"], results["lse"], inputs, **arguments)
+    dense = with_keep(inputs, arguments)
+    golden = dense_gradients(inputs, **dense)._asdict()
+    names = [name for name in GRADIENTS if name in results]
+    assert names == [name for name in GRADIENTS if golden[name] is not None]
+    for name in names:
+        tensor = getattr(inputs, name.removeprefix("d_"))
+        assert results[name].dtype == tensor.dtype and results[name].shape == tensor.shape, name
+    plain = forward_backward(reference_attention, inputs, **with_seed(arguments))
+    largest = max(float(golden[name].abs().max()) for name in names if golden[name].numel())
+    for name in names:
+        if largest == 0:
+            assert not results[name].any(), name
+        elif inputs.query.dtype == torch.float32:
+            assert_gradients_close_fp32(name, results[name], golden[name], [golden[other] for other in names])
+        elif not golden[name].any():  # of queries that see one key it cancels to nothing
+            assert (results[name].abs() <= 1e-2 * largest).all(), name
+        else:
+            assert_within_budget(name, results[name], golden[name], plain[name], factor=3, exact_reference=True)
+            if name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+                assert_table_gradient(name, results[name], inputs, table=name.removeprefix("d_"), **dense)
     return results

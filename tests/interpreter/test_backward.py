@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
-from tests.interpreter.launch import all_gradients, check_backward
+from tests.interpreter.launch import all_gradients, check_backward, check_gradients, selectable
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import backward as launcher
-from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import assert_table_gradient, make_inputs, with_different_strides
 
@@ -84,32 +83,18 @@ def test_widths(width: int, kind: Any) -> None:
     check_backward(with_different_strides(inputs), positions=positions)
 
 
-def selectable_tiles() -> list[tuple[str, int, int]]:
-    """Kernel and tile of every configuration that the selector returns for some call; warps and stages mean nothing here."""
-    found = set()
-    before = torch.get_float32_matmul_precision()
-    for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
-        for kernel in ("rows", "columns", "table"):
-            for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
-                for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                    for width in (16, 64, 128, 256):
-                        for outside in (None, "none", "clamp", "zero"):
-                            for is_causal in (False, True):
-                                config = configs.select(kernel, arch, dtype, width, width, outside, is_causal)
-                                found.add((kernel, config.block_m, config.block_n))
-    torch.set_float32_matmul_precision(before)
-    return sorted(found)
-
-
-@pytest.mark.parametrize(("kernel", "block_m", "block_n"), selectable_tiles())
-def test_every_selectable_tile(kernel: str, block_m: int, block_n: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [(kernel, config) for kernel in ("rows", "columns", "table") for config in selectable(kernel)],
+    ids=str,
+)
+def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
     """A full, a clamped and a bounded table, and none, with lengths that divide no block."""
-    num_queries, num_keys = block_m + 21, block_m + 2 * block_n + 9
+    num_queries, num_keys = config.block_m + 21, config.block_m + 2 * config.block_n + 9
     tables: tuple[tuple[RelativePositions | None, bool, torch.dtype], ...] = (
         (RelativePositions(-num_queries - 30, num_keys), True, torch.float32),
         (RelativePositions(-3, 7), False, torch.float16),
-        (RelativePositions(-block_m - 5, 2, "zero"), True, torch.float32),
+        (RelativePositions(-config.block_m - 5, 2, "zero"), True, torch.float32),
         (None, False, torch.float16),
     )
     for seed, (positions, is_causal, dtype) in enumerate(tables):
@@ -118,7 +103,7 @@ def test_every_selectable_tile(kernel: str, block_m: int, block_n: int) -> None:
         num_rows = None if positions is None else positions.num_rows
         inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
         arguments = {"is_causal": is_causal, "query_offset": 19, "key_lengths": torch.tensor([num_keys - 5])}
-        check_backward(inputs, {kernel: tile(block_m, block_n)}, positions=positions, **arguments)
+        check_backward(inputs, {kernel: config}, positions=positions, **arguments)
 
 
 ROWS_TILES = ((16, 16), (32, 16), (32, 32), (64, 32))
@@ -188,17 +173,22 @@ def test_tables(table: str, outside: Any, seeds: tuple[int, ...]) -> None:
 )
 def test_random_combination(seed: int, dtype: torch.dtype) -> None:
     """Any shapes, tables, masks, offsets, strides and scales; sharp attention among them."""
-    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33))
+    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33), features=())
     check_backward(inputs, SMALL if seed % 6 == 5 else None, **arguments)
 
 
 @pytest.mark.parametrize("scale", [-0.4, 0.0])
 @pytest.mark.parametrize("kind", TABLE_KINDS)
 def test_scale(scale: float, kind: str) -> None:
-    """A negative scale turns the order of the logits round; with zero, all keys are equal and only value has a gradient."""
+    """A negative scale turns the order of the logits round; with zero, all keys are equal and only value has a gradient.
+
+    The kernels take 2**-100 for zero, which leaves as much of the other gradients.
+    """
     positions = table_of_kind(kind, 37, 45)
     inputs = make_inputs(1, 2, 37, 45, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=3)
-    results = check_backward(inputs, SMALL, positions=positions, scale=scale)
+    results = all_gradients(inputs, SMALL, positions=positions, scale=scale)
+    results = {name: result.masked_fill(result.abs() < 2.0**-90, 0) for name, result in results.items()}
+    check_gradients(results, inputs, positions=positions, scale=scale)
     assert [name for name, result in results.items() if name[:2] == "d_" and not result.any()] == (
         [] if scale else ["d_query", "d_key", "d_rel_key"]
     )
@@ -232,8 +222,8 @@ class WithDelta:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            *others, delta = args
-            self.kernel[grid](*others, self.delta(delta), **kwargs)
+            *others, (delta, strides) = args
+            self.kernel[grid](*others, (self.delta(delta), strides), **kwargs)
 
         return launch
 

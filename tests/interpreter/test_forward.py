@@ -8,27 +8,12 @@ import pytest
 import torch
 
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
-from tests.interpreter.launch import check
+from tests.interpreter.launch import check, selectable
 from triton_relattn import RelativePositions
-from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import make_inputs, with_different_strides
 
 SMALL = TileConfig(32, 16, 4, 1)  # several tiles each way in short sequences, and two tiles a block of queries
-
-
-# Every configuration that the selector returns for some target, dtype, width and table.
-SELECTABLE = sorted(
-    {
-        configs.select("forward", arch, dtype, width, width, outside, is_causal)
-        for arch in ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
-        for dtype in (torch.float16, torch.float32)
-        for width in (16, 64, 128, 256)
-        for outside in ("none", "clamp", "zero")
-        for is_causal in (False, True)
-    },
-    key=str,
-)
 
 
 @pytest.mark.parametrize("num_queries", LENGTHS)
@@ -36,7 +21,7 @@ def test_lengths(num_queries: int) -> None:
     """Every pair of lengths around the block sizes, full table; causal and with an offset where they differ."""
     for num_keys in LENGTHS:
         num_rows = 2 * max(num_queries, num_keys) - 1
-        inputs = make_inputs(1, 4, num_queries, num_keys, 16, num_rows=num_rows, dtype=torch.float32, seed=num_keys)
+        inputs = make_inputs(1, 2, num_queries, num_keys, 16, num_rows=num_rows, dtype=torch.float32, seed=num_keys)
         is_causal = (num_queries + num_keys) % 2 == 1
         check(inputs, is_causal=is_causal, query_offset=num_keys - num_queries if num_keys % 3 == 0 else 0)
 
@@ -60,20 +45,22 @@ def test_widths(width: int) -> None:
         check(with_different_strides(inputs))
 
 
-@pytest.mark.parametrize("config", SELECTABLE, ids=str)
+@pytest.mark.parametrize("config", selectable("forward"), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_every_selectable_configuration(config: TileConfig, dtype: torch.dtype) -> None:
     """A full, a clamped and a bounded table, and none, with lengths that divide no block."""
+    num_queries, num_keys = config.block_m + 21, config.block_m + 2 * config.block_n + 9
     positions: tuple[RelativePositions | None, ...] = (
-        RelativePositions(-160, 210),
+        RelativePositions(-num_queries - 30, num_keys),
         RelativePositions(-3, 7),
-        RelativePositions(-90, 20, "zero"),
+        RelativePositions(-config.block_m - 5, 2, "zero"),
         None,
     )
     for seed, where in enumerate(positions):
         num_rows = None if where is None else where.num_rows
-        inputs = make_inputs(1, 2, 150, 201, 16, num_rows=num_rows, dtype=dtype, seed=seed)
-        check(inputs, config, positions=where, is_causal=seed % 2 == 0, query_offset=51, key_lengths=torch.tensor([177]))
+        inputs = make_inputs(1, 2, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
+        lengths = torch.tensor([num_keys - 5])
+        check(inputs, config, positions=where, is_causal=seed % 2 == 0, query_offset=19, key_lengths=lengths)
 
 
 TABLES: dict[str, RelativePositions] = {
@@ -98,8 +85,8 @@ def test_tables(table: str, outside: Any, config: TileConfig) -> None:
     """Tables that cover all, part or none of the relative positions, shared and per head, with an offset and lengths."""
     positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
     for seed, (is_causal, query_offset) in enumerate(((False, 0), (True, 20), (False, -13))):
-        inputs = make_inputs(2, 2, 70, 90, 16, num_rows=positions.num_rows, per_head=seed == 1, dtype=torch.float32, seed=seed)
-        lengths = torch.tensor([90, 37]) if seed else None
+        inputs = make_inputs(1, 2, 70, 90, 16, num_rows=positions.num_rows, per_head=seed == 1, dtype=torch.float32, seed=seed)
+        lengths = torch.tensor([37]) if seed else None
         check(inputs, config, positions=positions, is_causal=is_causal, query_offset=query_offset, key_lengths=lengths)
 
 
@@ -107,5 +94,5 @@ def test_tables(table: str, outside: Any, config: TileConfig) -> None:
 @pytest.mark.parametrize("seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 400))])
 def test_random_combination(seed: int, dtype: torch.dtype) -> None:
     """Any shapes, tables, masks, offsets, strides and scales; sharp attention among them."""
-    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33))
+    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33), features=())
     check(inputs, SMALL if seed % 2 else None, **arguments)

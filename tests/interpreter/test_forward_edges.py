@@ -11,10 +11,11 @@ import torch
 from triton.runtime import interpreter
 
 from tests.cases import one_hot_case
-from tests.interpreter.launch import check, run
+from tests.interpreter.launch import check, resolve, run
 from triton_relattn import fused_relative_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
 from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
@@ -103,13 +104,9 @@ def test_rows_that_see_nothing(arguments: dict[str, Any], dtype: torch.dtype) ->
 def test_lengths_beyond_the_keys_are_limited() -> None:
     """A GPU's key_lengths are not checked: the kernel limits them to [0, Nk] instead of reading beyond the keys."""
     inputs = make_inputs(2, 1, 20, 21, 16, num_rows=9, dtype=torch.float32, seed=4)
-    query, key, value, rel_key = inputs[:4]
-    from triton_relattn.kernels.forward import forward
-    from triton_relattn.spec import AttentionSpec
-
-    spec = AttentionSpec(0.25, -4, 4, True, False, 0)
-    out, lse = forward(query, key, value, rel_key, torch.tensor([1000, -7]), spec, SMALL)
-    expected, expected_lse = forward(query, key, value, rel_key, torch.tensor([21, 0]), spec, SMALL)
+    tensors, spec = resolve(inputs)
+    out, lse, _ = forward(tensors._replace(key_lengths=torch.tensor([1000, -7])), spec, SMALL)
+    expected, expected_lse, _ = forward(tensors._replace(key_lengths=torch.tensor([21, 0])), spec, SMALL)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
@@ -202,7 +199,7 @@ VIEWS: dict[str, Any] = {
 def test_strides(view: str) -> None:
     """Views give what their contiguous copies give, bit for bit, and out keeps query's memory order."""
     inputs = VIEWS[view](make_inputs(2, 2, 50, 50, 16, num_rows=35, dtype=torch.float32, seed=6))
-    contiguous = Inputs(*(tensor.contiguous() for tensor in inputs))
+    contiguous = Inputs(*(tensor.contiguous() for tensor in inputs[:6]))  # type: ignore[union-attr]
     out, lse = run(inputs, SMALL, is_causal=True)
     expected, expected_lse = run(contiguous, SMALL, is_causal=True)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)

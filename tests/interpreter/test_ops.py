@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.interpreter.launch import resolve
 from triton_relattn import fused_relative_attention
-from triton_relattn.spec import AttentionSpec
-from triton_relattn.testing import assert_gradients_close_fp32, dense_gradients, forward_backward, in_memory_order, make_inputs
+from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn.testing import (
+    Inputs,
+    assert_gradients_close_fp32,
+    dense_gradients,
+    forward_backward,
+    in_memory_order,
+    make_inputs,
+    with_different_strides,
+)
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
 BACKWARD = torch.ops.triton_relattn.attention_backward.default
@@ -19,31 +28,49 @@ BACKWARD = torch.ops.triton_relattn.attention_backward.default
 INPUTS = make_inputs(2, 2, 9, 13, 16, 8, num_rows=5, dtype=torch.float32, seed=0)
 INPUTS = INPUTS._replace(query=in_memory_order(INPUTS.query, 0, 2, 1, 3))
 LENGTHS = torch.tensor([13, 4])
-SPEC = AttentionSpec(0.3, -2, 2, True, False, 0)
+EVERY_TERM: dict[str, Any] = {"key_heads": 1, "rel_width": 3, "rel_value": True, "rel_bias": True, "per_head": True}
+FEATURES = with_different_strides(make_inputs(2, 2, 9, 13, 16, 8, num_rows=5, **EVERY_TERM, dtype=torch.float32, seed=0))
+FEATURE_ARGUMENTS: dict[str, Any] = {
+    "attn_mask": torch.randn(2, 1, 9, 13),
+    "window_size": (8, 9),
+    "query_offset": torch.tensor([1, -2]),
+    "softcap": 3.0,
+    "dropout_p": 0.3,
+    "enable_gqa": True,
+    "exact_delta": True,
+}
+CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
+    "rel_key": (INPUTS, {"key_lengths": LENGTHS, "scale": 0.3}),
+    "features": (FEATURES, FEATURE_ARGUMENTS),
+}
+ALL = (True,) * len(DIFFERENTIABLE)
 
 
 def attend(*tensors: Any, **arguments: Any) -> Any:
     return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
 
 
-def arguments(wanted: tuple[bool, ...] = (True, True, True, True)) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of the forward and of the backward operator."""
-    forward = (*INPUTS[:4], LENGTHS, *astuple(SPEC), "triton")
-    out, lse = FORWARD(*forward)
-    return forward, (INPUTS.d_out, INPUTS.d_lse, out, lse, *INPUTS[:4], LENGTHS, *astuple(SPEC), "triton", wanted)
+    inputs, of_call = CASES[case]
+    tensors, spec = resolve(inputs, **of_call)
+    forward = (*tensors, *astuple(spec), "triton")
+    return forward, (inputs.d_out, inputs.d_lse, *FORWARD(*forward), *forward, wanted)
 
 
-def test_opcheck() -> None:
-    forward, backward = arguments()
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case: str) -> None:
+    forward, backward = arguments(case)
     torch.library.opcheck(FORWARD, forward)
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in forward[:4])
-    torch.library.opcheck(FORWARD, (*leaves, *forward[4:]))
+    leaves = tuple(None if tensor is None else tensor.detach().requires_grad_() for tensor in forward[: len(ALL)])
+    torch.library.opcheck(FORWARD, (*leaves, *forward[len(ALL) :]))
     torch.library.opcheck(BACKWARD, backward)
 
 
-@pytest.mark.parametrize("wanted", [(True, True, True, True), (False, True, False, True)], ids=str)
-def test_fakes_have_the_real_shapes_and_strides(wanted: tuple[bool, ...]) -> None:
-    for operator, real_arguments in zip((FORWARD, BACKWARD), arguments(wanted), strict=True):
+@pytest.mark.parametrize("wanted", [ALL, (False, True, False, True, True, False, True)], ids=["all", "some"])
+@pytest.mark.parametrize("case", CASES)
+def test_fakes_have_the_real_shapes_and_strides(case: str, wanted: tuple[bool, ...]) -> None:
+    for operator, real_arguments in zip((FORWARD, BACKWARD), arguments(case, wanted), strict=True):
         mode = FakeTensorMode()
         fake_arguments = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in real_arguments]
         with mode:

@@ -70,6 +70,14 @@ class Call:
         self.rel_key = per_head(tensors.rel_key, self.heads, 2)
         self.rel_value = per_head(tensors.rel_value, self.heads, 2)
         self.rel_bias = per_head(tensors.rel_bias, self.heads, 1)
+        self.special = None  # what configs.select distinguishes
+        if self.rel_value is not None:
+            self.special = "rel_value"
+        elif tensors.rel_query is not None:
+            narrow = configs.padded_width(rel_query.shape[-1]) < configs.padded_width(query.shape[-1])
+            self.special = "narrow rel_query" if narrow else "rel_query"
+        elif self.rel_bias is not None:
+            self.special = "rel_bias" if self.rel_key is None else "rel_key and rel_bias"
         mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
@@ -118,8 +126,8 @@ class Call:
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
         """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
         if config is None:
-            widths = max(self.widths.values())
-            return configs.select(kernel, self.arch, self.dtype, widths, self.outside, self.spec.window_right >= 0)
+            is_causal = self.spec.window_right >= 0
+            return configs.select(kernel, self.arch, self.dtype, max(self.widths.values()), self.outside, is_causal, self.special)
         if reason := config.why_invalid(self.arch, self.outside is not None):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

@@ -292,7 +292,7 @@ def blocks_before(
 ):
     """What next_terms carries to the tile at this relative position, the first of a walk."""
     carried = empty_band(BLOCK_M, BLOCK_N)
-    if CARRY:
+    if CARRY is not None:
         for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
             behind = relative_position - ago * BLOCK_N
             block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
@@ -314,9 +314,9 @@ def next_terms(
     INPUT_PRECISION: tl.constexpr,
     CARRY: tl.constexpr,
 ):
-    """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: blocks, or nothing, which takes more
+    """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: with CARRY None nothing, which takes more
     products and fewer registers."""
-    if CARRY:
+    if CARRY is not None:
         block = table_block(query, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
         return next_tile(block, carried, BLOCK_M, BLOCK_N)
     else:
@@ -358,6 +358,37 @@ def add_tile(
         acc = tl.dot(part, rows, acc, input_precision=INPUT_PRECISION)
         block = tl.zeros([BLOCK_M, BLOCK_N], block.dtype)
     return acc
+
+
+@triton.jit
+def add_terms(
+    acc,
+    tile,
+    waiting,
+    table,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    CARRY: tl.constexpr,
+):
+    """[M, D]: acc and the elements of the next tile of a walk along the keys times their table rows, and what to carry on.
+
+    CARRY "both": elements wait until their block is complete, so that it is multiplied once. After the last tile,
+    BLOCK_M // BLOCK_N blocks wait for tiles that do not come.
+    """
+    if CARRY == "both":
+        block, waiting = from_tiles(tile, waiting, BLOCK_M, BLOCK_N)
+        block = rotate(block, BLOCK_M, BLOCK_N, BACK=True)
+        rows = table_rows(table, relative_position - BLOCK_M, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
+        # [M, N] @ [N, D] -> [M, D]
+        acc = tl.dot(block.to(rows.dtype), rows, acc, input_precision=INPUT_PRECISION)
+    else:
+        acc = add_tile(acc, tile, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+    return acc, waiting
 
 
 @triton.jit

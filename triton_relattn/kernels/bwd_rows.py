@@ -12,8 +12,9 @@ from .band import (
     NEAR,
     Table,
     add_end_rows,
-    add_tile,
+    add_terms,
     blocks_before,
+    empty_band,
     far_terms,
     near_keys,
     next_terms,
@@ -175,6 +176,8 @@ def rows_kernel(
             values_carried = blocks_before(
                 d_out, value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
             )
+        if PART == NEAR and WANTS_BAND:
+            waiting = empty_band(BLOCK_M, BLOCK_N)
 
         for position in tl.range(start, stop, BLOCK_N):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
@@ -247,13 +250,49 @@ def rows_kernel(
                 band_acc = acc if rel_queries is None else rel_acc
                 if rel_queries is None and scaling.rel_scale is not None:
                     d_scores *= tl.cast(scaling.rel_scale, tl.float32)
-                band_acc = add_tile(
-                    band_acc, d_scores, reached, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION
+                band_acc, waiting = add_terms(
+                    band_acc,
+                    d_scores,
+                    waiting,
+                    reached,
+                    relative,
+                    REL_DIM,
+                    BLOCK_DR,
+                    BLOCK_M,
+                    BLOCK_N,
+                    OUTSIDE,
+                    INPUT_PRECISION,
+                    CARRY,
                 )
                 if rel_queries is None:
                     acc = band_acc
                 else:
                     rel_acc = band_acc
+
+        if PART == NEAR and WANTS_BAND and CARRY == "both":
+            band_acc = acc if rel_queries is None else rel_acc
+            nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            behind = start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N) * BLOCK_N - row_start - place.query_offset
+            for ahead in tl.static_range(BLOCK_M // BLOCK_N):
+                relative = behind + ahead * BLOCK_N
+                band_acc, waiting = add_terms(
+                    band_acc,
+                    nothing,
+                    waiting,
+                    reached,
+                    relative,
+                    REL_DIM,
+                    BLOCK_DR,
+                    BLOCK_M,
+                    BLOCK_N,
+                    OUTSIDE,
+                    INPUT_PRECISION,
+                    CARRY,
+                )
+            if rel_queries is None:
+                acc = band_acc
+            else:
+                rel_acc = band_acc
 
     # The exact delta less delta. d_lse is loaded again, which is cheaper than to keep it in registers all the way.
     correction = total - tl.load(row_vector(d_lses, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)

@@ -22,24 +22,26 @@ KERNELS = ("forward", "rows", "columns", "table")
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: the kernels that walk along the keys, forward and rows, keep rotated table blocks for the next tile; else they
-    multiply every tile's anew, in fewer registers (see band.py).
+    carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
+    "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    carry: bool = True
+    carry: str | None = "scores"
 
-    def why_invalid(self, arch: str, has_rel_key: bool) -> str | None:
+    def why_invalid(self, arch: str, has_table: bool) -> str | None:
         """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"
         if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
             return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
-        if has_rel_key and self.block_m not in (self.block_n, 2 * self.block_n):
+        if self.carry not in (None, "scores", "both"):
+            return f'carry must be None, "scores" or "both", got {self.carry!r}'
+        if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
             return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
         if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:
             return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
@@ -90,9 +92,9 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
     return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
 
 
-# 16-bit inputs on NVIDIA GPUs; the entry that says most about a call wins: kernel, kind of matrix unit ("mma": 16 rows a
-# warp, operands in registers; "wgmma": 64 rows of four warps, operands in shared memory), padded width, what lies beyond the
-# table (None: there is none), is_causal. Widths below 64 go with 64.
+# 16-bit inputs on NVIDIA GPUs; the entry that says most about a call wins: kernel (or kernel and what is special about the call's
+# terms, see select), kind of matrix unit ("mma": 16 rows a warp, operands in registers; "wgmma": 64 rows of four warps, operands
+# in shared memory), padded width, what lies beyond the table (None: there is none), is_causal. Widths below 64 go with 64.
 _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward", "mma", 64): TileConfig(64, 32, 4, 2),
     ("forward", "mma", 64, None): TileConfig(128, 64, 8, 2),
@@ -107,17 +109,19 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward", "wgmma", 128, "zero", False): TileConfig(128, 64, 8, 1),
     ("forward", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2),
     ("forward", "wgmma", 256): TileConfig(64, 32, 8, 2),
-    ("rows", "mma", 64): TileConfig(64, 32, 4, 2),
-    ("rows", "mma", 64, "clamp", True): TileConfig(32, 32, 4, 2),
+    ("rows", "mma", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("rows", "mma", 64, "clamp", True): TileConfig(32, 32, 4, 2, "both"),
     ("rows", "mma", 64, None): TileConfig(128, 64, 8, 2),
-    ("rows", "mma", 128): TileConfig(32, 32, 4, 1),
-    ("rows", "mma", 128, "clamp", True): TileConfig(32, 32, 8, 2),
-    ("rows", "mma", 128, "zero", False): TileConfig(32, 32, 8, 2),
+    ("rows", "mma", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("rows", "mma", 128, "clamp", True): TileConfig(32, 32, 8, 2, "both"),
+    ("rows", "mma", 128, "zero", False): TileConfig(32, 32, 8, 2, "both"),
     ("rows", "mma", 128, None): TileConfig(64, 32, 4, 2),
-    ("rows", "wgmma", 64): TileConfig(64, 32, 4, 2),
-    ("rows", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1),
+    ("rows", "wgmma", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("rows", "wgmma", 64, "none"): TileConfig(64, 64, 4, 2),
+    ("rows", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1, "both"),
     ("rows", "wgmma", 64, None): TileConfig(128, 64, 8, 2),
-    ("rows", "wgmma", 128): TileConfig(32, 32, 4, 1),
+    ("rows", "wgmma", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("rows", "wgmma", 128, "none"): TileConfig(64, 32, 4, 2, None),
     ("rows", "wgmma", 128, None): TileConfig(128, 64, 8, 2),
     ("columns", "mma", 64): TileConfig(32, 32, 2, 2),
     ("columns", "mma", 128): TileConfig(32, 32, 4, 2),
@@ -133,12 +137,59 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("table", "wgmma", 64, "clamp"): TileConfig(32, 32, 4, 2),
     ("table", "mma", 128): TileConfig(32, 32, 8, 2),
     ("table", "wgmma", 128): TileConfig(32, 32, 8, 2),
+    ("forward, rel_value", "mma", 64): TileConfig(64, 32, 4, 2, None),
+    ("forward, rel_value", "mma", 128): TileConfig(32, 32, 4, 2, None),
+    ("forward, rel_value", "mma", 128, "clamp", False): TileConfig(64, 64, 8, 2, None),
+    ("forward, rel_value", "wgmma", 64): TileConfig(64, 64, 4, 2, None),
+    ("forward, rel_value", "wgmma", 128): TileConfig(64, 32, 4, 1, None),
+    ("rows, rel_value", "mma", 64): TileConfig(32, 32, 4, 2, "both"),
+    ("rows, rel_value", "mma", 128): TileConfig(16, 16, 4, 2, None),
+    ("rows, rel_value", "mma", 128, "clamp", False): TileConfig(32, 16, 2, 2),
+    ("rows, rel_value", "wgmma", 64): TileConfig(64, 32, 4, 2, None),
+    ("rows, rel_value", "wgmma", 128): TileConfig(16, 16, 4, 2, None),
+    ("rows, rel_value", "wgmma", 128, "clamp", False): TileConfig(32, 16, 2, 2),
+    ("columns, rel_value", "mma", 64): TileConfig(32, 32, 4, 2),
+    ("columns, rel_value", "mma", 64, "clamp", False): TileConfig(32, 32, 2, 2),
+    ("columns, rel_value", "mma", 128): TileConfig(16, 16, 2, 2),
+    ("columns, rel_value", "wgmma", 64): TileConfig(32, 32, 4, 2),
+    ("columns, rel_value", "wgmma", 64, "clamp", False): TileConfig(64, 32, 4, 2),
+    ("columns, rel_value", "wgmma", 128): TileConfig(32, 32, 8, 2),
+    ("columns, rel_value", "wgmma", 128, "clamp", False): TileConfig(32, 32, 4, 2),
+    ("table, rel_value", "mma", 64): TileConfig(32, 32, 4, 1),
+    ("table, rel_value", "mma", 128): TileConfig(16, 16, 4, 2),
+    ("table, rel_value", "wgmma", 64): TileConfig(32, 32, 4, 2),
+    ("table, rel_value", "wgmma", 128): TileConfig(16, 16, 4, 2),
+    ("forward, rel_query", "wgmma", 128, "none", True): TileConfig(128, 64, 8, 1, None),
+    ("rows, rel_query", "mma", 64): TileConfig(32, 32, 4, 2, "both"),
+    ("rows, rel_query", "wgmma", 64): TileConfig(64, 32, 4, 1, "both"),
+    ("rows, rel_query", "wgmma", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("rows, narrow rel_query", "mma", 128): TileConfig(32, 16, 2, 1, "both"),
+    ("rows, narrow rel_query", "wgmma", 128): TileConfig(32, 16, 2, 2, None),
+    ("columns, narrow rel_query", "mma", 128): TileConfig(32, 32, 4, 1),
+    ("table, narrow rel_query", "mma", 128): TileConfig(32, 16, 2, 2),
+    ("rows, rel_key and rel_bias", "wgmma", 64): TileConfig(64, 32, 4, 1, "both"),
+    ("forward, rel_bias", "wgmma", 128): TileConfig(128, 64, 8, 2, None),
+    ("rows, rel_bias", "mma", 128): TileConfig(64, 32, 4, 2, None),
+    ("table, rel_bias", "wgmma", 64): TileConfig(32, 32, 4, 2),
 }
 
 
-def select(kernel: str, arch: str, dtype: torch.dtype, width: int, outside: str | None, is_causal: bool) -> TileConfig:
-    """The configuration of one of KERNELS for a call with this largest width; outside is what lies beyond the tables (None:
-    there are none)."""
+def select(
+    kernel: str,
+    arch: str,
+    dtype: torch.dtype,
+    width: int,
+    outside: str | None = None,
+    is_causal: bool = False,
+    special: str | None = None,
+) -> TileConfig:
+    """The configuration of one of KERNELS for a call with this largest width.
+
+    Args:
+        outside: what lies beyond the tables (None: there are none).
+        special: "rel_value" with such a table; else "rel_query" with one besides the query ("narrow rel_query" if narrower);
+            else "rel_key and rel_bias", or "rel_bias" if that is the only term.
+    """
     width = max(64, padded_width(width))
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
@@ -151,8 +202,11 @@ def select(kernel: str, arch: str, dtype: torch.dtype, width: int, outside: str 
     if (kernel, arch, width) == ("forward", "sm_80", 256):  # more shared memory than its siblings
         return TileConfig(64, 64, 8, 2)
     unit = "mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
-    call = (kernel, unit, width, outside, is_causal)
-    entries = (_CONFIGS.get(call[:length]) for length in (5, 4, 3))
+    names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
+    if special == "rel_value":  # a second band: nothing else would fit
+        names = names[:1]
+    calls = [(name, unit, width, outside, is_causal) for name in names]
+    entries = (_CONFIGS.get(call[:length]) for call in calls for length in (5, 4, 3))
     config = next((entry for entry in entries if entry is not None), TileConfig(16, 16, 4, 1))
     return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
 

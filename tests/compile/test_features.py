@@ -1,0 +1,173 @@
+"""What a call may have beyond a table for the keys, compiled for GPUs that are not there.
+
+The main sets of features without spills, all features at once, and the grids of packed batches and of heads that share keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from bench.compiled import SHARED_MEMORY, Launch, recorded_launches, resources, selected
+from tests.compile.test_forward import on_triton_3_7
+from triton_relattn import RelativePositions, validation
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.band import clamp_margin
+from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import DIFFERENTIABLE
+
+LENGTH, HALF = 256, 64
+FULL = RelativePositions(-(LENGTH - 1), LENGTH - 1)
+CLAMPED = RelativePositions(-HALF, HALF)
+
+
+def rows(positions: RelativePositions, *width: int, heads: int = 0) -> torch.Tensor:
+    """A table, or with heads one for each; without a width a bias."""
+    return torch.empty(*(heads,) * bool(heads), positions.num_rows, *width, dtype=torch.bfloat16)
+
+
+def feature_set(name: str, width: int, is_causal: bool, has_lengths: bool) -> Any:
+    """A resolved call of one of the main models, in bfloat16."""
+    heads, key_heads = (8, 1) if name == "inkling" else (2, 2)
+    query, key = (torch.empty(1, each, LENGTH, width, dtype=torch.bfloat16) for each in (heads, key_heads))
+    extent = RelativePositions(-HALF, 0, "zero")
+    of_set: dict[str, dict[str, Any]] = {
+        "shaw": {"rel_key": rows(CLAMPED, width), "rel_value": rows(CLAMPED, width), "positions": CLAMPED},
+        "transformer_xl": {"rel_key": rows(FULL, width, heads=2), "rel_bias": rows(FULL, heads=2), "positions": FULL},
+        "own_query": {"rel_key": rows(FULL, width), "rel_query": query, "positions": FULL},
+        "inkling": {"rel_key": rows(extent, 16), "rel_query": query[..., :16], "positions": extent, "enable_gqa": True},
+        "t5": {"rel_bias": rows(FULL, heads=2), "positions": FULL},
+        "t5_clamped": {"rel_bias": rows(CLAMPED, heads=2), "positions": CLAMPED},
+    }
+    of_set["vits"] = of_set["shaw"] | {"positions": RelativePositions(-HALF, HALF, "zero")}
+    of_set["inkling_window"] = of_set["inkling"] | {"window_size": (HALF, -1)}
+    lengths = torch.zeros(1, dtype=torch.int32) if has_lengths else None
+    return validation.resolve(query, key, key, **of_set[name], is_causal=is_causal, key_lengths=lengths)
+
+
+SETS = ("shaw", "vits", "transformer_xl", "own_query", "t5", "t5_clamped")
+MAIN_SETS = (("shaw", 64, False), ("transformer_xl", 64, False), ("inkling", 128, True), ("t5", 64, False))
+
+
+@on_triton_3_7
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("name", "width", "is_causal", "has_lengths"),
+    [
+        *((*each, True) for each in MAIN_SETS),
+        *(
+            pytest.param(name, width, is_causal, has_lengths, marks=pytest.mark.slow)
+            for has_lengths in (True, False)
+            for name, width, is_causal in (
+                *((name, width, is_causal) for name in SETS for width in (64, 128) for is_causal in (False, True)),
+                ("inkling", 128, True),
+                ("inkling_window", 128, True),
+            )
+            if not (has_lengths and (name, width, is_causal) in MAIN_SETS)
+        ),
+    ],
+)
+def test_main_sets_do_not_spill(name: str, width: int, is_causal: bool, has_lengths: bool, target: str) -> None:
+    """Default configurations: nothing in local memory, shared memory fits."""
+    tensors, spec = feature_set(name, width, is_causal, has_lengths)
+    lse = torch.empty(tensors.query.shape[:3])
+    tiles = dict.fromkeys(configs.KERNELS, configs.TileConfig(16, 16, 4, 1))
+    for kernel, wanted in (
+        ("forward", ()),
+        ("rows", ("query", "rel_query")),
+        ("columns", ("key", "value")),
+        ("table", ("rel_key", "rel_value", "rel_bias")),
+    ):
+        tiles[kernel] = selected(kernel, target, tensors, spec)  # what the rows kernel has matters to the table's, too
+        with recorded_launches(target) as recorded:
+            if kernel == "forward":
+                forward(tensors, spec, tiles[kernel])
+            else:
+                wants = [each in wanted for each in DIFFERENTIABLE]
+                backward(tensors.query, lse, tensors.query, lse, None, tensors, spec, wants, tiles)
+        used = resources(next(launch.kernel for launch in recorded if launch.name == kernel))
+        assert (used.spill_bytes, used.stack_bytes) == (0, 0), (kernel, tiles[kernel], used)
+        assert used.shared_bytes <= SHARED_MEMORY[target], (kernel, tiles[kernel], used)
+
+
+BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
+FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3, "enable_gqa": True}
+
+
+def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tuple[Any, Any]:
+    """A resolved call that has every tensor and every scalar that padded, or packed, batches can have."""
+
+    def tensor(heads: int, length: int, columns: int) -> torch.Tensor:
+        return torch.empty(*((BATCH * length, heads) if packed else (BATCH, heads, length)), columns, dtype=dtype)
+
+    arguments = dict(FEATURES)
+    if packed:
+        starts = {which: torch.arange(BATCH + 1) * length for which, length in (("q", QUERIES), ("k", KEYS))}
+        arguments |= {"cu_seqlens": starts, "max_seqlens": {"q": QUERIES, "k": KEYS}}
+    else:
+        arguments |= {"attn_mask": torch.zeros(KEYS), "key_lengths": torch.zeros(BATCH, dtype=torch.int32)}
+    tensors, spec = validation.resolve(
+        tensor(HEADS, QUERIES, width),
+        tensor(KEY_HEADS, KEYS, width),
+        tensor(KEY_HEADS, KEYS, width + 8),
+        torch.empty(HEADS, 33, width // 2, dtype=dtype),
+        rel_query=tensor(HEADS, QUERIES, width // 2),
+        rel_value=torch.empty(33, width + 8, dtype=dtype),
+        rel_bias=torch.empty(33),
+        positions=RelativePositions(-16, 16, outside),
+        query_offset=torch.zeros(BATCH, dtype=torch.int32),
+        exact_delta=True,
+        **arguments,
+    )
+    return tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64)), spec
+
+
+def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
+    tensors, spec = everything(torch.bfloat16, 40, outside, packed)
+    tiles = dict.fromkeys(configs.KERNELS, configs.TileConfig(16, 16, 4, 1))
+    out = torch.empty(*tensors.query.shape[:3], tensors.value.shape[-1], dtype=torch.bfloat16)
+    lse = torch.empty(tensors.query.shape[:3])
+    with recorded_launches(target) as recorded:
+        statistics = forward(tensors, spec, tiles["forward"])[2]
+        backward(out, lse, out, lse, statistics, tensors, spec, tiles=tiles)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("target", "outside", "packed"),
+    [
+        ("sm_80", "clamp", False),
+        ("sm_90", "zero", False),
+        ("sm_90", "clamp", True),
+        ("gfx942", "clamp", False),
+        *(
+            pytest.param(target, outside, packed, marks=pytest.mark.slow)
+            for target in ("sm_80", "sm_86", "sm_100", "sm_120", "gfx942")
+            for outside in ("clamp", "zero")
+            for packed in (False, True)
+        ),
+    ],
+)
+def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed: bool) -> None:
+    """Every kernel of a call that has every feature, with the smallest tiles."""
+    recorded = launches(target, outside, packed)
+    ends = ["table_ends"] * 2 if outside == "clamp" else []
+    assert [launch.name for launch in recorded] == ["forward", "rows", "rows", "columns", "table", *ends]
+    for launch in recorded:
+        assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_grids(packed: bool) -> None:
+    """A program for each block of queries of each head; of keys, of each head of the keys; of every sequence."""
+    grids = {launch.name: launch.grid for launch in launches("sm_90", "clamp" if packed else "zero", packed)}
+    queries, keys = triton.cdiv(QUERIES, 16), triton.cdiv(KEYS, 16)
+    assert grids["forward"] == grids["rows"] == (queries * BATCH * HEADS, 1, 1)
+    assert grids["columns"] == (keys * BATCH * KEY_HEADS, 1, 1)
+    table_blocks = triton.cdiv(33 + (2 * clamp_margin(16, 16) if packed else 0), 16) * HEADS
+    assert grids["table"] == (table_blocks * BATCH, 1, 1)
+    assert "table_ends" not in grids or grids["table_ends"] == (BATCH * HEADS, 1, 1)

@@ -1,0 +1,693 @@
+"""What a call may have beyond a table for the keys, in the kernels: terms, masks, windows, packing, dropout, shared heads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tests.cases import random_case, random_varlen_case, unpacked
+from tests.interpreter.guard import guarded
+from tests.interpreter.launch import (
+    GRADIENTS,
+    SEED,
+    all_gradients,
+    check_every_term,
+    check_results,
+    kept,
+    resolve,
+    run,
+    run_backward,
+)
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, validation
+from triton_relattn.kernels import backward as launcher
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn.testing import (
+    Inputs,
+    assert_gradients_close_fp32,
+    dense_gradients,
+    dropout_mask,
+    forward_backward,
+    make_inputs,
+    with_different_strides,
+)
+
+
+def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig:
+    return TileConfig(block_m, block_n, 4, 1, carry)
+
+
+# Several tiles each way in short sequences; the second has the other shape everywhere, and carries nothing. The default, large,
+# carries scores.
+SMALL = {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)}
+OTHER = {"forward": tile(16, 16, None), "rows": tile(32, 32, None), "columns": tile(32, 16), "table": tile(32, 32)}
+# Two variants, of which the normal run takes one and the other in turn.
+BOTH, BOTH_NAMES = (False, pytest.param(True, marks=pytest.mark.slow)), ("", "other")
+KERNELS = ("rows_kernel", "columns_kernel", "table_kernel", "table_ends_kernel")
+POSITIONS = {
+    "full": RelativePositions(-50, 50),
+    "clamp": RelativePositions(-4, 6),
+    "zero": RelativePositions(-4, 6, "zero"),
+}
+ALL_TERMS: dict[str, Any] = {"rel_width": 12, "rel_value": True, "rel_bias": True}
+
+
+def all_terms(
+    sizes: tuple[int, ...] = (2, 1, 30, 13), num_rows: int = 11, dtype: torch.dtype = torch.float32, **others: Any
+) -> Inputs:
+    """Inputs of (batch, heads, queries, keys) with every table and a query of its own for rel_key."""
+    batch, heads, num_queries, num_keys = sizes
+    others = {**ALL_TERMS, "seed": 4, **others}
+    return make_inputs(batch, heads, num_queries, num_keys, 16, 12, num_rows=num_rows, dtype=dtype, **others)
+
+
+def attend(*tensors: Any, **arguments: Any) -> Any:
+    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
+
+
+def attend_varlen(*tensors: Any, **arguments: Any) -> Any:
+    return fused_relative_attention_varlen(*tensors, **arguments, return_lse=True, implementation="triton")
+
+
+def assert_bit_equal(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same results with the same numbers, NaN among them."""
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
+        assert torch.equal(result.isnan(), expected[name].isnan()), name
+
+
+def assert_close(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Close in norm, as float32 results are; -inf in the same places; exactly 0 if all that is expected is."""
+    assert results.keys() == expected.keys()
+    finite = {name: tensor.double().masked_fill(tensor.isinf(), 0) for name, tensor in expected.items()}
+    for name, result in results.items():
+        others = [finite[other] for other in results if other[:2] == "d_"] if name[:2] == "d_" else [finite[name]]
+        if any(bool(other.any()) for other in others):
+            assert_gradients_close_fp32(name, result, expected[name], others)
+        else:
+            assert torch.equal(result, expected[name].to(result.dtype)), name
+
+
+# Combinations of everything.
+
+SHORT: dict[str, Any] = {
+    "widths": (8, 16, 20, 40),
+    "value_widths": (8, 16, 33),
+    "rel_widths": (3, 16, 24),
+    "lengths": (1, 2, 15, 16, 17, 31, 33),
+    "uneven_lengths": ((1, 40), (40, 1), (3, 35)),
+}
+
+
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 240))])
+def test_random_combination(seed: int) -> None:
+    """out, lse and all gradients; a fifth in float16."""
+    inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
+    check_every_term(inputs, (SMALL, OTHER, None)[seed % 3], **arguments)
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_sharp_attention_in_float16(kind: str) -> None:
+    """All tables' gradients are as good as dS (for rel_value: P) rounded once and summed exactly."""
+    positions = POSITIONS[kind]
+    inputs = all_terms((1, 2, 50, 45), positions.num_rows, torch.float16, sharp=True, per_head=kind == "zero")
+    check_every_term(inputs, SMALL, positions=positions, is_causal=kind == "clamp", query_offset=5)
+
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # of make_inputs, of the call
+    "width_40": ({"width": 40, "rel_width": 80}, {}),
+    "width_80": ({"width": 80, "rel_width": 12}, {"is_causal": True}),
+    "width_96": ({"width": 96, "value_width": 96}, {"query_offset": 4}),
+    "value_width_40": ({"value_width": 40}, {}),
+    "groups_of_2": ({"heads": 4, "key_heads": 2}, {"enable_gqa": True}),
+    "groups_of_3": ({"heads": 3, "key_heads": 1, "per_head": True}, {"enable_gqa": True, "is_causal": True}),
+    "rel_scale": ({}, {"rel_scale": -0.3}),
+    "rel_scale_of_the_query": ({"rel_width": None}, {"rel_scale": 0.7, "scale": 0.1}),
+    "no_rel_scale": ({}, {"rel_scale": 0.0}),
+    "no_scale": ({}, {"scale": 0.0, "rel_scale": 0.2}),
+    "no_scale_softcap": ({}, {"scale": 0.0, "rel_scale": 0.2, "softcap": 2.0}),
+    "nothing_but_the_bias": ({}, {"scale": 0.0, "rel_scale": 0.0}),
+    "negative_scale": ({}, {"scale": -0.4}),
+    "negative_scale_of_the_query": ({"rel_width": None}, {"scale": -0.4, "rel_scale": 0.5}),
+    "negative_scale_softcap": ({"rel_width": None}, {"scale": -0.4, "softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("other", BOTH, ids=BOTH_NAMES)
+def test_shapes_and_scales(case: str, other: bool) -> None:
+    """Widths that are no power of two or differ, heads that share keys, and scales of any sign."""
+    of_inputs, arguments = SHAPES[case]
+    kind = ("clamp", "zero")[(list(SHAPES).index(case) + other) % 2]
+    sizes = {"batch": 1, "heads": 1, "num_queries": 21, "num_keys": 35, "width": 16, "value_width": 12}
+    options: dict[str, Any] = {**sizes, **ALL_TERMS, "num_rows": 11, "dtype": torch.float32, "seed": 2, **of_inputs}
+    results = check_every_term(make_inputs(**options), SMALL, positions=POSITIONS[kind], **arguments)
+    if arguments.get("scale") == 0:
+        assert results["d_key"].abs().max() < 1e-20 and results["d_query"].abs().max() < 1e-20
+
+
+# Packed sequences.
+
+
+def of_sequences(inputs: Inputs, arguments: dict[str, Any], keep: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """out, lse and gradients of a packed call by dense_gradients of each sequence, in its place or summed."""
+    tensors = {"out": inputs.d_out, "lse": inputs.d_lse}
+    tensors |= {f"d_{name}": getattr(inputs, name) for name in Inputs._fields[:4] if getattr(inputs, name) is not None}
+    tensors |= {f"d_{name}": tensor for name, tensor in inputs.terms().items()}
+    results = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in tensors.items()}
+    for index, part in enumerate(unpacked(inputs, arguments)):
+        num_queries, num_keys = part.inputs.query.shape[2], part.inputs.key.shape[2]
+        of_part = dict(part.arguments)
+        if keep is not None:
+            of_part["keep"] = keep[index : index + 1, :, :num_queries, :num_keys]
+        single = dense_gradients(part.inputs, **of_part)._asdict()
+        for name, total in results.items():
+            if name == "lse":
+                total[:, part.queries] = single[name][0]
+            elif name in ("out", "d_query", "d_rel_query"):
+                total[part.queries] = single[name][0].transpose(0, 1)
+            elif name in ("d_key", "d_value"):
+                total[part.keys] = single[name][0].transpose(0, 1)
+            else:
+                total += single[name]
+    return results
+
+
+def check_packed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    results = forward_backward(attend_varlen, inputs, **arguments)
+    torch.manual_seed(3)
+    heads, longest = inputs.query.shape[1], max(inputs.query.shape[0], inputs.key.shape[0])
+    dropout_p = arguments.get("dropout_p", 0.0)
+    keep = dropout_mask(len(arguments["cu_seqlens_q"]) - 1, heads, longest, longest, dropout_p) if dropout_p else None
+    assert_close(results, of_sequences(inputs, arguments, keep))
+    return results
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 150))])
+def test_packed_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed call equals a loop over its sequences, some of them empty; every other one with several tiles a sequence."""
+    if seed % 2:
+        monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: SMALL[kernel])
+    sizes: dict[str, Any] = {"widths": (8, 20), "value_widths": (8, 16), "lengths": (0, 1, 15, 17, 20)}
+    check_packed(*random_varlen_case(seed, dtype=torch.float32, **sizes))
+
+
+def packed_inputs(total_q: int, total_k: int, **others: Any) -> Inputs:
+    inputs = all_terms((1, 2, total_q, total_k), key_heads=1, **others)
+    in_order = ("query", "key", "value", "d_out", "rel_query")
+    return inputs._replace(**{name: getattr(inputs, name)[0].transpose(0, 1) for name in in_order}, d_lse=inputs.d_lse[0])
+
+
+PACKING: dict[str, Any] = {
+    "cu_seqlens_q": torch.tensor([0, 0, 7, 25, 25, 30]),
+    "cu_seqlens_k": torch.tensor([0, 5, 16, 36, 36, 36], dtype=torch.int32),
+    "max_seqlen_q": 18,
+    "max_seqlen_k": 29,
+    "query_offset": torch.tensor([4, 3, -2, 0, 20], dtype=torch.int32),
+    "enable_gqa": True,
+}
+WITHOUT_KEYS = slice(25, 30)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropout_p"), [("full", 0.4), ("clamp", 0.4), pytest.param("clamp", 0.0, marks=pytest.mark.slow), ("zero", 0.0)]
+)
+def test_packed(kind: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No queries, no keys, or neither; offsets of their own, shared heads, dropout; also a maximum that no length reaches."""
+    monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: SMALL[kernel])
+    positions = POSITIONS[kind]
+    inputs = packed_inputs(30, 36, num_rows=positions.num_rows)
+    results = check_packed(inputs, {**PACKING, "positions": positions, "dropout_p": dropout_p, "is_causal": kind == "zero"})
+    assert (results["lse"][:, WITHOUT_KEYS] == -math.inf).all() and not results["out"][WITHOUT_KEYS].any()
+    assert not results["d_query"][WITHOUT_KEYS].any() and not results["d_key"][:5].any()
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 0], [0, 0, 0]], ids=["no_sequence", "one_empty", "two_empty"])
+def test_packed_nothing(starts: list[int]) -> None:
+    """Right shapes and zero gradients."""
+    bounds = torch.tensor(starts)
+    packing: dict[str, Any] = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 0, "max_seqlen_k": 0}
+    inputs = packed_inputs(0, 0)
+    results = forward_backward(attend_varlen, inputs, enable_gqa=True, **packing)
+    assert results["out"].shape == (0, 2, 12) and results["lse"].shape == (2, 0)
+    for name in DIFFERENTIABLE:
+        assert results[f"d_{name}"].shape == getattr(inputs, name).shape and not results[f"d_{name}"].any()
+
+
+# Dropout.
+
+
+def identity(batch: int, rows: int) -> torch.Tensor:
+    return torch.eye(rows).expand(batch, 2, rows, rows)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_every_implementation_drops_the_same(dropout_p: float) -> None:
+    """Values that are the identity show the mask; it is the one that testing.dropout_mask shows."""
+    inputs = make_inputs(2, 2, 35, 21, 16, num_rows=9, dtype=torch.float32, seed=4)
+    torch.manual_seed(5)
+    expected = dropout_mask(2, 2, 35, 21, dropout_p)
+    assert 0 < expected.double().mean() < 1
+    for implementation in ("triton", "blockwise", "reference"):
+        torch.manual_seed(5)
+        out = fused_relative_attention(
+            inputs.query, inputs.key, identity(2, 21), inputs.rel_key, dropout_p=dropout_p, implementation=implementation
+        )
+        assert isinstance(out, torch.Tensor) and torch.equal(out != 0, expected), implementation
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiles"),
+    [("full", SMALL), ("full", OTHER), ("full", None), ("clamp", SMALL), ("zero", OTHER)],
+    ids=["small", "other", "default", "clamp", "zero"],
+)
+def test_every_kernel_drops_the_same(kind: str, tiles: Any) -> None:
+    """Whatever the tiles: out shows the mask for values that are the identity, d_value for such a d_out, and d_rel_value, too,
+    along its diagonals; d_query by what it is."""
+    positions = POSITIONS[kind]
+    inputs = make_inputs(
+        1, 2, 35, 35, 16, 35, num_rows=positions.num_rows, rel_value=True, per_head=True, dtype=torch.float32, seed=4
+    )
+    inputs = inputs._replace(value=identity(1, 35), d_out=identity(1, 35), rel_value=torch.zeros(2, positions.num_rows, 35))
+    expected = kept(1, 2, 35, 35, dropout_p=0.4)
+    assert 0.5 < expected.double().mean() < 0.7
+    results = check_every_term(inputs, tiles, positions=positions, dropout_p=0.4)
+    assert torch.equal(results["out"] != 0, expected)
+    assert torch.equal(results["d_value"].mT != 0, expected)
+    if kind == "full":  # d_rel_value[h, r, i] is P of pair (i, i + r), if it is kept
+        i, j = torch.arange(35)[:, None], torch.arange(35)
+        assert torch.equal(results["d_rel_value"][:, j - i + 50, i] != 0, expected[0])
+
+
+@pytest.mark.parametrize("kind", ["clamp", "zero"])
+def test_dropout_does_not_depend_on_the_tiles(kind: str) -> None:
+    """All results are the same but for rounding."""
+    inputs = all_terms((1, 1, 45, 38), POSITIONS[kind].num_rows)
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.3, "exact_delta": True}
+    assert_close(all_gradients(inputs, SMALL, **arguments), all_gradients(inputs, OTHER, **arguments))
+
+
+def test_everything_dropped() -> None:
+    """out is 0 and lse that without dropout; what is left of the gradients comes through lse."""
+    inputs = all_terms()
+    results = check_every_term(inputs, SMALL, dropout_p=1.0)
+    assert not results["out"].any() and not results["d_value"].any() and not results["d_rel_value"].any()
+    assert results["d_query"].any() and results["d_rel_bias"].any()
+    assert torch.equal(results["lse"], run(inputs, SMALL["forward"])[1])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_only_dropout_moves_the_generator(dropout_p: float) -> None:
+    """The same seed gives the same call, and the state stays where it is without dropout."""
+    inputs = all_terms((1, 1, 5, 6))
+    calls = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        calls.append(forward_backward(attend, inputs, dropout_p=dropout_p))
+        assert torch.equal(torch.get_rng_state(), before) == (dropout_p == 0)
+    assert_bit_equal(*calls)
+    again = forward_backward(attend, inputs, dropout_p=dropout_p)
+    assert torch.equal(again["out"], calls[0]["out"]) == (dropout_p == 0)
+
+
+# Rows that see nothing, or nothing in particular.
+
+BATCH, HEADS, QUERIES, KEYS = 2, 1, 30, 13
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"softcap": 5.0, "dropout_p": 0.4})
+
+
+def bool_mask(*hidden_rows: int) -> torch.Tensor:
+    mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
+    mask[1, :, list(hidden_rows)] = False
+    return mask
+
+
+def rows(*chosen: int, entries: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    """(B, Nq), true for the chosen queries of the batch entries."""
+    mask = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+    for entry in entries:
+        mask[entry, list(chosen)] = True
+    return mask
+
+
+BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    # arguments, and the queries that see nothing
+    "bool_mask": ({"attn_mask": bool_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "float_mask": (
+        {"attn_mask": torch.zeros(BATCH, 1, QUERIES, KEYS).masked_fill(~bool_mask(0, 7, 29), -math.inf)},
+        rows(0, 7, 29, entries=(1,)),
+    ),
+    "bool_mask_of_all": ({"attn_mask": torch.zeros((), dtype=torch.bool)}, rows(*range(QUERIES))),
+    "float_mask_of_all": ({"attn_mask": torch.full((KEYS,), -math.inf)}, rows(*range(QUERIES))),
+    "lengths": ({"key_lengths": torch.tensor([0, 13])}, rows(*range(QUERIES), entries=(0,))),
+    "causal": ({"is_causal": True, "query_offset": -17}, rows(*range(17))),
+    "causal_offsets": ({"is_causal": True, "query_offset": torch.tensor([-17, 0])}, rows(*range(17), entries=(0,))),
+    "window_past": ({"window_size": (2, -1)}, rows(*range(KEYS + 2, QUERIES))),
+    "window_future": ({"window_size": (-1, 3), "query_offset": -9}, rows(*range(6))),
+    "window_beside": ({"window_size": (1, 1), "query_offset": 100}, rows(*range(QUERIES))),
+    "window_and_length": (
+        {"window_size": (2, 0), "key_lengths": torch.tensor([13, 5])},
+        rows(*range(15, 30)) | rows(*range(7, 30), entries=(1,)),
+    ),
+    "mask_and_causal": ({"is_causal": True, "attn_mask": torch.arange(KEYS) >= 4}, rows(0, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", BLIND)
+@pytest.mark.parametrize("other", BOTH, ids=BOTH_NAMES)
+def test_rows_that_see_nothing(case: str, other: bool) -> None:
+    """out 0, lse -inf and gradients exactly 0; the rows beside them, in the same tiles, are finite."""
+    kind, dtype, options = (("clamp", torch.float32, {}), ("zero", torch.float16, OPTIONS[1]))[
+        (list(BLIND).index(case) + other) % 2
+    ]
+    arguments, blind = BLIND[case]
+    inputs = all_terms(dtype=dtype)
+    results = all_gradients(inputs, SMALL, positions=POSITIONS[kind], **arguments, **options)
+    blind = blind[:, None].expand(BATCH, HEADS, QUERIES)
+    assert blind.any()
+    assert torch.equal(results["lse"] == -math.inf, blind)
+    for name in ("out", "d_query", "d_rel_query"):
+        assert not results[name][blind].any(), name
+    gradients = [result for name, result in results.items() if name[:2] == "d_"]
+    assert len(gradients) == 7 and all(gradient.isfinite().all() for gradient in gradients)
+    assert all(gradient.any() for gradient in gradients) == (not blind.all())
+    assert any(gradient.any() for gradient in gradients) == (not blind.all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("full", torch.float32), ("clamp", torch.float16), ("clamp", torch.float32), ("zero", torch.float16)],
+    ids=str,
+)
+def test_mask_of_finfo_min(kind: str, dtype: torch.dtype) -> None:
+    """A finite mask hides nothing: a row of finfo.min, beside which all logits vanish, is uniform, as softmax has it."""
+    positions = POSITIONS[kind]
+    inputs = all_terms(num_rows=positions.num_rows, dtype=dtype)
+    inputs.d_lse[:, :, 5] = 0  # of a number so large that float32 has no digits left for its derivatives' check
+    mask = torch.zeros(QUERIES, KEYS)
+    mask[5] = torch.finfo(torch.float32).min
+    mask[6, 3:] = torch.finfo(torch.float32).min
+    arguments: dict[str, Any] = {"positions": positions, "attn_mask": mask}
+    results = all_gradients(inputs, SMALL, **arguments)
+    golden = dense_gradients(inputs, **arguments)._asdict()
+    assert results["lse"].isfinite().all() and (results["lse"][:, :, 5] < -1e38).all()
+    for name in ("out", *GRADIENTS):
+        result, exact = results[name], golden[name]
+        if dtype == torch.float32:
+            assert_gradients_close_fp32(name, result, exact, [golden[other] for other in GRADIENTS])
+        else:
+            assert result.isfinite().all() and (result.double() - exact).norm() < 5e-3 * exact.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["clamp", "zero"])
+def test_mask_of_minus_1e9(kind: str) -> None:
+    """Such a number hides keys as a bool mask does; where all have it, the result is finite, and the mean of what is seen."""
+    inputs = all_terms(num_rows=POSITIONS[kind].num_rows)._replace(rel_value=None)
+    visible = torch.arange(KEYS) % 3 != torch.arange(QUERIES)[:, None] % 4
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "softcap": 20.0}
+    mask = torch.zeros(QUERIES, KEYS).masked_fill(~visible, -1e9)
+    assert_close(
+        all_gradients(inputs, SMALL, attn_mask=mask, **arguments), all_gradients(inputs, SMALL, attn_mask=visible, **arguments)
+    )
+    mask[20] = -1e9
+    results = all_gradients(inputs, SMALL, attn_mask=mask, **arguments)
+    assert all(result.isfinite().all() for result in results.values())
+    torch.testing.assert_close(results["out"][:, :, 20], inputs.value.mean(2), rtol=0, atol=1e-5)
+
+
+# NaN.
+
+UNSEEN: dict[str, tuple[dict[str, Any], slice]] = {
+    # arguments, and the table rows (of 101 from -50 on) that some of 37 queries and 41 keys has
+    "lengths": ({"key_lengths": torch.tensor([7])}, slice(50 - 36, 50 + 7)),
+    "causal_offset": ({"is_causal": True, "query_offset": -20}, slice(50 - 16, 51)),
+    "window": ({"window_size": (2, 1), "query_offset": 9}, slice(48, 52)),
+    "window_left": ({"window_size": (2, -1), "query_offset": 9, "key_lengths": torch.tensor([30])}, slice(48, 50 + 21)),
+    "window_right": ({"window_size": (-1, 1), "query_offset": -9}, slice(50 - 27, 52)),
+    "window_and_causal": ({"window_size": (3, 7), "is_causal": True, "query_offset": 9}, slice(47, 51)),
+    "offsets": ({"window_size": (2, 1), "query_offset": torch.tensor([12])}, slice(48, 52)),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+@pytest.mark.parametrize("other", BOTH, ids=BOTH_NAMES)
+def test_nan_that_no_query_sees(case: str, other: bool) -> None:
+    """Rows of all tables that no visible pair has, padding of keys and values, and storage around all tensors, may hold NaN."""
+    arguments, seen = UNSEEN[case]
+    arguments = {**arguments, **OPTIONS[(list(UNSEEN).index(case) + other) % 2], "positions": RelativePositions(-50, 50)}
+    inputs = all_terms((1, 1, 37, 41), 101)
+    spoilt = {name: tensor.clone() for name, tensor in inputs._asdict().items()}
+    for name in ("rel_key", "rel_value", "rel_bias"):
+        spoilt[name][: seen.start] = spoilt[name][seen.stop :] = math.nan
+    if "key_lengths" in arguments:
+        spoilt["key"][:, :, int(arguments["key_lengths"]) :] = spoilt["value"][:, :, int(arguments["key_lengths"]) :] = math.nan
+    results = all_gradients(with_different_strides(Inputs(**spoilt)), SMALL, **arguments)
+    assert_bit_equal(results, all_gradients(inputs, SMALL, **arguments))
+    assert all(result.isfinite().all() for name, result in results.items() if name != "lse")
+    for name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+        assert results[name][seen].any() and not results[name][: seen.start].any(), name
+        assert not results[name][seen.stop :].any(), name
+
+
+@pytest.mark.parametrize("kind", ["clamp", "zero"])
+def test_nan_behind_a_mask(kind: str) -> None:
+    """A key that a bool mask hides from everybody: its value is multiplied by 0, and only NaN in key is harmless."""
+    inputs = all_terms(num_rows=11)
+    key = inputs.key.clone()
+    key[:, :, 4] = math.nan
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "attn_mask": torch.arange(KEYS) != 4}
+    results = all_gradients(inputs._replace(key=key), SMALL, **arguments)
+    expected = all_gradients(inputs, SMALL, **arguments)
+    for name in ("out", "lse", "d_value", "d_rel_key", "d_rel_value", "d_rel_bias"):
+        assert torch.equal(results[name], expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("query", {"softcap": 5.0, "window_size": (20, 9)}), ("rel_query", {})], ids=["query", "rel_query"]
+)
+def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any]) -> None:
+    """Its own row of the results, and the gradients that queries share; other rows, heads and batch entries are bit-equal."""
+    inputs = all_terms((2, 2, 18, 13), per_head=True)
+    tensor = getattr(inputs, name).clone()
+    tensor[1, 0, 11] = math.nan
+    results = all_gradients(inputs._replace(**{name: tensor}), SMALL, **options)
+    expected = all_gradients(inputs, SMALL, **options)
+    for result in ("out", "lse", "d_query", "d_rel_query"):
+        assert results[result][1, 0, 11].isnan().all(), result
+        results[result][1, 0, 11] = expected[result][1, 0, 11]
+    for result in ("d_key", "d_value"):
+        assert results[result][1, 0].isnan().any(), result
+        results[result][1, 0] = expected[result][1, 0]
+    for result in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+        assert results[result][0].isnan().any(), result
+        results[result][0] = expected[result][0]
+    assert_bit_equal(results, expected)
+
+
+def test_nan_in_one_sequence_stays_there() -> None:
+    """The other sequences of a packed batch are bit-equal, but for the gradients that all share."""
+    starts = torch.tensor([0, 10, 27, 30])
+    packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 17, "max_seqlen_k": 17}
+    inputs = packed_inputs(30, 30)
+    spoilt = {name: getattr(inputs, name).clone() for name in ("query", "key", "value")}
+    for tensor in spoilt.values():
+        tensor[10:27] = math.nan
+    results, expected = (
+        forward_backward(attend_varlen, each, enable_gqa=True, **packing) for each in (inputs._replace(**spoilt), inputs)
+    )
+    for name in ("out", "d_query", "d_key", "d_value", "d_rel_query"):
+        assert results[name][10:27].isnan().any(), name
+        results[name][10:27] = expected[name][10:27]
+        assert torch.equal(results[name], expected[name]), name
+
+
+# Addresses and launches.
+
+
+def padded_call(kind: str) -> tuple[Inputs, Any, Any]:
+    inputs = all_terms((2, 2, 20, 36), POSITIONS[kind].num_rows, key_heads=1, per_head=True)
+    inputs = with_different_strides(inputs)
+    arguments: dict[str, Any] = {
+        "positions": POSITIONS[kind],
+        "attn_mask": torch.zeros(2, 1, 1, 72)[..., ::2].masked_fill(torch.arange(36) == 30, -math.inf),
+        "key_lengths": torch.tensor([33, 36]),
+        "query_offset": torch.tensor([3, -5]),
+        "window_size": (25, 20),
+        "rel_scale": 0.4,
+        "dropout_p": 0.2,
+        "softcap": 9.0,
+        "enable_gqa": True,
+        "exact_delta": True,
+    }
+    return inputs, *resolve(inputs, **arguments)
+
+
+def packed_call(kind: str) -> tuple[Inputs, Any, Any]:
+    inputs = packed_inputs(30, 36, num_rows=POSITIONS[kind].num_rows)
+    tensors, spec = validation.resolve(
+        *inputs[:4],
+        **inputs.terms(),
+        positions=POSITIONS[kind],
+        query_offset=PACKING["query_offset"],
+        cu_seqlens={"q": PACKING["cu_seqlens_q"], "k": PACKING["cu_seqlens_k"]},
+        max_seqlens={"q": PACKING["max_seqlen_q"], "k": PACKING["max_seqlen_k"]},
+        window_size=(25, 20),
+        rel_scale=0.4,
+        dropout_p=0.2,
+        softcap=9.0,
+        enable_gqa=True,
+    )
+    inputs = inputs._replace(d_out=inputs.d_out.transpose(0, 1)[None], d_lse=inputs.d_lse[None])
+    return inputs, tensors._replace(dropout_seed=SEED), spec
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (padded_call, "full"),
+        (padded_call, "clamp"),
+        pytest.param(padded_call, "zero", marks=pytest.mark.slow),
+        pytest.param(packed_call, "full", marks=pytest.mark.slow),
+        (packed_call, "clamp"),
+        (packed_call, "zero"),
+    ],
+)
+def test_addresses(call: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all features at once, nothing is accessed outside the tensors' views, no two programs write to one address, and no
+    32-bit integer overflows."""
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
+    assert interpreter.interpreter_builder.options.sanitize_overflow
+    inputs, tensors, spec = call(kind)
+    with guarded() as launches:
+        results = forward(tensors, spec, SMALL["forward"])
+        gradients = launcher.backward(inputs.d_out, inputs.d_lse, *results, tensors, spec, tiles=SMALL)
+    ends = ["table_ends_kernel"] * 2 if kind == "clamp" else []
+    rows_twice = ["rows_kernel"] * (1 + spec.exact_delta)
+    assert [launch.kernel for launch in launches] == ["forward_kernel", *rows_twice, "columns_kernel", "table_kernel", *ends]
+    assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
+    assert not [violation for launch in launches for violation in launch.violations]
+    assert all(gradient is not None and gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", ["full", "clamp", pytest.param("zero", marks=pytest.mark.slow), None])
+def test_windows_skip_tiles(kind: str | None) -> None:
+    """With a fixed window, a longer call loads as much more for each of its queries, in every kernel: no tiles outside are
+    computed. Without a window it is more."""
+
+    def loads(length: int, window: tuple[int, int]) -> dict[str, int]:
+        positions = None if kind is None else RelativePositions(-100, 100) if kind == "full" else POSITIONS[kind]
+        num_rows = None if positions is None else positions.num_rows
+        options: dict[str, Any] = {"rel_value": True, "rel_bias": True} if kind else {}
+        inputs = make_inputs(1, 1, length, length, 16, num_rows=num_rows, dtype=torch.float32, seed=1, **options)
+        with guarded() as launches:
+            all_gradients(inputs, OTHER, positions=positions, window_size=window)
+        return {launch.kernel: launch.loads for launch in launches}
+
+    short, middle, long, unbounded = (loads(*call) for call in ((32, (9, 5)), (64, (9, 5)), (96, (9, 5)), (96, (-1, -1))))
+    assert len(short) == 3 + (kind is not None) + (kind == "clamp")
+    for kernel in short:
+        assert 0 < long[kernel] - middle[kernel] <= 1.05 * (middle[kernel] - short[kernel]), kernel
+    assert unbounded["forward_kernel"] > 1.2 * long["forward_kernel"]
+    assert unbounded["columns_kernel"] > 1.2 * long["columns_kernel"]
+
+
+class CountedKernel:
+    """A kernel that counts its launches by name."""
+
+    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches[self.kernel.__name__] += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches of the backward by kernel."""
+    launches: Counter[str] = Counter()
+    for name in KERNELS:
+        monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
+    return launches
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_only_the_wanted_gradients_are_computed(kind: str, counted: Counter[str]) -> None:
+    """Bit-equal to those of the call for all, the others None, and no kernel runs that none of them needs."""
+    inputs = all_terms((1, 1, 17, 15), POSITIONS[kind].num_rows)
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.2}
+    complete = run_backward(inputs, SMALL, **arguments)
+    tables = ("d_rel_key", "d_rel_value", "d_rel_bias")
+    for wanted in (*((name,) for name in GRADIENTS), *itertools.combinations(tables, 2), ("d_query", "d_rel_value")):
+        counted.clear()
+        results = run_backward(inputs, SMALL, wanted, **arguments)
+        for name in GRADIENTS:
+            result, expected = results[name], complete[name]
+            assert (result is None) == (name not in wanted), (wanted, name)
+            assert result is None or (expected is not None and torch.equal(result, expected)), (wanted, name)
+        needed = {
+            "rows_kernel": int(kind == "clamp" or wanted != ("d_value",)),
+            "columns_kernel": int(not {"d_key", "d_value"}.isdisjoint(wanted)),
+            "table_kernel": int(not set(tables).isdisjoint(wanted)),
+            "table_ends_kernel": len({"d_rel_key", "d_rel_value"} & set(wanted)) if kind == "clamp" else 0,
+        }
+        assert counted == Counter(needed), wanted
+
+
+@pytest.mark.parametrize("only", ["rel_bias", "rel_value"])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_one_table_alone(only: str, kind: str, counted: Counter[str]) -> None:
+    """A bias or a table for the values without any other; trained alone through the public function, or with everything."""
+    positions = POSITIONS[kind]
+    tables: dict[str, Any] = {"rel_key": False, "rel_value": False, "rel_bias": False, only: True}
+    inputs = make_inputs(1, 2, 37, 33, 16, num_rows=positions.num_rows, **tables, dtype=torch.float32, seed=3)
+    expected = check_every_term(inputs, positions=positions)[f"d_{only}"]
+    counted.clear()
+    leaf = getattr(inputs, only).clone().requires_grad_()
+    results = attend(*inputs[:3], positions=positions, **{only: leaf})
+    (gradient,) = torch.autograd.grad(results, leaf, (inputs.d_out, inputs.d_lse))
+    assert torch.equal(gradient, expected)
+    names = KERNELS[:1] + KERNELS[2 : 4 if kind == "clamp" and only == "rel_value" else 3]
+    assert counted == Counter(names)
+
+
+@pytest.mark.parametrize("own_query", [False, True])
+def test_exact_delta(own_query: bool, counted: Counter[str]) -> None:
+    """A second walk, where the query's gradients are wanted; their error in sharp float16 attention is smaller by it."""
+    inputs = all_terms((1, 2, 64, 64), 127, torch.float16, sharp=True, rel_width=16 if own_query else None)
+    names = ("d_query", "d_rel_query") if own_query else ("d_query",)
+    golden = dense_gradients(inputs)._asdict()
+    errors = []
+    for exact in (False, True):
+        counted.clear()
+        results = all_gradients(inputs, exact_delta=exact)
+        assert counted["rows_kernel"] == 1 + exact
+        errors.append([float((results[name].double() - golden[name]).norm()) for name in names])
+    assert all(after < 0.7 * before for before, after in zip(*errors, strict=True)), errors
+    counted.clear()
+    run_backward(inputs, wanted=("d_key", "d_rel_bias"), exact_delta=True)
+    assert counted["rows_kernel"] == 1
+
+
+def test_statistics_are_there_where_they_are_needed() -> None:
+    """Only a mask of numbers may leave lse without digits for the sum; else nothing is stored."""
+    inputs = all_terms()
+    shapes = []
+    for mask in (None, bool_mask(3), torch.zeros(KEYS)):
+        tensors, spec = resolve(inputs, attn_mask=mask)
+        out, lse, statistics = forward(tensors, spec, SMALL["forward"])
+        check_results(out, lse, inputs, attn_mask=mask)
+        shapes.append(tuple(statistics.shape))
+    assert shapes == [(0,), (0,), (BATCH, HEADS, 2, QUERIES)]
