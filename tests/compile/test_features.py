@@ -39,7 +39,7 @@ def feature_set(name: str, width: int, is_causal: bool, has_lengths: bool) -> An
     of_set: dict[str, dict[str, Any]] = {
         "shaw": {"rel_key": rows(CLAMPED, width), "rel_value": rows(CLAMPED, width), "positions": CLAMPED},
         "transformer_xl": {"rel_key": rows(FULL, width, heads=2), "rel_bias": rows(FULL, heads=2), "positions": FULL},
-        "own_query": {"rel_key": rows(FULL, width), "rel_query": query, "positions": FULL},
+        "own_query": {"rel_key": rows(FULL, width, heads=2), "rel_query": query, "positions": FULL},
         "inkling": {"rel_key": rows(extent, 16), "rel_query": query[..., :16], "positions": extent, "enable_gqa": True},
         "t5": {"rel_bias": rows(FULL, heads=2), "positions": FULL},
         "t5_clamped": {"rel_bias": rows(CLAMPED, heads=2), "positions": CLAMPED},
@@ -50,7 +50,7 @@ def feature_set(name: str, width: int, is_causal: bool, has_lengths: bool) -> An
     return validation.resolve(query, key, key, **of_set[name], is_causal=is_causal, key_lengths=lengths)
 
 
-SETS = ("shaw", "transformer_xl", "own_query", "t5", "t5_clamped")
+SETS = ("shaw", "transformer_xl", "own_query", "t5")
 MAIN_SETS = (("shaw", 64, False), ("transformer_xl", 64, False), ("inkling", 128, True), ("t5", 64, False))
 
 
@@ -65,7 +65,7 @@ MAIN_SETS = (("shaw", 64, False), ("transformer_xl", 64, False), ("inkling", 128
             for has_lengths in (True, False)
             for name, width, is_causal in (
                 *itertools.product(SETS, (64, 128), (False, True)),
-                *itertools.product(("vits",), (64, 128), (False,)),
+                *itertools.product(("vits", "t5_clamped"), (64, 128), (False,)),
                 ("inkling", 128, True),
                 ("inkling_window", 128, True),
             )

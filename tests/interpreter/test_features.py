@@ -112,6 +112,8 @@ SHORT: dict[str, Any] = {
 def test_random_combination(seed: int) -> None:
     """out, lse and all gradients; a fifth in float16."""
     inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
+    if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
+        arguments["exact_delta"] = True  # out, rounded, is no key's value, and the usual delta off by more than plain torch's
     check_every_term(inputs, (SMALL, OTHER, None)[seed % 3], **arguments)
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from .band import FAR, NEAR, Table, near_keys, part_range, walk_position, whole_tile
 from .dropout import kept
 from .masking import first_query, last_query, locate
-from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
@@ -119,19 +119,22 @@ def columns_kernel(
                     if rel_queries is not None:
                         rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
                     scores = whole_tile(rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                elif HAS_TERM and OUTSIDE == "clamp":
-                    far = side_vector(far_scores, place.entry, head, side, place.query_start)
-                    far = tl.load(far + offs_m, mask=valid_m, other=0.0)
-                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
                 else:
                     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                shift, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
+                if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
+                    far = side_vector(far_scores, place.entry, head, side, place.query_start)
+                    far = tl.load(far + offs_m, mask=valid_m, other=0.0)
+                    if is_linear(scaling, mask):
+                        shift -= far * scale
+                    else:
+                        scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
                 scores = tile_scores(query, key, scores, INPUT_PRECISION)
                 # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
                 scores, seen, slope = finished(
                     scores, offs_m[:, None], offs_n[None, :], valid_m[:, None], place, window, mask, scaling
                 )
-                base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
-                probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
+                probs = probabilities(scores, seen, scale, shift, row_max, is_additive(mask))
                 if dropout is not None:
                     stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)

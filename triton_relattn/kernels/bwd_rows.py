@@ -25,7 +25,7 @@ from .band import (
 )
 from .dropout import kept
 from .masking import first_key, last_key, locate
-from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
@@ -188,16 +188,20 @@ def rows_kernel(
                 scores, carried = next_terms(
                     rel_query, term, carried, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
                 )
-            elif HAS_TERM and OUTSIDE == "clamp":
-                far = tl.where(key_start < near_start, far_past, far_future)
-                scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            shift = base_2_lse
+            if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
+                far = tl.where(key_start < near_start, far_past, far_future)
+                if is_linear(scaling, mask):
+                    shift = base_2_lse - far * scale
+                else:
+                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             exists = None if mask is None else valid_m[:, None]
             scores, seen, slope = finished(scores, offs_m[:, None], offs_n[None, :], exists, place, window, mask, scaling)
-            probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
+            probs = probabilities(scores, seen, scale, shift, row_max, is_additive(mask))
 
             if PART == NEAR and rel_values is not None:
                 d_probs, values_carried = next_terms(

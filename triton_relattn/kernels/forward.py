@@ -27,7 +27,7 @@ from .band import (
 from .configs import TileConfig
 from .dropout import kept
 from .masking import first_key, last_key, locate
-from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, softmax_update, tile_scores
+from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, is_linear, softmax_update, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
@@ -142,17 +142,21 @@ def forward_kernel(
                 scores, carried = next_terms(
                     rel_query, term, carried, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
                 )
-            elif HAS_TERM and OUTSIDE == "clamp":
-                far = tl.where(key_start < near_start, far_past, far_future)
-                scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            shared = None
+            if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
+                far = tl.where(key_start < near_start, far_past, far_future)
+                if is_linear(scaling, mask):
+                    shared = far
+                else:
+                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             exists = None if mask is None else valid_m[:, None]
             scores, seen, _ = finished(scores, offs_m[:, None], offs_n[None, :], exists, place, window, mask, scaling)
             scores = tl.where(seen, scores, -float("inf"))
-            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale, is_additive(mask))
+            probs, row_max, row_sum, rescale = softmax_update(scores, shared, row_max, row_sum, scale, is_additive(mask))
             if dropout is not None:
                 probs = tl.where(kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)

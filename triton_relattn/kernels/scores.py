@@ -30,17 +30,29 @@ def tile_scores(query, key, relative, INPUT_PRECISION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent; its error is that of float32 at 1."""
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+    """The hyperbolic tangent: near 0 its series up to x**11, because 1 - 2 / (exp(2 x) + 1) is as inexact there as at 1."""
+    square = x * x
+    series = square * (-1382.0 / 155925.0) + 62.0 / 2835.0
+    series = series * square - 17.0 / 315.0
+    series = series * square + 2.0 / 15.0
+    series = series * square - 1.0 / 3.0
+    series = series * square + 1.0
+    return tl.where(square < 0.09, x * series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
 
 
 @triton.jit
 def exponent_scale(scaling, mask):
     """What finished scores are multiplied with to get powers of two. scaling: arguments.Scaling."""
-    if scaling.softcap is None and not is_additive(mask):
+    if is_linear(scaling, mask):
         return tl.cast(scaling.base_2_scale, tl.float32)
     else:
         return LOG2_E
+
+
+@triton.constexpr_function
+def is_linear(scaling, mask):
+    """Whether logits are scores, scaled: a term that all keys of a query share may then be added to its shift instead."""
+    return scaling.softcap is None and not is_additive(mask)
 
 
 @triton.jit
@@ -74,11 +86,15 @@ def finished(scores, offs_m, offs_n, exists, place, window, mask, scaling):
 
 
 @triton.jit
-def softmax_update(scores, row_max, row_sum, scale, EXACT_SHIFT: tl.constexpr):
-    """One step of the online softmax of scale * scores, in base 2: probabilities [M, N], new maximum and sum [M], factor of
-    what came before. The maximum is that of the unscaled scores: the scale is positive. EXACT_SHIFT subtracts the maximum
-    first: logits may all be huge and negative, which scaled and then subtracted would not cancel."""
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+def softmax_update(scores, shared, row_max, row_sum, scale, EXACT_SHIFT: tl.constexpr):
+    """One step of the online softmax of scale * (scores + shared), in base 2: probabilities [M, N], new maximum and sum [M],
+    factor of what came before. The maximum is that of the unscaled scores: the scale is positive.
+
+    shared: [M], or None. EXACT_SHIFT, without shared, subtracts the maximum first: logits may all be huge and negative, which
+    scaled and then subtracted would not cancel.
+    """
+    tile_max = tl.max(scores, axis=1)
+    new_max = tl.maximum(row_max, tile_max if shared is None else tile_max + shared)
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
     if EXACT_SHIFT:
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -86,7 +102,8 @@ def softmax_update(scores, row_max, row_sum, scale, EXACT_SHIFT: tl.constexpr):
         rescale = tl.exp2((row_max - shift) * scale)
     else:
         shift = tl.where(new_max == -float("inf"), 0.0, new_max * scale)
-        probs = tl.exp2(scores * scale - shift[:, None])
+        offset = shift if shared is None else shift - shared * scale
+        probs = tl.exp2(scores * scale - offset[:, None])
         rescale = tl.exp2(row_max * scale - shift)
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
 
@@ -106,11 +123,11 @@ def load_normaliser(lses, statistics, place, head, offs_m, valid_m):
 
 
 @triton.jit
-def probabilities(scores, seen, scale, base_2_lse, row_max, EXACT_SHIFT: tl.constexpr):
-    """[M, N]: the softmax of scale * scores from its log-sum-exp [M]; 0 where a query does not see a key. EXACT_SHIFT as in
-    softmax_update."""
+def probabilities(scores, seen, scale, shift, row_max, EXACT_SHIFT: tl.constexpr):
+    """[M, N]: the softmax of scale * scores from its log-sum-exp [M], in base 2; 0 where a query does not see a key. What the
+    scores of all keys lack may be taken off the shift instead. EXACT_SHIFT as in softmax_update."""
     if EXACT_SHIFT:
-        exponent = (scores - row_max[:, None]) * scale - base_2_lse[:, None]
+        exponent = (scores - row_max[:, None]) * scale - shift[:, None]
     else:
-        exponent = scores * scale - base_2_lse[:, None]
+        exponent = scores * scale - shift[:, None]
     return tl.where(seen, tl.exp2(exponent), 0.0)
