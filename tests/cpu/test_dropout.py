@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
 from triton_relattn.dropout import ROUNDS, keep_mask, largest_dropped
@@ -175,3 +176,23 @@ def test_backward_drops_what_the_forward_dropped(implementation: str) -> None:
     base, _ = attend(*without[:4], **inputs.terms(), enable_gqa=True, dropout_p=0.5, implementation=implementation)
     # out is affine in the values.
     assert_same("loss", ((out - base) * inputs.d_out).sum(), (gradient * inputs.value).sum())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_draws_the_same_again(use_reentrant: bool) -> None:
+    """The forward that activation checkpointing repeats drops what the first did."""
+    inputs = operator_inputs()
+    gradients = []
+    for checkpointed in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:4] if tensor is not None]
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            return attend(*tensors, **inputs.terms(), enable_gqa=True, dropout_p=0.4)[0]
+
+        torch.manual_seed(5)
+        out = checkpoint(layer, *leaves, use_reentrant=use_reentrant) if checkpointed else layer(*leaves)
+        torch.manual_seed(6)
+        out.backward(inputs.d_out)
+        gradients.append([leaf.grad for leaf in leaves])
+    for plain, repeated in zip(*gradients, strict=True):
+        assert plain is not None and plain.any() and torch.equal(plain, repeated)

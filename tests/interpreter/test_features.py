@@ -158,6 +158,15 @@ def test_shapes_and_scales(case: str, other: bool) -> None:
         assert results["d_key"].abs().max() < 1e-20 and results["d_query"].abs().max() < 1e-20
 
 
+@pytest.mark.parametrize("width", [1, 4, 21, 40, 59, 80, 96, 111, 192, 256])
+def test_widths_of_the_relative_query(width: int) -> None:
+    """Padded inside the kernels, for a narrow or a wide table; widths of query and value differ from it and each other."""
+    inputs = make_inputs(
+        1, 2, 18, 23, 40, 21, num_rows=11, per_head=True, rel_width=width, rel_value=True, dtype=torch.float32, seed=width
+    )
+    check_every_term(with_different_strides(inputs), SMALL, positions=POSITIONS["clamp" if width % 2 else "zero"])
+
+
 # Packed sequences.
 
 
