@@ -8,6 +8,7 @@ from . import backends, ops, validation
 from .dropout import draw_seed
 from .positions import RelativePositions
 from .reference import resolved_reference
+from .results import without_autocast
 from .spec import AttentionSpec, AttentionTensors
 
 
@@ -16,7 +17,8 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
     if implementation == "reference":
-        return resolved_reference(tensors, spec)
+        with without_autocast(tensors.query.device):
+            return resolved_reference(tensors, spec)
     return ops.relative_attention(tensors, spec, implementation)
 
 
@@ -61,7 +63,7 @@ def fused_relative_attention(
         key: (B, Hk, Nk, D).
         value: (B, Hk, Nk, Dv).
         rel_key: the table E, (R, Dr) shared by the heads or (Hq, R, Dr). All tables are optional; without any this is plain
-            attention. Those that are given have the same R.
+            attention. Those that are given have the same R. (The fourth argument of scaled_dot_product_attention is the mask.)
         rel_query: p, (B, Hq, Nq, Dr), what rel_key is multiplied with; by default the query itself.
         rel_value: the table A, (R, Dv) or (Hq, R, Dv).
         rel_bias: the table b, (R,) or (Hq, R), in query's dtype or float32.
@@ -77,7 +79,8 @@ def fused_relative_attention(
             corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right one (a key-value
             cache).
         dropout_p: probability with which a probability is dropped; the others are multiplied by 1 / (1 - dropout_p). What is
-            dropped depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it).
+            dropped depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
+            inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
         scale: factor of q.k, ``D ** -0.5`` by default.
         rel_scale: factor of p.E, by default scale.
         softcap: limit the logits smoothly to +-softcap.
@@ -90,11 +93,12 @@ def fused_relative_attention(
 
     Returns:
         out (B, Hq, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, Hq, Nq), natural
-        logarithm, float32 (float64 for float64 inputs). Both are differentiable, once. A query that sees no key
-        gives out = 0, lse = -inf and zero gradients.
+        logarithm, float32 (float64 for float64 inputs). Both are differentiable, once (with ``"reference"`` any number of times;
+        its out is contiguous). A query that sees no key gives out = 0, lse = -inf and zero gradients.
 
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
-    (float64 for float64). Results and gradients repeat bit for bit on the same machine and settings.
+    (float64 for float64), also under ``torch.autocast``, which does not cast the inputs. Results and gradients repeat bit for bit
+    on the same machine and settings.
 
     Raises:
         ValueError: wrong ranks, shapes, devices or values. The values of key_lengths are checked on the CPU only (a check
@@ -132,6 +136,7 @@ def fused_relative_attention(
         softcap=softcap,
         enable_gqa=enable_gqa,
         exact_delta=exact_delta,
+        return_lse=return_lse,
     )
     out, lse = _attend(tensors, spec, implementation)
     return (out, lse) if return_lse else out
@@ -178,7 +183,8 @@ def fused_relative_attention_varlen(
         max_seqlen_q: the length of the longest sequence of queries, or more. max_seqlen_k: of keys.
         query_offset: an int, or (B,), one of each sequence.
 
-    The others are those of :func:`fused_relative_attention`. Dropout of sequence b is that of batch entry b there.
+    The others are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Dropout of sequence b is that of
+    batch entry b there.
 
     Returns:
         out (total_q, Hq, Dv); with ``return_lse`` also lse (Hq, total_q).
@@ -211,6 +217,7 @@ def fused_relative_attention_varlen(
         softcap=softcap,
         enable_gqa=enable_gqa,
         exact_delta=exact_delta,
+        return_lse=return_lse,
         cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
         max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import blockwise
-from .results import compute_dtype, gradient_like, new_like
+from .results import compute_dtype, gradient_like, new_like, without_autocast
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
 _SCHEMA_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
@@ -42,8 +42,10 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
     if implementation == "triton":
         from .kernels.forward import forward
 
-        return forward(tensors, spec)
-    return *blockwise.forward(tensors, spec), _no_statistics(tensors.query)
+        with torch.cuda.device_of(tensors.query):
+            return forward(tensors, spec)
+    with without_autocast(tensors.query.device):
+        return *blockwise.forward(tensors, spec), _no_statistics(tensors.query)
 
 
 def _no_statistics(query: torch.Tensor) -> torch.Tensor:
@@ -63,12 +65,15 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
 def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
     *arguments, wanted = arguments
     tensors, spec, implementation = _split(arguments)
+    d_lse = d_lse.masked_fill(lse == -torch.inf, 0)  # what merges partial results may have NaN for a query that sees nothing
     if implementation == "triton":
         from .kernels.backward import backward
 
-        gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
+        with torch.cuda.device_of(tensors.query):
+            gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
     else:
-        gradients = blockwise.backward(d_out, d_lse, lse, tensors, spec, wanted)
+        with without_autocast(tensors.query.device):
+            gradients = blockwise.backward(d_out, d_lse, lse, tensors, spec, wanted)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -146,5 +151,7 @@ torch.library.register_autograd(
 
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    out, lse, _ = _Forward.apply(*tensors, *astuple(spec), implementation)
+    # torch.compile cannot trace a Function that marks a result as not differentiable where nothing requires a gradient.
+    run = torch.ops.triton_relattn.attention_forward if torch.compiler.is_compiling() else _Forward.apply
+    out, lse, _ = run(*tensors, *astuple(spec), implementation)
     return out, lse

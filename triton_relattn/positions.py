@@ -8,6 +8,9 @@ from typing import Literal
 
 import torch
 
+LARGEST_POSITION = 2**29
+"""So that sums of a few positions fit the 32 bits in which kernels count."""
+
 
 @dataclass(frozen=True)
 class RelativePositions:
@@ -20,11 +23,12 @@ class RelativePositions:
         first: relative position of the first row.
         last: relative position of the last row; a table has ``last - first + 1`` rows.
         outside: what applies beyond them. ``"clamp"`` uses the nearer end row (Shaw et al. 2018),
-            ``"zero"`` drops the relative terms, ``"error"`` has calls refused in which some query sees a key there.
+            ``"zero"`` drops the relative terms, ``"error"`` has calls refused unless the (longest) lengths, query_offset,
+            window_size and is_causal show that no query sees a key there; other masks are not looked at.
 
     Raises:
         TypeError: ``first`` or ``last`` is not an integer.
-        ValueError: ``last < first``, or an unknown ``outside``.
+        ValueError: ``last < first``, a position beyond +-2**29, or an unknown ``outside``.
 
     Example:
         >>> RelativePositions(-3, 3).rows(torch.arange(10))[0].tolist()
@@ -37,10 +41,16 @@ class RelativePositions:
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
+            value = getattr(self, name)
             try:
-                operator.index(getattr(self, name))
+                index = operator.index(value)
             except TypeError:
-                raise TypeError(f"{name} must be an int, got {getattr(self, name)!r}") from None
+                index = None
+            if index is None or isinstance(value, bool):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            object.__setattr__(self, name, index)
+            if abs(index) > LARGEST_POSITION:
+                raise ValueError(f"{name} must lie within +-2**29, got {index}")
         if self.last < self.first:
             raise ValueError(f"last must not be smaller than first, got first={self.first}, last={self.last}")
         if self.outside not in ("clamp", "zero", "error"):

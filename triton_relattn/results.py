@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 
@@ -16,6 +18,12 @@ def new_like(query: torch.Tensor, width: int, dtype: torch.dtype | None = None) 
 def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
     """The empty gradient of a tensor; those of query, key, value and rel_query keep its memory order."""
     return new_like(tensor, tensor.shape[-1]) if tensor.dim() == 4 else tensor.new_empty(tensor.shape)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which torch.autocast does not change the dtypes of products."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()  # type: ignore[return-value]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,11 +8,13 @@ autograd sums the gradients of the rows into the weight (:func:`t5_buckets` has 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Literal
 
 import torch
 
 from .positions import RelativePositions
+from .results import without_autocast
 
 
 def from_general_layout(table: torch.Tensor) -> torch.Tensor:
@@ -35,15 +37,15 @@ def from_general_layout(table: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"table must have shape (..., D, 2T - 1), got {tuple(table.shape)}")
     if table.shape[-1] % 2 == 0:
         raise ValueError(f"table must have an odd number of columns, 2T - 1, got shape {tuple(table.shape)}")
-    return from_future_first(table.transpose(-2, -1))
+    return from_future_first(table.transpose(-2, -1), dim=-2)
 
 
-def from_future_first(table: torch.Tensor, dim: int = -2) -> torch.Tensor:
+def from_future_first(table: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows from the most distant future to the most distant past, in the order of ``i - j``, to ours.
 
     Args:
-        table: any shape; ``(..., R, D)`` for ``rel_key`` and ``rel_value``.
-        dim: the dimension of the rows; -1 for a bias ``(R,)`` or ``(H, R)``.
+        table: any shape.
+        dim: the dimension of the rows: -2 of a table ``(..., R, D)``, -1 of a bias ``(R,)`` or ``(H, R)``.
 
     Returns:
         The same shape; a copy through which gradients flow back.
@@ -52,15 +54,13 @@ def from_future_first(table: torch.Tensor, dim: int = -2) -> torch.Tensor:
         ValueError: table has no such dimension.
 
     Example:
-        >>> from_future_first(torch.tensor([[2, 20], [1, 10], [0, 0]])).tolist()
+        >>> from_future_first(torch.tensor([[2, 20], [1, 10], [0, 0]]), dim=-2).tolist()
         [[0, 0], [1, 10], [2, 20]]
         >>> from_future_first(torch.tensor([2, 1, 0]), dim=-1).tolist()
         [0, 1, 2]
     """
     if not -table.dim() <= dim < table.dim():
-        raise ValueError(
-            f"table must have a dimension {dim}, that of its rows, got shape {tuple(table.shape)}; a bias needs dim=-1"
-        )
+        raise ValueError(f"table must have a dimension {dim}, that of its rows, got shape {tuple(table.shape)}")
     return table.flip(dim)
 
 
@@ -87,7 +87,7 @@ def t5_buckets(
         int64, the shape of relative_position, in [0, num_buckets).
 
     Raises:
-        TypeError: relative_position does not hold integers.
+        TypeError: relative_position does not hold integers, or the others are none.
         ValueError: too few buckets to have e >= 1, or max_distance <= e.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2019.
@@ -98,8 +98,13 @@ def t5_buckets(
         >>> q, k, v = (torch.randn(1, 8, 10, 16) for _ in range(3))
         >>> fused_relative_attention(q, k, v, rel_bias=bias, scale=1.0).shape
         torch.Size([1, 8, 10, 16])
+        >>> bias = weight[t5_buckets(torch.arange(-128, 1), bidirectional=False)].T  # of a decoder
+        >>> positions = RelativePositions(-128, 0)
+        >>> fused_relative_attention(q, k, v, rel_bias=bias, positions=positions, scale=1.0, is_causal=True).shape
+        torch.Size([1, 8, 10, 16])
     """
     _require_integers(relative_position)
+    num_buckets, max_distance = operator.index(num_buckets), operator.index(max_distance)
     size = num_buckets // 2 if bidirectional else num_buckets
     exact = size // 2
     if exact < 1:
@@ -164,6 +169,7 @@ def alibi_slopes(num_heads: int, *, dtype: torch.dtype = torch.float32, device: 
     every second one of 2n, ``2 ** (-8 k / (2n))``, k = 1, 3, 5, ..., as many as are missing.
 
     Raises:
+        TypeError: num_heads is not an integer.
         ValueError: num_heads < 1.
 
     Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2021, and its code.
@@ -172,6 +178,7 @@ def alibi_slopes(num_heads: int, *, dtype: torch.dtype = torch.float32, device: 
         >>> alibi_slopes(3).tolist()
         [0.0625, 0.00390625, 0.25]
     """
+    num_heads = operator.index(num_heads)
     if num_heads < 1:
         raise ValueError(f"num_heads must be positive, got {num_heads}")
     power = 1 << (num_heads.bit_length() - 1)
@@ -191,7 +198,7 @@ def alibi_bias(heads: int | torch.Tensor, first: int, last: int) -> torch.Tensor
         (H, last - first + 1), in the dtype of the slopes (float32) and on their device.
 
     Raises:
-        TypeError: first or last is not an integer.
+        TypeError: first, last or a number of heads is not an integer; slopes that are no floating point numbers.
         ValueError: last < first, no heads, or slopes that are no vector.
 
     Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2021. It is causal; for r > 0 this is the
@@ -203,7 +210,9 @@ def alibi_bias(heads: int | torch.Tensor, first: int, last: int) -> torch.Tensor
         >>> fused_relative_attention(q, k, v, rel_bias=alibi_bias(12, -9, 0), positions=positions, is_causal=True).shape
         torch.Size([1, 12, 10, 16])
     """
-    slopes = alibi_slopes(heads) if isinstance(heads, int) else heads
+    slopes = heads if isinstance(heads, torch.Tensor) else alibi_slopes(heads)
+    if not slopes.is_floating_point():
+        raise TypeError(f"slopes must be floating point numbers, got {slopes.dtype}")
     if slopes.dim() != 1:
         raise ValueError(f"slopes must have shape (H,), got {tuple(slopes.shape)}")
     return -slopes[:, None] * _relative_positions(first, last, slopes.device).abs()
@@ -272,14 +281,14 @@ def fold_transformer_xl(
         rel_key: the table E, (R, D) or (H, R, D). The projected sinusoids of these models (:func:`sinusoids`), whose row 0 is
             the largest i - j, are in our order as they are.
         u: the bias of the content, (H, D). v: of the position. (``pos_bias_u``, ``pos_bias_v``; ``r_w_bias``, ``r_r_bias``.)
-        scale: that of the call, ``D ** -0.5`` by default.
+        scale: that of the call, ``D ** -0.5`` by default. The call's ``rel_scale`` stays at its default, which is scale.
 
     Returns:
         q', query's shape and dtype, to pass as query, and b, (H, R), at least float32, to pass as ``rel_bias``; ``rel_key``
         stays as it is. Gradients flow to all four tensors.
 
     Raises:
-        ValueError: u or v is not (H, D).
+        ValueError: query's rank, or u or v is not (H, D), or rel_key does not fit them.
 
     Source: Dai et al., "Transformer-XL", 2019; Gulati et al., "Conformer", 2020.
 
@@ -290,13 +299,18 @@ def fold_transformer_xl(
         >>> fused_relative_attention(q, k, v, table, rel_bias=bias).shape
         torch.Size([1, 4, 10, 16])
     """
+    if query.dim() not in (3, 4):
+        raise ValueError(f"query must have shape (B, H, N, D) or (total, H, D), got {tuple(query.shape)}")
     shape = (query.shape[1], query.shape[-1])
+    fits = rel_key.dim() == 2 or (rel_key.dim() == 3 and rel_key.shape[0] == shape[0])
+    if not fits or rel_key.shape[-1] != shape[1]:
+        raise ValueError(f"rel_key must have shape (R, {shape[1]}) or ({shape[0]}, R, {shape[1]}), got {tuple(rel_key.shape)}")
     for name, bias in (("u", u), ("v", v)):
         if tuple(bias.shape) != shape:
             raise ValueError(f"{name} must have shape (heads, width) = {shape}, got {tuple(bias.shape)}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         rel_bias = scale * ((v.to(dtype) - u.to(dtype))[:, None] @ rel_key.to(dtype).mT)[:, 0]
     return (query + (u if query.dim() == 3 else u[:, None])).to(query.dtype), rel_bias
 

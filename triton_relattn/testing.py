@@ -163,7 +163,12 @@ def dropout_mask(
     """What dropout keeps, bool, (batch, heads, num_queries, num_keys).
 
     Draws from torch's generator as a call of the operator does: after the same ``torch.manual_seed`` both drop the same.
+
+    Raises:
+        ValueError: dropout_p outside [0, 1].
     """
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
     if dropout_p == 0:
         return torch.ones(batch, heads, num_queries, num_keys, dtype=torch.bool, device=device)
     sequence, head, query = (torch.arange(size, device=device) for size in (batch, heads, num_queries))

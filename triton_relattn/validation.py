@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Mapping
 
 import torch
 
-from .positions import RelativePositions
-from .spec import AttentionSpec, AttentionTensors, sequences
+from .positions import LARGEST_POSITION, RelativePositions
+from .spec import AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_NUMBER = torch.finfo(torch.float32).max
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
 
 
@@ -122,18 +122,20 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
 
 
 def _number(name: str, value: object) -> float:
-    """A finite number."""
+    """A number that float32, in which most calls compute, can hold."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float, got {value!r}")
     # Not math.isfinite: torch.compile can trace comparisons only of symbolic numbers, nor can it show them. NaN fails both.
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        raise ValueError(f"{name} must be finite, got {value} (float32 ends at {LARGEST_NUMBER:.3g})")
     return float(value)
 
 
 def _integer(name: str, value: object) -> int:
+    """An integer that may be a position or a distance."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {value!r}")
+    _require(-LARGEST_POSITION <= value <= LARGEST_POSITION, f"{name} must lie within +-2**29, got {value}")
     return value  # type: ignore[return-value]
 
 
@@ -166,16 +168,15 @@ def _resolve_positions(positions: RelativePositions | None, num_rows: int | None
     return positions
 
 
-def _require_covered(positions: RelativePositions, tensors: AttentionTensors, spec: AttentionSpec) -> None:
-    """``outside="error"``: the table has a row for every pair that can be seen."""
-    if spec.outside(tensors.query_offsets is None) == "none":
+def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets: list[int] | None) -> None:
+    """``outside="error"``: the table has a row for every pair that window and lengths allow.
+
+    Args:
+        offsets: values of query_offset, None if they are not known.
+    """
+    if spec.outside(offset_is_known=False) == "none" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
         return
     low, high = -spec.window_left, spec.window_right
-    offsets = None
-    if tensors.query_offsets is None:
-        offsets = [spec.query_offset]
-    elif tensors.query_offsets.device.type == "cpu":
-        offsets = [sequence.query_offset for sequence in sequences(tensors, spec)]
     if offsets is not None:
         farthest_past = -(spec.max_seqlen_q - 1) - max(offsets, default=0)
         farthest_future = spec.max_seqlen_k - 1 - min(offsets, default=0)
@@ -183,9 +184,10 @@ def _require_covered(positions: RelativePositions, tensors: AttentionTensors, sp
         high = min(high, farthest_future) if spec.window_right >= 0 else farthest_future
         if positions.first <= low and high <= positions.last:
             return
-    needed = f"this call needs {low} to {high}" if offsets is not None else "query_offset is a tensor on a GPU"
+    needed = f"this call needs {low} to {high}" if offsets is not None else "the values of query_offset are not known here"
     raise ValueError(
-        f'positions from {positions.first} to {positions.last} do not cover every visible pair ({needed}), and outside="error"'
+        f"positions from {positions.first} to {positions.last} do not cover every pair that window and lengths allow ({needed}), "
+        'and outside="error"'
     )
 
 
@@ -210,6 +212,7 @@ def resolve(
     softcap: float | None = None,
     enable_gqa: bool = False,
     exact_delta: bool = False,
+    return_lse: bool = False,
     cu_seqlens: Mapping[str, torch.Tensor] | None = None,
     max_seqlens: Mapping[str, int] | None = None,
 ) -> tuple[AttentionTensors, AttentionSpec]:
@@ -229,7 +232,7 @@ def resolve(
         _check_operand(name, getattr(tensors, name), query)
     if rel_query is not None:
         _check_operand("rel_query", rel_query, query)
-    _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta)
+    _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta, return_lse=return_lse)
     _check_shapes(tensors, query.shape[0] if query.dim() else 0, cu_seqlens is not None, enable_gqa)
     _require(rel_query is None or rel_key is not None, "rel_query needs rel_key, the table that it is multiplied with")
     _require(rel_scale is None or rel_key is not None, "rel_scale is the factor of the product with rel_key, which is None")
@@ -257,9 +260,14 @@ def resolve(
             inside = 0 <= low and high <= key.shape[2]
             _require(inside, f"key_lengths must lie in [0, {key.shape[2]}], got values from {low} to {high}")
         tensors = tensors._replace(key_lengths=key_lengths)
+    offsets: list[int] | None
     if isinstance(query_offset, torch.Tensor):
-        _check_integers("query_offset", query_offset, query, batch, "batch")
+        offsets = _check_integers("query_offset", query_offset, query, batch, "batch")
+        for offset in offsets or ():
+            _integer("query_offset", offset)
         tensors, query_offset = tensors._replace(query_offsets=query_offset), 0
+    else:
+        offsets = [_integer("query_offset", query_offset)]
     scale = query.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
     dropout_p = _number("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
@@ -278,7 +286,7 @@ def resolve(
         clamp=positions.outside == "clamp",
         window_left=window_left,
         window_right=window_right,
-        query_offset=_integer("query_offset", query_offset),
+        query_offset=query_offset,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softcap=softcap,
@@ -286,7 +294,7 @@ def resolve(
         exact_delta=exact_delta,
     )
     if positions.outside == "error":
-        _require_covered(positions, tensors, spec)
+        _require_covered(positions, spec, offsets)
     return tensors, spec
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from bench.compiled import SHARED_MEMORY, Launch, recorded_launches, resources, selected
-from tests.compile.test_forward import on_triton_3_7
+from tests.compile.test_forward import NVIDIA, on_triton_3_7
 from triton_relattn import RelativePositions, validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
@@ -98,6 +98,34 @@ def test_main_sets_do_not_spill(name: str, width: int, is_causal: bool, has_leng
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
 FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3, "enable_gqa": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("target", [*NVIDIA, "gfx90a", "gfx942"])
+def test_special_features_fit(target: str, width: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward with a table for values, or a query of its own, or all terms; on one target also the backward."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    for name in ("shaw", "own_query", "everything"):
+        if name == "everything":
+            tensors, spec = everything(torch.bfloat16, width - 8, "clamp", False)
+        else:
+            tensors, spec = feature_set(name, width, False, True)
+        if precision == "tf32":
+            tensors = tensors._replace(
+                **{
+                    field: tensor.float()
+                    for field, tensor in tensors._asdict().items()
+                    if tensor is not None and tensor.dtype == torch.bfloat16
+                }
+            )
+        with recorded_launches(target) as recorded:
+            out, lse, statistics = forward(tensors, spec)
+            if target == "sm_86" and precision == "bf16":
+                backward(out, lse, out, lse, statistics, tensors, spec)
+        for launch in recorded:
+            assert launch.kernel.metadata.shared <= SHARED_MEMORY.get(target, 65_536), (name, launch.name)
 
 
 def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tuple[Any, Any]:

@@ -290,7 +290,7 @@ def test_inkling(sliding: bool, attend: Attention) -> None:
             query * tau,
             key,
             value,
-            tables.from_future_first(proj.T),
+            tables.from_future_first(proj.T, dim=-2),
             rel_query=relative.transpose(1, 2) * tau,
             positions=RelativePositions(-(extent - 1), 0, outside="zero"),
             scale=1 / width,

@@ -286,3 +286,14 @@ def test_one_tensor_thrice(implementation: str) -> None:
     same = inputs._replace(key=inputs.query, value=inputs.query)
     results = forward_backward(attend, same, implementation=implementation, is_causal=True)
     assert_same("gradient", gradient, results["d_query"] + results["d_key"] + results["d_value"])
+
+
+def test_nan_gradient_of_an_lse_that_is_infinite(block_size: None) -> None:
+    """What merges partial results gives such a gradient; a query that sees nothing has none to pass on."""
+    inputs = make_inputs(1, 2, 9, 9, 8, num_rows=5, dtype=torch.float64, seed=0)
+    arguments: dict[str, Any] = {"is_causal": True, "query_offset": -3, "implementation": "blockwise"}
+    expected = forward_backward(attend, inputs, **arguments)
+    d_lse = inputs.d_lse.clone()
+    d_lse[:, :, :3] = math.nan
+    for name, result in forward_backward(attend, inputs._replace(d_lse=d_lse), **arguments).items():
+        assert torch.equal(result, expected[name]), name

@@ -14,7 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from triton_relattn.testing import Inputs, dense_gradients, forward_backward, in_memory_order, make_inputs, with_different_strides
+from triton_relattn.testing import (
+    Inputs,
+    assert_gradients_close_fp32,
+    dense_gradients,
+    forward_backward,
+    in_memory_order,
+    make_inputs,
+    with_different_strides,
+)
 from triton_relattn.validation import resolve
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
@@ -362,3 +370,46 @@ def test_compiles_with_everything(kind: str) -> None:
         results.append([out, lse, *torch.autograd.grad(loss, list(leaves.values()))])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_where_nothing_requires_a_gradient(backend: str, guard: Any) -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(1, 2, 5, 6, 8, 4, num_rows=7, dtype=torch.float32, seed=0)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    with guard():
+        for one, other in zip(compiled(*inputs[:4]), attend(*inputs[:4]), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_compiles_with_positions_that_a_window_covers() -> None:
+    """outside="error" does not read the values of query_offset while compiling."""
+    torch._dynamo.reset()
+    inputs = make_inputs(1, 2, 5, 6, 8, 4, num_rows=7, dtype=torch.float32, seed=0)
+    arguments: dict[str, Any] = {"positions": RelativePositions(-3, 3, "error"), "query_offset": torch.tensor([1])}
+
+    def layer(*tensors: Any) -> Any:
+        return attend(*tensors, **arguments, window_size=(3, 3))
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for one, other in zip(compiled(*inputs[:4]), layer(*inputs[:4]), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+def test_autocast_does_not_change_the_precision(implementation: str) -> None:
+    """Neither forward nor backward, with every term."""
+    inputs = make_inputs(1, 4, 9, 13, 8, 5, num_rows=7, key_heads=2, dtype=torch.float32, seed=0, **ALL_TERMS)
+    arguments: dict[str, Any] = {"softcap": 4.0, "enable_gqa": True, "implementation": implementation}
+    expected = attend(**leaves_of(inputs), **arguments)
+    leaves = leaves_of(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = attend(**leaves, **arguments)
+        assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+        if implementation == "blockwise":
+            gradients = torch.autograd.grad(results, list(leaves.values()), (inputs.d_out, inputs.d_lse))
+            golden = dense_gradients(inputs, softcap=4.0, enable_gqa=True)._asdict()
+            others = [golden[f"d_{name}"] for name in leaves]
+            for name, gradient in zip(leaves, gradients, strict=True):
+                assert_gradients_close_fp32(name, gradient, golden[f"d_{name}"], others)

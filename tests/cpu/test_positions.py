@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,3 +76,12 @@ def test_unknown_outside() -> None:
 def test_bounds_are_integers(first: object, last: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         RelativePositions(first, last)  # type: ignore[arg-type]
+
+
+def test_integers() -> None:
+    """Whatever is an integer becomes an int; bool is none."""
+    positions = RelativePositions(torch.tensor(-2), np.int32(3))  # type: ignore[arg-type]
+    assert type(positions.first) is type(positions.last) is int and positions == RelativePositions(-2, 3)
+    for first in (False, 1.0, "1", torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="first must be an int, got"):
+            RelativePositions(first, 3)  # type: ignore[arg-type]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,15 +30,15 @@ def test_word_two_to_word_one_is_column_four() -> None:
 
 def test_future_first() -> None:
     table = torch.tensor([[2.0, 5.0], [1.0, 4.0], [0.0, 3.0]])
-    assert tables.from_future_first(table).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert tables.from_future_first(table, dim=-2).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_future_first_bias() -> None:
     """(R,) and (H, R): the rows are the last dimension."""
     assert tables.from_future_first(torch.tensor([2, 1, 0]), dim=-1).tolist() == [0, 1, 2]
     assert tables.from_future_first(torch.tensor([[2, 1, 0], [5, 4, 3]]), dim=-1).tolist() == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ValueError, match=r"dimension -2, .* got shape \(7,\); a bias needs dim=-1"):
-        tables.from_future_first(torch.zeros(7))
+    with pytest.raises(ValueError, match=r"dimension -2, .* got shape \(7,\)"):
+        tables.from_future_first(torch.zeros(7), dim=-2)
 
 
 def test_per_head_tables_with_strides() -> None:
@@ -46,10 +48,10 @@ def test_per_head_tables_with_strides() -> None:
     for head in range(3):
         expected = torch.stack([general[head, :, column] for column in range(6, -1, -1)])
         assert torch.equal(tables.from_general_layout(general)[head], expected)
-        assert torch.equal(tables.from_future_first(general.mT)[head], expected)
+        assert torch.equal(tables.from_future_first(general.mT, dim=-2)[head], expected)
 
 
-@pytest.mark.parametrize("convert", [tables.from_general_layout, tables.from_future_first])
+@pytest.mark.parametrize("convert", [tables.from_general_layout, functools.partial(tables.from_future_first, dim=-2)])
 def test_gradients_flow_to_the_given_table(convert: Any) -> None:
     table = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(convert(table).shape, dtype=torch.float64)
@@ -227,3 +229,19 @@ def test_fold_transformer_xl_refuses() -> None:
     query, table = torch.zeros(1, 2, 3, 4), torch.zeros(5, 4)
     with pytest.raises(ValueError, match=r"v must have shape \(heads, width\) = \(2, 4\), got \(4,\)"):
         tables.fold_transformer_xl(query, table, torch.zeros(2, 4), torch.zeros(4))
+    query = torch.zeros(1, 2, 5, 4)
+    good = torch.zeros(2, 4)
+    for table in (torch.zeros(4), torch.zeros(9, 5), torch.zeros(3, 9, 4)):
+        with pytest.raises(ValueError, match=r"rel_key must have shape \(R, 4\) or \(2, R, 4\)"):
+            tables.fold_transformer_xl(query, table, good, good)
+    with pytest.raises(ValueError, match="query must have shape"):
+        tables.fold_transformer_xl(query[0, 0], torch.zeros(9, 4), good, good)
+
+
+def test_numbers_of_heads_and_buckets_are_integers() -> None:
+    for wrong in (lambda: tables.alibi_slopes(8.0), lambda: tables.t5_buckets(torch.arange(3), num_buckets=32.0)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            wrong()
+    with pytest.raises(TypeError, match="slopes must be floating point"):
+        tables.alibi_bias(torch.tensor([1, 2]), -1, 0)
+    assert torch.equal(tables.alibi_bias(np.int64(2), -1, 0), tables.alibi_bias(2, -1, 0))  # type: ignore[arg-type]

@@ -239,6 +239,12 @@ def test_gradient_of_each_table_fails_beyond_its_budget(table: str, per_head: bo
         assert_table_gradient(table, golden + 1.01 * shift, inputs, table=table, **arguments)
 
 
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.5])
+def test_dropout_mask_refuses(dropout_p: float) -> None:
+    with pytest.raises(ValueError, match=r"dropout_p must lie in \[0, 1\], got"):
+        dropout_mask(1, 1, 2, 2, dropout_p)
+
+
 def test_dropout_mask_needs_no_seed_without_dropout() -> None:
     state = torch.get_rng_state()
     assert dropout_mask(2, 3, 4, 5, 0.0).all() and torch.equal(state, torch.get_rng_state())

@@ -12,6 +12,8 @@ from ..dropout import keep_scale, largest_dropped
 from ..spec import AttentionSpec, AttentionTensors
 from . import configs
 
+SMALLEST_SCALE = 2.0**-60
+
 
 class Sequences(NamedTuple):
     """How the batch is made up of sequences; masking.locate reads it."""
@@ -40,6 +42,11 @@ class Dropout(NamedTuple):
     seed: torch.Tensor
     largest_dropped: int
     keep_scale: float
+
+
+def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A vector as the kernels take it: without a stride."""
+    return None if vector is None else vector.contiguous()
 
 
 def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]] | None:
@@ -82,7 +89,8 @@ class Call:
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
         self.attn_mask = mask
-        scale = spec.scale or 2.0**-100  # scores are logits divided by it; this one leaves nothing of q.k
+        # Scores are logits divided by it: 0 would not do, and this leaves nothing of q.k beside the other terms.
+        scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
         rel_scale = spec.rel_scale / scale
         self.keep_scale = keep_scale(spec.dropout_p)
         addressed = (query, key, value, tensors.rel_query, *others)
@@ -95,10 +103,7 @@ class Call:
                 spec.max_seqlen_q,
                 spec.max_seqlen_k,
                 spec.query_offset,
-                tensors.query_offsets,
-                tensors.key_lengths,
-                tensors.cu_seqlens_q,
-                tensors.cu_seqlens_k,
+                *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
             ),
             "window": tuple(None if size < 0 else size for size in (spec.window_left, spec.window_right)),
             "dropout": None
@@ -119,7 +124,7 @@ class Call:
             "BLOCK_DV": configs.padded_width(value.shape[-1]),
             "BLOCK_DR": configs.padded_width(rel_query.shape[-1]),
             "OUTSIDE": self.outside,
-            "INPUT_PRECISION": configs.input_precision(query.dtype),
+            "INPUT_PRECISION": configs.input_precision(query.dtype, self.arch),
             "WIDE_INDEX": wide_index,
         }
 

@@ -46,6 +46,18 @@ def backward(
     if entries * heads * seqlen_q * key.shape[2] == 0:
         return tuple(None if gradient is None else gradient.zero_() for gradient in gradients.values())
 
+    if query.dtype == torch.float16 and tensors.rel_query is None and tensors.rel_key is not None:
+        if abs(spec.rel_scale) > abs(spec.scale):  # their ratio times dS may be beyond float16; a query of its own has it later
+            wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
+            wants["rel_query"] = wants["query"]
+            tensors = tensors._replace(rel_query=query)
+            results = backward(d_out, d_lse, out, lse, statistics, tensors, spec, tuple(wants.values()), tiles)
+            both = dict(zip(DIFFERENTIABLE, results, strict=True))
+            d_rel_query = both["rel_query"]
+            if both["query"] is not None and d_rel_query is not None:
+                both["query"] += d_rel_query
+            return tuple(both[name] if name != "rel_query" else None for name in DIFFERENTIABLE)
+
     lse, d_lse = lse.contiguous(), d_lse.contiguous()
     rows_gradients = [gradients[name] for name in ("query", "rel_query")]
     columns_gradients = [gradients[name] for name in ("key", "value")]
@@ -62,10 +74,11 @@ def backward(
     far_scores = far_values = far_sums = far_kept = None
     if call.outside == "clamp":
         per_side = (entries, heads, 2, seqlen_q)
+        new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros  # rows of no sequence are summed, too
         if call.rel_key is not None or call.rel_bias is not None:
-            far_scores, far_sums = (query.new_empty(per_side, dtype=torch.float32) for _ in range(2))
+            far_scores, far_sums = (new(per_side, dtype=torch.float32) for _ in range(2))
         if call.rel_value is not None:
-            far_values, far_kept = (query.new_empty(per_side, dtype=torch.float32) for _ in range(2))
+            far_values, far_kept = (new(per_side, dtype=torch.float32) for _ in range(2))
 
     def run_rows(out: torch.Tensor | None, d_query: torch.Tensor | None, d_rel_query: torch.Tensor | None) -> None:
         grid = (triton.cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads,)
@@ -152,8 +165,9 @@ def backward(
                     )
             if "rel_bias" in partials:
                 both = far_sums.sum((0, 3)) if per_head else far_sums.sum((0, 1, 3))[None]
-                partials["rel_bias"][1:, :, [0, -1]] = 0
-                partials["rel_bias"][0, :, [0, -1]] = both
+                for side in (0, -1):  # not [0, -1], a tensor that would have to be copied to the GPU
+                    partials["rel_bias"][1:, :, side] = 0
+                    partials["rel_bias"][0, :, side] = both[:, side]
         for name, partial in partials.items():
             sums = partial[0] if splits == 1 else partial.sum(0)
             inner = sums[:, padding : padding + num_rows]

@@ -29,7 +29,7 @@ from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "num_heads"])
 def rows_kernel(
     queries,
     keys,

@@ -14,7 +14,7 @@ from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "num_sequences", "num_heads", "num_splits"])
 def table_kernel(
     queries,
     keys,
@@ -95,7 +95,7 @@ def table_kernel(
     if d_rel_values is not None:
         value_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     if d_rel_bias is not None:
-        bias_acc = tl.zeros([BLOCK_N], tl.float32)
+        bias_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the queries at the end: across warps, that is dear
     WANTS_SCORES: tl.constexpr = d_rel_keys is not None or d_rel_bias is not None
 
     num_units = num_sequences if PER_HEAD else num_sequences * num_heads
@@ -177,7 +177,7 @@ def table_kernel(
                     d_scores = d_scores.to(query.dtype)  # rotating takes half the shuffles; the bias sums before rounding
                 d_band = rotate(d_scores, BLOCK_M, BLOCK_N, BACK=True)
                 if d_rel_bias is not None:
-                    bias_acc += tl.sum(d_band, axis=0)
+                    bias_acc += d_band
                 if d_rel_keys is not None:
                     # [N, M] @ [M, Dr] -> [N, Dr]
                     acc = tl.dot(tl.trans(d_band.to(query.dtype)), rel_query, acc, input_precision=INPUT_PRECISION)
@@ -196,10 +196,10 @@ def table_kernel(
         d_rel_values = head_matrix(d_rel_values, split, table_head, 0, WIDE_INDEX)
         store_rows(d_rel_values, row, tile_n, exists, value_acc, VALUE_DIM, BLOCK_DV)
     if d_rel_bias is not None:
-        tl.store(row_vector(d_rel_bias, split, table_head, row) + tile_n, bias_acc, mask=exists)
+        tl.store(row_vector(d_rel_bias, split, table_head, row) + tile_n, tl.sum(bias_acc, axis=0), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_heads", "num_splits", "num_rows"])
 def table_ends_kernel(
     rows,
     sums,

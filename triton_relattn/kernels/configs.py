@@ -63,9 +63,11 @@ def padded_width(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def input_precision(dtype: torch.dtype) -> str:
+def input_precision(dtype: torch.dtype, arch: str) -> str:
     """How float32 products are computed, as torch.set_float32_matmul_precision says; 16-bit inputs do not depend on it."""
-    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "ieee" if arch.startswith("gfx") and arch != "gfx942" else "tf32"  # of AMD's, only these units have it
 
 
 def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
@@ -139,7 +141,6 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("table", "wgmma", 128): TileConfig(32, 32, 8, 2),
     ("forward, rel_value", "mma", 64): TileConfig(64, 32, 4, 2, None),
     ("forward, rel_value", "mma", 128): TileConfig(32, 32, 4, 2, None),
-    ("forward, rel_value", "mma", 128, "clamp", False): TileConfig(64, 64, 8, 2, None),
     ("forward, rel_value", "wgmma", 64): TileConfig(64, 64, 4, 2, None),
     ("forward, rel_value", "wgmma", 128): TileConfig(64, 32, 4, 1, None),
     ("rows, rel_value", "mma", 64): TileConfig(32, 32, 4, 2, "both"),
@@ -173,7 +174,13 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward, rel_bias", "wgmma", 128): TileConfig(128, 64, 8, 2, None),
     ("rows, rel_bias", "mma", 64): TileConfig(64, 32, 4, 1, "both"),
     ("rows, rel_bias", "mma", 128): TileConfig(64, 32, 4, 2, None),
-    ("table, rel_bias", "wgmma", 64): TileConfig(32, 32, 4, 2),
+    ("table, rel_key and rel_bias", "mma", 128): TileConfig(16, 16, 4, 2),
+    ("table, rel_key and rel_bias", "wgmma", 128): TileConfig(16, 16, 4, 2),
+    ("table, rel_bias", "mma", 64): TileConfig(32, 32, 4, 2),
+    ("table, rel_bias", "mma", 64, "none", True): TileConfig(32, 16, 2, 1),
+    ("table, rel_bias", "mma", 128): TileConfig(32, 16, 4, 2),
+    ("table, rel_bias", "wgmma", 64): TileConfig(32, 32, 4, 1),
+    ("table, rel_bias", "wgmma", 128): TileConfig(16, 16, 2, 2),
 }
 
 
@@ -197,12 +204,12 @@ def select(
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
     if dtype == torch.float32:
-        return _select_float32(kernel, width)
+        return _select_float32(kernel, arch, width, special)
     if arch.startswith("gfx"):
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
         return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
-    if (kernel, arch, width) == ("forward", "sm_80", 256):  # more shared memory than its siblings
+    if (kernel, arch, width, special) == ("forward", "sm_80", 256, None):  # more shared memory than its siblings
         return TileConfig(64, 64, 8, 2)
     unit = "mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
@@ -214,9 +221,11 @@ def select(
     return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
 
 
-def _select_float32(kernel: str, width: int) -> TileConfig:
-    if input_precision(torch.float32) == "ieee":  # no matrix units: whole rows of the operands lie in registers
+def _select_float32(kernel: str, arch: str, width: int, special: str | None) -> TileConfig:
+    if input_precision(torch.float32, arch) == "ieee":  # no matrix units: whole rows of the operands lie in registers
         return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8, 1)
     if kernel == "forward":
-        return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 else 1)
+        if width == 256 and special is not None:
+            return TileConfig(16, 16, 4, 1)
+        return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 and special is None else 1)
     return TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 16, 4, 1)

@@ -15,4 +15,4 @@ def kept(dropout, batch, head, offs_m, offs_n):
     word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, NUM_ROUNDS)
     even = tl.where(offs_n & 2 == 0, word_0, word_2)
     odd = tl.where(offs_n & 2 == 0, word_1, word_3)
-    return tl.where(offs_n & 1 == 0, even, odd) > dropout.largest_dropped.to(tl.uint32)
+    return tl.where(offs_n & 1 == 0, even, odd) > tl.cast(dropout.largest_dropped, tl.uint32)

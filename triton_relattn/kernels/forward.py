@@ -31,7 +31,7 @@ from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, is_line
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "num_heads"])
 def forward_kernel(
     queries,
     keys,
