@@ -50,7 +50,7 @@ def feature_set(name: str, width: int, is_causal: bool, has_lengths: bool) -> An
     return validation.resolve(query, key, key, **of_set[name], is_causal=is_causal, key_lengths=lengths)
 
 
-SETS = ("shaw", "transformer_xl", "own_query", "t5")
+SETS = ("shaw", "transformer_xl", "t5")
 MAIN_SETS = (("shaw", 64, False), ("transformer_xl", 64, False), ("inkling", 128, True), ("t5", 64, False))
 
 
@@ -65,7 +65,7 @@ MAIN_SETS = (("shaw", 64, False), ("transformer_xl", 64, False), ("inkling", 128
             for has_lengths in (True, False)
             for name, width, is_causal in (
                 *itertools.product(SETS, (64, 128), (False, True)),
-                *itertools.product(("vits", "t5_clamped"), (64, 128), (False,)),
+                *itertools.product(("vits", "own_query", "t5_clamped"), (64, 128), (False,)),
                 ("inkling", 128, True),
                 ("inkling_window", 128, True),
             )
