@@ -135,7 +135,8 @@ def _integer(name: str, value: object) -> int:
     """An integer that may be a position or a distance."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    _require(-LARGEST_POSITION <= value <= LARGEST_POSITION, f"{name} must lie within +-2**29, got {value}")
+    if not -LARGEST_POSITION <= value <= LARGEST_POSITION:  # torch.compile cannot show symbolic numbers: no message before
+        raise ValueError(f"{name} must lie within +-2**29, got {value}")
     return value  # type: ignore[return-value]
 
 
@@ -149,7 +150,8 @@ def _window(window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
     left, right = (_integer("window_size", size) for size in window_size)
-    _require(min(left, right) >= -1, f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
     return left, 0 if is_causal else right
 
 
@@ -305,7 +307,8 @@ def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query:
     _require(one_or_more, f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
     starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
     longest = _integer(f"max_seqlen_{which}", max_seqlen)
-    _require(longest >= 0, f"max_seqlen_{which} must not be negative, got {longest}")
+    if longest < 0:
+        raise ValueError(f"max_seqlen_{which} must not be negative, got {longest}")
     if starts is not None:
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         ends = starts[0] == 0 and starts[-1] == total

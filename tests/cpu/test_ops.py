@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cpu.oracle import assert_same, attend, attend_varlen
-from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.testing import (
     Inputs,
@@ -413,3 +413,28 @@ def test_autocast_does_not_change_the_precision(implementation: str) -> None:
             others = [golden[f"d_{name}"] for name in leaves]
             for name, gradient in zip(leaves, gradients, strict=True):
                 assert_gradients_close_fp32(name, gradient, golden[f"d_{name}"], others)
+
+
+def test_compiles_once_for_numbers_that_follow_from_lengths() -> None:
+    """query_offset, window_size and max_seqlen of symbolic shapes: no message shows them, which would fix their values."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(query: torch.Tensor, key: torch.Tensor) -> Any:
+        offset = key.shape[2] - query.shape[2]
+        out = fused_relative_attention(query, key, key, is_causal=True, query_offset=offset, window_size=(offset + 3, -1))
+        packed, starts = key[0].transpose(0, 1), torch.stack((torch.zeros(()), torch.tensor(key.shape[2]))).int()
+        packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        longest: dict[str, Any] = {"max_seqlen_q": key.shape[2], "max_seqlen_k": key.shape[2]}
+        return out, fused_relative_attention_varlen(packed, packed, packed, **packing, **longest)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=count, dynamic=True)
+    for num_queries, num_keys in ((5, 9), (6, 13), (8, 33)):
+        query, key = torch.randn(1, 2, num_queries, 8), torch.randn(1, 2, num_keys, 8)
+        for one, other in zip(compiled(query, key), layer(query, key), strict=True):
+            assert torch.equal(one, other)
+    assert len(graphs) == 1
