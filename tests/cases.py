@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_relattn import RelativePositions
-from triton_relattn.testing import Inputs, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, dense_gradients, make_inputs, with_different_strides
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 200)
 UNEVEN_LENGTHS = ((1, 239), (239, 1), (3, 799), (799, 3), (113, 203))
@@ -236,6 +236,34 @@ def unpacked(inputs: Inputs, arguments: dict[str, Any]) -> list[UnpackedSequence
         offset = offset[index].item() if isinstance(offset, torch.Tensor) else offset
         parts.append(UnpackedSequence(queries, keys, inputs._replace(**single), {**others, "query_offset": offset}))
     return parts
+
+
+def by_sequence(inputs: Inputs, arguments: dict[str, Any], keep: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """out, lse and gradients of a packed call in float64: dense_gradients of each sequence, in its place or summed.
+
+    Args:
+        keep: what dropout keeps, (batch, heads, ...) of at least the longest sequence's sizes; None without dropout.
+    """
+    tensors = {"out": inputs.d_out, "lse": inputs.d_lse}
+    tensors |= {f"d_{name}": getattr(inputs, name) for name in Inputs._fields[:4] if getattr(inputs, name) is not None}
+    tensors |= {f"d_{name}": tensor for name, tensor in inputs.terms().items()}
+    results = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in tensors.items()}
+    for index, part in enumerate(unpacked(inputs, arguments)):
+        num_queries, num_keys = part.inputs.query.shape[2], part.inputs.key.shape[2]
+        of_part = dict(part.arguments)
+        if keep is not None:
+            of_part["keep"] = keep[index : index + 1, :, :num_queries, :num_keys]
+        single = dense_gradients(part.inputs, **of_part)._asdict()
+        for name, total in results.items():
+            if name == "lse":
+                total[:, part.queries] = single[name][0]
+            elif name in ("out", "d_query", "d_rel_query"):
+                total[part.queries] = single[name][0].transpose(0, 1)
+            elif name in ("d_key", "d_value"):
+                total[part.keys] = single[name][0].transpose(0, 1)
+            else:
+                total += single[name]
+    return results
 
 
 def one_hot_case(outside: Any, width: int, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any], torch.Tensor]:

@@ -8,38 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import random_varlen_case, unpacked
+from tests.cases import by_sequence, random_varlen_case, unpacked
 from tests.cpu.oracle import assert_same, attend, attend_varlen, quick_and_slow, results_of
 from triton_relattn import blocks, fused_relative_attention_varlen
-from triton_relattn.testing import Inputs, dense_gradients, dropout_mask, make_inputs
+from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")
 
 
-def by_sequence(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """out, lse and gradients of a packed call: dense_gradients of each sequence, in its place or summed."""
+def expected_results(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of each sequence by itself, with the dropout that follows manual_seed(0)."""
     parts = unpacked(inputs, arguments)
     longest = max(max(part.inputs.query.shape[2], part.inputs.key.shape[2]) for part in parts)
     torch.manual_seed(0)
     keep = dropout_mask(len(parts), inputs.query.shape[1], longest, longest, arguments.get("dropout_p", 0.0))
-    tensors = {"out": inputs.d_out, "lse": inputs.d_lse}
-    names = ("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias")
-    tensors |= {f"d_{name}": getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
-    results = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    for index, part in enumerate(parts):
-        num_queries, num_keys = part.inputs.query.shape[2], part.inputs.key.shape[2]
-        of_part = {**part.arguments, "keep": keep[index : index + 1, :, :num_queries, :num_keys]}
-        single = dense_gradients(part.inputs, **of_part)._asdict()
-        for name, total in results.items():
-            if name == "lse":
-                total[:, part.queries] = single[name][0]
-            elif name in ("out", "d_query", "d_rel_query"):
-                total[part.queries] = single[name][0].transpose(0, 1)
-            elif name in ("d_key", "d_value"):
-                total[part.keys] = single[name][0].transpose(0, 1)
-            else:
-                total += single[name]
-    return results
+    return by_sequence(inputs, arguments, keep)
 
 
 @pytest.mark.parametrize("seed", quick_and_slow(40, 500))
@@ -51,7 +34,7 @@ def test_random_combination(implementation: str, seed: int, monkeypatch: pytest.
     monkeypatch.setattr(blocks, "BAND_ELEMENTS_PER_THREAD", choose.choice((1, 1 << 13, 1 << 18)))
     inputs, arguments = random_varlen_case(seed)
     results = results_of(implementation, inputs, attend_varlen, **arguments)
-    expected = by_sequence(inputs, arguments)
+    expected = expected_results(inputs, arguments)
     assert results.keys() == expected.keys()
     for name, result in results.items():
         assert_same(name, result, expected[name])

@@ -463,6 +463,7 @@ def test_addresses(kind: str) -> None:
 
 @triton.jit
 def copy_kernel(source, target, length, step, SHIFT: tl.constexpr, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target[i] = source[i * STRIDE + SHIFT], 16 of them a program, step after step."""
     offsets = tl.program_id(0) * step + tl.arange(0, 16)
     loaded = tl.load(source + offsets * STRIDE + SHIFT, mask=offsets < length)
     tl.store(target + offsets, loaded, mask=offsets < length)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from tests.cases import random_case, random_varlen_case, unpacked
+from tests.cases import by_sequence, random_case, random_varlen_case
 from tests.interpreter.guard import guarded
 from tests.interpreter.launch import (
     GRADIENTS,
@@ -198,30 +198,6 @@ def test_nan_gradient_of_an_lse_that_is_infinite(kind: str) -> None:
 # Packed sequences.
 
 
-def of_sequences(inputs: Inputs, arguments: dict[str, Any], keep: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """out, lse and gradients of a packed call by dense_gradients of each sequence, in its place or summed."""
-    tensors = {"out": inputs.d_out, "lse": inputs.d_lse}
-    tensors |= {f"d_{name}": getattr(inputs, name) for name in Inputs._fields[:4] if getattr(inputs, name) is not None}
-    tensors |= {f"d_{name}": tensor for name, tensor in inputs.terms().items()}
-    results = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in tensors.items()}
-    for index, part in enumerate(unpacked(inputs, arguments)):
-        num_queries, num_keys = part.inputs.query.shape[2], part.inputs.key.shape[2]
-        of_part = dict(part.arguments)
-        if keep is not None:
-            of_part["keep"] = keep[index : index + 1, :, :num_queries, :num_keys]
-        single = dense_gradients(part.inputs, **of_part)._asdict()
-        for name, total in results.items():
-            if name == "lse":
-                total[:, part.queries] = single[name][0]
-            elif name in ("out", "d_query", "d_rel_query"):
-                total[part.queries] = single[name][0].transpose(0, 1)
-            elif name in ("d_key", "d_value"):
-                total[part.keys] = single[name][0].transpose(0, 1)
-            else:
-                total += single[name]
-    return results
-
-
 def check_packed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     results = forward_backward(attend_varlen, inputs, **arguments)
@@ -229,7 +205,7 @@ def check_packed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.T
     heads, longest = inputs.query.shape[1], max(inputs.query.shape[0], inputs.key.shape[0])
     dropout_p = arguments.get("dropout_p", 0.0)
     keep = dropout_mask(len(arguments["cu_seqlens_q"]) - 1, heads, longest, longest, dropout_p) if dropout_p else None
-    assert_close(results, of_sequences(inputs, arguments, keep))
+    assert_close(results, by_sequence(inputs, arguments, keep))
     return results
 
 
