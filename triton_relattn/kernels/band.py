@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import key_order, load_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows
 
 # The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
 # the second.
@@ -42,6 +42,19 @@ class Table(NamedTuple):
     bias_scale: Any  # its factor
     first: Any  # relative position of row 0
     last: Any  # and of the last row
+
+
+@triton.jit
+def term_table(rel_keys, rel_bias, scaling, head, first, last, WIDE_INDEX: tl.constexpr):
+    """The table of a head's scores: rel_key, rel_bias or both. scaling: arguments.Scaling."""
+    return Table(
+        None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
+        scaling.rel_scale,
+        None if rel_bias is None else head_vector(rel_bias, head),
+        scaling.bias_scale,
+        first,
+        last,
+    )
 
 
 @triton.jit
