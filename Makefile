@@ -30,9 +30,11 @@ test-slow: setup
 	$(PYTEST) -m slow tests --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
 
-# The demo's measurements at leisure: every method until it needs too much memory.
+# Speed and memory of this package and of what it is compared with, checked first; files and figures in RESULTS.
 bench: setup
-	$(BIN)/python -m triton_relattn --out out/bench --max-length 16384 --seconds 900
+	$(BIN)/python -m bench speed --csv $(or $(RESULTS),out/bench)/speed.csv
+	$(BIN)/python -m bench memory --no-verify --csv $(or $(RESULTS),out/bench)/memory.csv
+	$(BIN)/python -m bench plot $(or $(RESULTS),out/bench)/speed.csv $(or $(RESULTS),out/bench)/memory.csv --out $(or $(RESULTS),out/bench)
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it.
 gpu:

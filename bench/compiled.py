@@ -6,7 +6,6 @@ Not usable in a process with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
@@ -22,9 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.forward import forward
 from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 # Shared memory one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
@@ -95,9 +97,17 @@ class Launch:
 
 
 @contextmanager
-def recorded_launches(target: str) -> Iterator[list[Launch]]:
-    """Within, launchers choose configurations for the target; its kernels are compiled, their launches recorded, not run."""
+def recorded_launches(target: str, only: str | None = None) -> Iterator[list[Launch]]:
+    """Within, launchers choose configurations for the target; its kernels are compiled, their launches recorded, not run.
+
+    only: the one kernel that is compiled, by its name in configs.KERNELS; None: all.
+    """
     launches: list[Launch] = []
+    compile_and_launch = JITFunction.run
+
+    def launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        wanted = only is None or kernel.__name__ == f"{only}_kernel"
+        return compile_and_launch(kernel, *args, **kwargs) if wanted else None
 
     def record(kernel: CompiledKernel) -> Any:
         def run(grid_0: int, grid_1: int, grid_2: int, *_: Any) -> None:
@@ -120,9 +130,11 @@ def recorded_launches(target: str) -> Iterator[list[Launch]]:
         setattr(configs, name, answer)
     for name, replacement in replaced.items():
         setattr(CompiledKernel, name, replacement)
+    JITFunction.run = launch
     try:
         yield launches
     finally:
+        JITFunction.run = compile_and_launch
         driver._active = active
         for name, answer in answers.items():
             setattr(configs, name, answer)
@@ -140,61 +152,111 @@ def selected(kernel: str, target: str, tensors: AttentionTensors, spec: Attentio
     return call.tile(kernel)
 
 
+def compiled(
+    kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec, config: configs.TileConfig | None = None
+) -> CompiledKernel:
+    """One of configs.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one."""
+    with recorded_launches(target, only=kernel) as launches:
+        if kernel == "forward":
+            forward(tensors, spec, config)
+        else:
+            out, lse = tensors.query, torch.empty(tensors.query.shape[:3])
+            backward(out, lse, out, lse, None, tensors, spec, tiles=None if config is None else {kernel: config})
+    return launches[0].kernel
+
+
 @dataclass
 class Resources:
-    """What ptxas says of a kernel, and the instructions of its loops, largest first (NVIDIA only)."""
+    """What a kernel takes, and the instructions of its innermost loops, the one with most of them first.
+
+    Attributes:
+        registers: per thread; on AMD's GPUs vector registers, accumulators among them.
+        spill_bytes: per thread, stored and loaded; on AMD's GPUs what the spilled vector registers hold (scalar ones are spilled
+            to vector registers, which takes instructions but no memory).
+        stack_bytes: of local memory, per thread.
+        tensor_memory: columns of it; sm_100 alone has any.
+        loops: counts by mnemonic.
+    """
 
     registers: int
     spill_bytes: int
     stack_bytes: int
     shared_bytes: int
+    tensor_memory: int
     loops: list[Counter[str]] = field(repr=False)
 
     @property
     def main_loop(self) -> Counter[str]:
-        """The largest loop with matrix instructions; the counts of all its instructions are under their mnemonics."""
-        return next(loop for loop in self.loops if matrix_instructions(loop))
+        """The largest loop with matrix instructions; where no loop has any, the largest."""
+        return next((loop for loop in self.loops if matrix_instructions(loop)), self.loops[0] if self.loops else Counter())
+
+    def fits(self, target: str) -> bool:
+        """Whether a program can run there at all."""
+        registers = 255 if target.startswith("sm_") else 512
+        return self.shared_bytes <= SHARED_MEMORY[target] and self.registers <= registers and self.tensor_memory <= 512
 
 
 def matrix_instructions(loop: Counter[str]) -> int:
-    return sum(count for name, count in loop.items() if "MMA" in name)
+    """How many of a loop's instructions multiply matrices: HMMA, HGMMA, UTCHMMA, v_mfma_..."""
+    return sum(count for name, count in loop.items() if "MMA" in name or "mfma" in name)
 
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\d+ )?)([A-Z0-9_.]+)([^;]*);")
+def shuffles(loop: Counter[str]) -> int:
+    """How many of a loop's instructions move values between the threads of a warp."""
+    kinds = ("SHFL", "permute", "swizzle", "permlane", "_dpp")
+    return sum(count for name, count in loop.items() if any(kind in name for kind in kinds))
 
 
-def _loops(sass: str) -> list[Counter[str]]:
-    """Counts by mnemonic of every innermost loop (a branch back to its own start), largest first."""
-    instructions = [(int(address, 16), name.split(".")[0], rest) for address, _, name, rest in _INSTRUCTION.findall(sass)]
-    spans = []
-    for address, name, rest in instructions:
-        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
-        if target and int(target[1], 16) < address:
-            spans.append((int(target[1], 16), address))
+def _innermost(names: list[str], jumps: list[tuple[int, int]]) -> list[Counter[str]]:
+    """Counts of the loops that hold no other, largest first. jumps: (from, to), indices of instructions."""
+    spans = [(target, source) for source, target in jumps if target < source]
     innermost = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
-    loops = [Counter(name for address, name, _ in instructions if low <= address <= high) for low, high in innermost]
-    return sorted(loops, key=lambda loop: -sum(loop.values()))
+    return sorted((Counter(names[low : high + 1]) for low, high in innermost), key=lambda loop: -sum(loop.values()))
+
+
+_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\d+ )?)([A-Z0-9_.]+)([^;]*);")
+
+
+def _sass_loops(sass: str) -> list[Counter[str]]:
+    instructions = [(int(address, 16), name.split(".")[0], rest) for address, _, name, rest in _SASS.findall(sass)]
+    index = {address: i for i, (address, _, _) in enumerate(instructions)}
+    branches = [(i, re.search(r"0x([0-9a-f]+)", rest)) for i, (_, name, rest) in enumerate(instructions) if name == "BRA"]
+    jumps = [(i, index.get(int(target[1], 16), i)) for i, target in branches if target]
+    return _innermost([name for _, name, _ in instructions], jumps)
+
+
+def _amdgcn_loops(assembly: str) -> list[Counter[str]]:
+    names, labels, branches = list[str](), dict[str, int](), list[tuple[int, str]]()
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = len(names)
+        elif instruction := re.match(r"\s+([a-z]\w+)\s*(\S*)", line):
+            if instruction[1].startswith(("s_branch", "s_cbranch")):
+                branches.append((len(names), instruction[2]))
+            names.append(instruction[1])
+    return _innermost(names, [(source, labels[label]) for source, label in branches if label in labels])
 
 
 def resources(kernel: CompiledKernel) -> Resources:
-    """Registers, spills, stack, shared memory and loops of a kernel compiled for an NVIDIA target."""
-    arch = kernel.metadata.target.arch
-    name = f"sm_{arch}" + ("a" if arch >= 90 else "")
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
-        with open(ptx, "w") as file:
-            file.write(kernel.asm["ptx"])
-        with open(cubin, "wb") as file:
-            file.write(kernel.asm["cubin"])
-        for tool in (triton.knobs.nvidia.ptxas, triton.knobs.nvidia.ptxas_blackwell):
-            log = subprocess.run(
-                [tool.path, "-v", f"--gpu-name={name}", ptx, "-o", os.devnull], capture_output=True, text=True
-            ).stderr
-            if "registers" in log:
-                break
-        sass = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-sass", cubin], capture_output=True, text=True).stdout
-    stack, stores, loads = map(
-        int, re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
-    )
-    registers = int(re.findall(r"Used (\d+) registers", log)[0])
-    return Resources(registers, stores + loads, stack, kernel.metadata.shared, _loops(sass))
+    """Registers, spills, stack, shared memory and loops of a compiled kernel."""
+    return _amd_resources(kernel) if kernel.metadata.target.backend == "hip" else _nvidia_resources(kernel)
+
+
+def _amd_resources(kernel: CompiledKernel) -> Resources:
+    assembly = kernel.asm["amdgcn"]
+    numbers = {name: int(value) for name, value in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    spilled, stack = 4 * numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"]
+    return Resources(numbers["vgpr_count"], spilled, stack, kernel.metadata.shared, 0, _amdgcn_loops(assembly))
+
+
+def _nvidia_resources(kernel: CompiledKernel) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", cubin.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", sass)[0])
+    local = re.findall(r"\b(?:LDL|STL)[A-Z0-9.]*", sass)  # accesses of local memory: STL, LDL.64, LDL.LU.128
+    spilled = sum(16 if name.endswith("128") else 8 if name.endswith("64") else 4 for name in local)
+    tensor_memory = getattr(kernel.metadata, "tmem_size", 0)
+    return Resources(registers, spilled, stack, kernel.metadata.shared, tensor_memory, _sass_loops(sass))

@@ -72,13 +72,22 @@ def shown(value: Any) -> Any:
 class Table:
     """Rows with the same columns, kept and appended to a CSV file as they come, so that an interrupted run has them."""
 
-    def __init__(self, columns: Sequence[str], device: str, csv_path: Path | None = None, json_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        stamp: dict[str, str],
+        csv_path: Path | None = None,
+        json_path: Path | None = None,
+        append: bool = False,
+    ) -> None:
+        """append: what the CSV file has already stays."""
         self.columns, self.rows = [*columns, *STAMP], list[dict[str, Any]]()
-        self.stamp, self.csv_path, self.json_path = stamp(device), csv_path, json_path
+        self.stamp, self.csv_path, self.json_path = stamp, csv_path, json_path
         for path in (csv_path, json_path):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)
+                if not append:
+                    path.unlink(missing_ok=True)
 
     def add(self, row: dict[str, Any]) -> None:
         """Raises ValueError for a column that there is not."""

@@ -1,4 +1,5 @@
-"""What holds for every test: one thread per worker, poisoned memory, and each kind of test in the process made for it."""
+"""What holds for every test: one thread per worker, poisoned memory, no profile of the user's, and each kind of test in the
+process made for it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import functools
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,8 +42,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return module
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # Before anything is collected, and in the environment: what tests start must not read the user's profiles either.
+    cache = tempfile.TemporaryDirectory(prefix="triton_relattn-")
+    config.add_cleanup(cache.cleanup)
+    os.environ["TRITON_RELATTN_CACHE"] = cache.name
 
 
 def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,7 +1,8 @@
 """What people write today: relative attention in plain torch, differentiated by autograd, in quadratic memory.
 
-Each function takes ``(query, key, value, table, is_causal)`` with query, key, value (B, H, N, D) and one table (2N - 1, D)
-shared by the heads, row 0 for r = -(N - 1), and computes
+Each function takes ``(query, key, value, table, is_causal)`` with query, key, value (B, H, N, D) and one table (R, D) shared by
+the heads, R odd, whose middle row stands for r = 0: 2N - 1 rows, one for every distance, or fewer, the outermost of which serve
+all distances beyond; and computes
 
     softmax((Q K^T + S) / sqrt(D)) V        S[i, j] = q_i . E[j - i]
 
@@ -23,20 +24,21 @@ Baseline = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, boo
 
 
 def _scaled_query(query: torch.Tensor, key: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """query / sqrt(D), after a check that the lengths are equal and that the table covers them exactly."""
+    """query / sqrt(D), after a check of the shapes."""
     length, width = query.shape[-2:]
-    if key.shape[-2] != length or tuple(table.shape) != (2 * length - 1, width):
+    rows = table.shape[0]
+    if key.shape[-2] != length or table.shape[1:] != (width,) or rows % 2 == 0 or rows > 2 * length - 1:
         raise ValueError(
-            f"a baseline needs as many keys as queries and a table (2N - 1, D) = {(2 * length - 1, width)}, "
+            f"a baseline needs as many keys as queries and a table (R, {width}), R odd and at most 2N - 1 = {2 * length - 1}, "
             f"got {key.shape[-2]} keys for {length} queries and a table {tuple(table.shape)}"
         )
     return query / math.sqrt(width)
 
 
-def _relative_position(length: int, device: torch.device) -> torch.Tensor:
-    """(N, N), j - i."""
+def _row(length: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """(N, N), the row of a table for j - i."""
     position = torch.arange(length, device=device)
-    return position - position[:, None]
+    return (position - position[:, None] + num_rows // 2).clamp_(0, num_rows - 1)
 
 
 def _hide_future(logits: torch.Tensor) -> torch.Tensor:
@@ -75,9 +77,23 @@ def _skew_causal(by_row: torch.Tensor) -> torch.Tensor:
 
 def _relative_by_skewing(query: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
     """S for a scaled query; with is_causal only the past half of the table is multiplied."""
+    length = query.shape[-2]
+    if table.shape[0] != 2 * length - 1:
+        raise ValueError(f"skewing needs a row for every distance, 2N - 1 = {2 * length - 1}, got {table.shape[0]}")
     if is_causal:
-        return _skew_causal(query @ table[: query.shape[-2]].mT)
+        return _skew_causal(query @ table[:length].mT)
     return _skew(query @ table.mT)
+
+
+def _relative_by_gathering(query: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """S for a scaled query, arbitrary where j > i with is_causal: then only the past half of the table is multiplied."""
+    length = query.shape[-2]
+    row = _row(length, table.shape[0], query.device)
+    if is_causal:
+        table = table[: table.shape[0] // 2 + 1]
+        row = row.clamp_(max=table.shape[0] - 1)
+    by_row = query @ table.mT
+    return by_row.gather(-1, row.expand(*by_row.shape[:-1], length))
 
 
 def shaw_gather(
@@ -89,27 +105,21 @@ def shaw_gather(
     with ``position_embeddings_type="relative_key"`` is written so.
     """
     query = _scaled_query(query, key, table)
-    row = _relative_position(query.shape[-2], query.device) + query.shape[-2] - 1
-    vectors = functional.embedding(row, table)
+    vectors = functional.embedding(_row(query.shape[-2], table.shape[0], query.device), table)
     return _attend(query, key, value, torch.einsum("bhid,ijd->bhij", query, vectors), is_causal)
 
 
 def gather(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """A number for every query and row: ``S = (Q E^T).gather(j - i)``. Memory O(B H N R), R = 2N - 1, or N if causal.
+    """A number for every query and row: ``S = (Q E^T).gather(j - i)``. Memory O(B H N (R + N)), half the rows if causal.
 
     Source: the disentangled attention of He et al., "DeBERTa", 2020, as its stock implementations compute it.
     """
     query = _scaled_query(query, key, table)
-    length = query.shape[-2]
-    row = _relative_position(length, query.device) + length - 1
-    if is_causal:
-        table, row = table[:length], row.clamp(max=length - 1)
-    by_row = query @ table.mT
-    return _attend(query, key, value, by_row.gather(-1, row.expand(*by_row.shape[:-1], length)), is_causal)
+    return _attend(query, key, value, _relative_by_gathering(query, table, is_causal), is_causal)
 
 
 def skewing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """No gather: ``S = skew(Q E^T)`` by pad, reshape and slice. Memory O(B H N R), R = 2N - 1, or N if causal.
+    """No gather: ``S = skew(Q E^T)`` by pad, reshape and slice. Memory O(B H N R), R = 2N - 1, or N if causal; full tables only.
 
     Source: Huang et al., "Music Transformer", 2018 (causal); Dai et al., "Transformer-XL", 2019 (``_rel_shift``).
     """
@@ -118,11 +128,15 @@ def skewing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: 
 
 
 def dense_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """S, by skewing, as the ``attn_mask`` of ``scaled_dot_product_attention``. Memory O(B H N R), R = 2N - 1, or N if causal.
+    """S as the ``attn_mask`` of ``scaled_dot_product_attention``; by skewing, or by a gather if the table is not full.
+
+    Memory O(B H N (R + N)).
 
     Source: the documentation of ``torch.nn.functional.scaled_dot_product_attention``: a float mask is added to the logits.
     """
-    relative = _relative_by_skewing(_scaled_query(query, key, table), table, is_causal)
+    is_full = table.shape[0] == 2 * query.shape[-2] - 1
+    to_scores = _relative_by_skewing if is_full else _relative_by_gathering
+    relative = to_scores(_scaled_query(query, key, table), table, is_causal)
     # A copy, once: the view keeps the padded (N, 2N) buffer alive, and torch's fused kernels want aligned rows.
     bias = relative.contiguous()
     if is_causal:

@@ -1,20 +1,28 @@
 """Correctness and speed of the kernels on a GPU: ``python -m bench.gpu --results out/gpu --parts correctness,speed``.
 
+    tests         the tests that are marked gpu
     correctness   forward and backward against float64, by the error rule of the tests
     configs       every kernel by itself, in every configuration that is selected on this GPU
     repeats       many runs of one call are equal bit for bit
-    speed         medians, memory and the share of each kernel, beside scaled_dot_product_attention
+    speed         all methods of bench in turn, and the parts of our backward
+    memory        peaks against the sequence length
     host          what a call costs the host
+    tune          a short search for better configurations: profile.json
 
-Rows are appended to CSV files as they come, and a part that has spent its seconds ends with what it has. Exit status: 0, 1 if
-a row failed, 2 without a GPU, 130 if interrupted. ``--device cpu --tiny`` tests this program with TRITON_INTERPRET=1.
+Rows are appended to files as they come, and a part that has spent its share of the seconds ends with what it has; parts of a
+later run are added. In the end there are log.txt, results.csv (speed and memory), speed.png, memory.png, profile.json, and
+raw.tar.gz with everything else. Exit status: 0, 1 if a row failed, 2 without a GPU, 130 if interrupted. ``--device cpu --tiny``
+tests this program with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -22,18 +30,50 @@ from pathlib import Path
 
 import torch
 
-from triton_relattn.kernels import kernels_are_interpreted
+from bench import plot
+from bench.options import some_of
+from bench.rows import ROOT
+from triton_relattn.kernels import configs, kernels_are_interpreted
 
-from . import checks, speed
+from . import checks, measurements
 from .report import Report
 
+
+def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """pytest, from several processes if it can; its output is kept as far as it comes."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    if options.jobs > 1 and importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(options.jobs)]
+    path = report.raw / "tests.txt"
+    try:
+        with path.open("w") as output:
+            seconds = max(1.0, deadline - time.monotonic())
+            status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, check=False, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        status = 0  # as far as they came
+    lines = path.read_text().strip().splitlines()
+    passed = status == 0 and not any(line.startswith(("FAILED", "ERROR")) for line in lines)
+    row = {
+        "part": "tests",
+        "case": "pytest -m gpu",
+        "status": "ok" if passed else "FAILED",
+        "message": lines[-1] if lines else "",
+    }
+    report.add("checks.csv", row)
+    report.say(f"tests: {row['message']}")
+
+
 PARTS = {
-    "correctness": checks.correctness,
-    "configs": checks.every_config,
-    "repeats": checks.repeats,
-    "speed": speed.speed,
-    "host": speed.host,
+    "tests": (marked_tests, 0.14),
+    "correctness": (checks.correctness, 0.18),
+    "configs": (checks.every_config, 0.12),
+    "repeats": (checks.repeats, 0.04),
+    "speed": (measurements.measure_speed, 0.28),
+    "memory": (measurements.measure_memory, 0.04),
+    "host": (measurements.host, 0.02),
+    "tune": (measurements.search, 0.18),
 }
+"""What to run, and its share of the seconds if all run."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,15 +81,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, required=True, help="folder of the files")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s, in this order")
-    parser.add_argument("--seconds", type=float, default=240.0, help="time of each part (%(default)s)")
+    parser.add_argument("--parts", type=some_of(tuple(PARTS)), default=list(PARTS), help=f"some of {','.join(PARTS)} (all)")
+    parser.add_argument("--seconds", type=float, default=510.0, help="time of all parts, which share it (%(default)s)")
     parser.add_argument("--jobs", type=int, help="processes that compile (on a GPU, as many as processors, at most 12)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
+    parser.add_argument("--reach", type=int, default=2, help="of the search, see python -m bench tune (%(default)s)")
     options = parser.parse_args(arguments)
-    options.parts = options.parts.split(",")
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     if options.jobs is None:
         options.jobs = min(12, os.cpu_count() or 1) if options.device == "cuda" else 1
     options.dtype = "float16" if options.device == "cpu" else "bfloat16"
@@ -70,14 +108,26 @@ def interrupt(*_: object) -> None:
 
 
 def run_parts(options: argparse.Namespace, report: Report) -> None:
-    for part in options.parts:
-        started = time.monotonic()
+    total = sum(share for part, (_, share) in PARTS.items() if part in options.parts)
+    for part, (run, share) in PARTS.items():
+        if part in options.parts:
+            started = time.monotonic()
+            try:
+                run(options, report, started + options.seconds * share / total)
+            except Exception:
+                report.failed += 1
+                report.say(f"{part}: {traceback.format_exc()}")
+            report.say(f"{part}: {time.monotonic() - started:.0f} s")
+
+
+def finish(report: Report) -> None:
+    """Figures, and the raw files in one."""
+    if (report.folder / "results.csv").exists():
         try:
-            PARTS[part](options, report, started + options.seconds)
+            plot.run(argparse.Namespace(csv=[report.folder / "results.csv"], out=report.folder))
         except Exception:
-            report.failed += 1
-            report.say(f"{part}: {traceback.format_exc()}")
-        report.say(f"{part}: {time.monotonic() - started:.0f} s")
+            report.say(f"figures: {traceback.format_exc()}")
+    report.pack()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not(options.device):
         print(reason)
         return 2
+    options.arch = configs.architecture(torch.device(options.device))
     signal.signal(signal.SIGTERM, interrupt)
     report = Report(options)
     interrupted = False
@@ -93,8 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    if report.speed:
-        report.say(speed.summary(report.speed))
+    finish(report)
     report.say(f"{report.failed} failed; files in {report.folder}")
     return 130 if interrupted else 1 if report.failed else 0
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bench.configurations import shown
+from bench.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing, validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
@@ -20,7 +22,7 @@ from triton_relattn.reference import reference_attention
 from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs
 
-from .report import Report, in_one_line, shown, spread, synchronize
+from .report import Report, spread, synchronize
 
 TABLES = ("full", "clamped", "zero", "none")
 WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}

@@ -7,49 +7,34 @@ import csv
 import json
 import multiprocessing
 import platform
+import shutil
 import signal
-import subprocess
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import triton
 
-from triton_relattn.kernels import configs
+from bench.rows import STAMP, Table, output_of, stamp
+from bench.speed import COLUMNS as MEASURED
 
 RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_rel_key")
-NOT_SUPPORTED = "not supported"
 STALLED = 120.0  # seconds without a result, after which a process must have crashed
-COMMON_COLUMNS = "commit date device torch triton".split()
 CASE_COLUMNS = [
     *"part table is_causal dtype width value_width batch heads num_queries num_keys per_head query_offset padded".split(),
     *("kernel", "config", "sharp", "status", "seconds", *RESULTS, "message"),
 ]
-SPEED_COLUMNS = [
-    *"part case variant batch heads num_queries num_keys width num_rows causal dtype direction".split(),
-    *"p20_ms p50_ms p80_ms tflops peak_bytes config".split(),
-    *COMMON_COLUMNS,
-    "status",
-]
 COLUMNS = {
     "correctness.csv": CASE_COLUMNS,
     "configs.csv": CASE_COLUMNS,
-    "checks.csv": ["part", "case", "variant", "direction", "value", "unit", "status", "message", *COMMON_COLUMNS],
-    "speed.csv": SPEED_COLUMNS,
+    "checks.csv": ["part", "case", "variant", "direction", "value", "unit", "status", "message", *STAMP],
 }
+"""Of the files that are packed in the end; what is measured goes into results.csv."""
+PACKED = "raw.tar.gz"
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-def output_of(*command: str) -> str:
-    """What a command prints, nothing if it cannot run."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def gpu_properties() -> dict[str, Any]:
@@ -66,23 +51,22 @@ def gpu_properties() -> dict[str, Any]:
 
 
 class Report:
-    """The folder of the files, and how many rows failed."""
+    """The folder of the files, and how many rows failed. Files of earlier parts are added to."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.folder, self.failed = options.results, 0
-        self.speed: list[dict[str, Any]] = []
+        self.raw = self.folder / "raw"
+        interrupted = self.raw.exists()  # before it was packed: nothing newer is in the packed file
+        self.raw.mkdir(parents=True, exist_ok=True)
+        if (self.folder / PACKED).exists() and not interrupted:
+            with tarfile.open(self.folder / PACKED) as packed:
+                packed.extractall(self.raw, filter="data")
         on_gpu = options.device == "cuda"
-        self.common = {
-            "commit": output_of("git", "rev-parse", "HEAD"),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}, interpreter",
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        }
-        environment = {**self.common, "python": platform.python_version(), "arguments": vars(options)}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.stamp = stamp("cuda" if on_gpu else f"CPU, {platform.machine()}, interpreter")
+        self.measured = Table(MEASURED, self.stamp, self.folder / "results.csv", append=True)
+        environment = {**self.stamp, "python": platform.python_version(), "arguments": vars(options)}
         text = json.dumps(environment | (gpu_properties() if on_gpu else {}), indent=2, default=str)
-        (self.folder / "environment.json").write_text(text + "\n")
+        (self.raw / "environment.json").write_text(text + "\n")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -90,27 +74,34 @@ class Report:
             log.write(text + "\n")
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Append to a CSV file at once; a row that did not pass is also printed."""
-        row = {**self.common, **row}
-        with (self.folder / name).open("a", newline="") as file:
+        """Append to one of the files of COLUMNS at once; a row that did not pass is also printed."""
+        row = {**self.stamp, **row}
+        with (self.raw / name).open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS[name], extrasaction="ignore")
             if file.tell() == 0:
                 writer.writeheader()
             writer.writerow(row)
-        if name == "speed.csv":
-            self.speed.append(row)
-        if row["status"] != "ok" and not row["status"].startswith(NOT_SUPPORTED):
+        self._judge(row)
+
+    def add_measured(self, row: dict[str, Any]) -> None:
+        """A row of speed or memory. What cannot run here, or lacks the memory, has not failed."""
+        self.measured.add(row)
+        if str(row["status"]).startswith(("wrong", "failed")):
+            self._judge({name: row[name] for name in ("verb", "case", "method", "direction", "status")})
+
+    def _judge(self, row: dict[str, Any]) -> None:
+        if row["status"] != "ok":
             self.failed += 1
-            hidden = (*self.common, *RESULTS)
+            hidden = (*STAMP, *RESULTS)
             self.say("  failed: " + " ".join(f"{k}={v}" for k, v in row.items() if k not in hidden and v not in ("", None)))
 
-
-def in_one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-
-
-def shown(config: configs.TileConfig) -> str:
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}"
+    def pack(self) -> None:
+        """The raw files in one."""
+        with tarfile.open(self.folder / PACKED, "w:gz") as packed:
+            for path in sorted(self.raw.iterdir()):
+                packed.add(path, path.name)
+        shutil.rmtree(self.raw)
+        (self.folder / "profile.json.lock").unlink(missing_ok=True)
 
 
 def synchronize(device: str) -> None:

@@ -5,7 +5,6 @@ Counts of registers and instructions belong to one version of Triton, the one in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import features
+from bench.compile import Case, used_by
 from bench.compiled import (
     MULTIPROCESSORS,
     SHARED_MEMORY,
@@ -21,99 +22,68 @@ from bench.compiled import (
     Resources,
     matrix_instructions,
     recorded_launches,
-    resources,
     selected,
 )
-from tests.compile.test_forward import LENGTH, NVIDIA, TABLES, call, on_triton_3_7
+from bench.features import LENGTH, TABLES, call
+from tests.compile.test_forward import NVIDIA, on_triton_3_7
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 from triton_relattn.spec import DIFFERENTIABLE
 
 ALL = ("query", "key", "value", "rel_key")
-WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
-KERNELS_AND_TABLES = [(kernel, table) for kernel in WANTED for table in TABLES if (kernel, table) != ("table", "none")]
+KERNELS = ("rows", "columns", "table")
 
 
 def launches(
     target: str,
     dtype: torch.dtype,
     width: int,
-    table: str,
+    name: str,
     *,
     wanted: Collection[str] = ALL,
-    tiles: dict[str, configs.TileConfig] | None = None,
     **of_call: Any,
 ) -> list[Launch]:
     """What a backward compiles and launches."""
-    tensors, spec = call(table, dtype, width, **of_call)
+    tensors, spec = call(name, dtype, width, **of_call)
     lse = torch.empty(tensors.query.shape[:3])
     with recorded_launches(target) as recorded:
-        wants = [name in wanted for name in DIFFERENTIABLE]
-        backward(tensors.query, lse, tensors.query, lse, None, tensors, spec, wants, tiles)
+        wants = [each in wanted for each in DIFFERENTIABLE]
+        backward(tensors.query, lse, tensors.query, lse, None, tensors, spec, wants)
     return recorded
 
 
-@functools.cache
-def compiled(kernel: str, target: str, width: int, table: str, is_causal: bool = False, has_lengths: bool = True) -> Resources:
-    """A kernel with its default configuration in bfloat16; the others are compiled with something small and quick."""
-    small = configs.TileConfig(16, 16, 4, 1)
-    resolved = call(table, torch.bfloat16, width, is_causal=is_causal, has_lengths=has_lengths)
-    tiles = {name: selected(name, target, *resolved) if name == kernel else small for name in WANTED}
-    if kernel == "table" and table == "clamp":
-        tiles["rows"] = selected("rows", target, *resolved)
-    recorded = launches(
-        target,
-        torch.bfloat16,
-        width,
-        table,
-        is_causal=is_causal,
-        has_lengths=has_lengths,
-        wanted=WANTED[kernel],
-        tiles=tiles,
-    )
-    return resources(next(launch.kernel for launch in recorded if launch.name == kernel))
+def case(kernel: str, target: str, width: int, table: str) -> Case:
+    return Case(kernel, target, "bf16", width, table)
+
+
+def compiled(kernel: str, target: str, width: int, table: str) -> Resources:
+    return used_by(case(kernel, target, width, table), case(kernel, target, width, table).config)
 
 
 @on_triton_3_7
-@pytest.mark.parametrize(("kernel", "table"), KERNELS_AND_TABLES)
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("has_lengths", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lengths", "no_lengths"])
-def test_no_spills(has_lengths: bool, target: str, width: int, kernel: str, table: str) -> None:
-    """Default configurations, bfloat16, causal or not: nothing in local memory, shared memory fits, matrix units at work."""
-    for is_causal in (False, True):
-        used = compiled(kernel, target, width, table, is_causal, has_lengths)
-        assert (used.spill_bytes, used.stack_bytes) == (0, 0), used
-        assert used.shared_bytes <= SHARED_MEMORY[target]
-        loop = used.main_loop
-        assert matrix_instructions(loop) == loop["HMMA"] + loop["HGMMA"] > 0
-        assert loop["LDL"] == loop["STL"] == 0
-
-
-@on_triton_3_7
-@pytest.mark.parametrize("kernel", WANTED)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_loads_are_asynchronous(target: str, kernel: str) -> None:
     """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off."""
     width = 64
-    stages = selected(kernel, target, *call("full", torch.bfloat16, width)).num_stages
+    stages = case(kernel, target, width, "full").config.num_stages
     loop = compiled(kernel, target, width, "full").main_loop
     assert (loop["LDGSTS"] > 0) == (stages > 1) and (loop["LDG"] > 0) == (stages == 1), (stages, loop)
 
 
 def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
     """Instructions of the loops per score element, near loop first: warps times instructions over the elements of a tile."""
-    config = selected(kernel, target, *call(table, torch.bfloat16, width))
+    config = case(kernel, target, width, table).config
     loops = [loop for loop in compiled(kernel, target, width, table).loops if matrix_instructions(loop)]
-    return [sum(loop.values()) * config.num_warps / (config.block_m * config.block_n) for loop in loops]
+    return [loop.total() * config.num_warps / (config.block_m * config.block_n) for loop in loops]
 
 
 @on_triton_3_7
 def test_cost_of_the_relative_term() -> None:
     """Instructions per score on sm_90, width 64, against the plain kernels: full tables, and far tiles of clamped ones."""
     (plain_rows,), (plain_columns,) = per_score("rows", "sm_90", 64, "none"), per_score("columns", "sm_90", 64, "none")
-    (rows,), (columns,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in WANTED)
+    (rows,), (columns,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in KERNELS)
     assert plain_rows < rows <= 3.5 * plain_rows
     assert plain_columns < columns <= 1.9 * plain_columns
     assert plain_rows + plain_columns < rows + columns + table <= 5 * (plain_rows + plain_columns)
@@ -123,7 +93,7 @@ def test_cost_of_the_relative_term() -> None:
 
 def products(kernel: str, target: str, table: str) -> float:
     """Matrix products per score of the main loop, in units of one [M, D] @ [D, N], on a target that has HMMA only."""
-    config = selected(kernel, target, *call(table, torch.bfloat16, 64))
+    config = case(kernel, target, 64, table).config
     loop = compiled(kernel, target, 64, table).main_loop
     # One HMMA multiplies 16 x 16 with 16 x 8.
     return loop["HMMA"] * config.num_warps * 16 * 8 * 16 / (config.block_m * config.block_n * 64)
@@ -156,9 +126,8 @@ def test_only_what_the_wanted_gradients_need_is_launched(per_head: bool) -> None
     assert names("none", "query", "key", "value") == ["rows", "columns"]
     assert names("zero", "rel_key") == ["rows", "table"]
     assert names("clamp") == []
-    clamp_short: Any = {"clamp": (9, True)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TABLES, "clamp", clamp_short["clamp"])
+        patch.setattr(features, "HALF", 4)
         assert names("clamp", *ALL) == ["rows", "columns", "table", "table_ends"]
         assert names("clamp", "value") == ["rows", "columns"]
 
@@ -202,7 +171,7 @@ class Allocations(TorchDispatchMode):
 def allocated(length: int, table: str, with_every_term: bool = False) -> int:
     """Bytes that forward and backward allocate, one head of width 16 in float16, all gradients, everything kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TABLES, "clamp", (9, True))
+        patch.setattr(features, "HALF", 4)
         tensors, spec = call(table, torch.float16, 16, length=length, heads=1, has_lengths=False)
     if with_every_term:
         assert tensors.rel_key is not None
@@ -255,7 +224,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
         ("sm_100", torch.bfloat16, 128),
         ("gfx942", torch.bfloat16, 128),
     ):
-        for launch in launches(target, dtype, width, "clamp", is_causal=True):
+        for launch in launches(target, dtype, width, "clamp causal"):
             assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], (target, dtype, width, launch.name)
 
 
@@ -266,7 +235,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 @pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Every target, dtype, width and table; widths that are no power of two go with the next one."""
-    for launch in launches(target, dtype, width, table, is_causal=True):
+    for launch in launches(target, dtype, width, f"{table} causal"):
         assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
 
 
@@ -275,8 +244,7 @@ def test_selected_configurations_are_valid(kernel: str) -> None:
     for target in (*NVIDIA, "gfx942", "interpreter"):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for width in (8, 16, 64, 80, 128, 256):
-                for table in TABLES:
-                    for is_causal in (False, True):
-                        resolved = call(table, dtype, width, is_causal=is_causal, length=100)
-                        config = selected(kernel, target, *resolved)
-                        assert config.why_invalid(target, table != "none") is None, (target, dtype, width, table)
+                for name in features.FEATURES:
+                    config = selected(kernel, target, *call(name, dtype, width, length=100))
+                    has_table = not name.startswith("none")
+                    assert config.why_invalid(target, has_table) is None, (target, dtype, width, name)

@@ -1,100 +1,24 @@
 """What a call may have beyond a table for the keys, compiled for GPUs that are not there.
 
-The main sets of features without spills, all features at once, and the grids of packed batches and of heads that share keys.
+Whether what takes most shared memory fits, all features at once, the grids of packed batches and of heads that share keys.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import triton
 
-from bench.compiled import SHARED_MEMORY, Launch, recorded_launches, resources, selected
-from tests.compile.test_forward import NVIDIA, on_triton_3_7
+from bench.compiled import SHARED_MEMORY, Launch, recorded_launches
+from bench.features import call
+from tests.compile.test_forward import NVIDIA
 from triton_relattn import RelativePositions, validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.band import clamp_margin
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import DIFFERENTIABLE
-
-LENGTH, HALF = 256, 64
-FULL = RelativePositions(-(LENGTH - 1), LENGTH - 1)
-CLAMPED = RelativePositions(-HALF, HALF)
-
-
-def rows(positions: RelativePositions, *width: int, heads: int = 0) -> torch.Tensor:
-    """A table, or with heads one for each; without a width a bias."""
-    return torch.empty(*(heads,) * bool(heads), positions.num_rows, *width, dtype=torch.bfloat16)
-
-
-def feature_set(name: str, width: int, is_causal: bool, has_lengths: bool) -> Any:
-    """A resolved call of one of the main models, in bfloat16."""
-    heads, key_heads = (8, 1) if name == "inkling" else (2, 2)
-    query, key = (torch.empty(1, each, LENGTH, width, dtype=torch.bfloat16) for each in (heads, key_heads))
-    extent = RelativePositions(-HALF, 0, "zero")
-    of_set: dict[str, dict[str, Any]] = {
-        "shaw": {"rel_key": rows(CLAMPED, width), "rel_value": rows(CLAMPED, width), "positions": CLAMPED},
-        "transformer_xl": {"rel_key": rows(FULL, width, heads=2), "rel_bias": rows(FULL, heads=2), "positions": FULL},
-        "own_query": {"rel_key": rows(FULL, width, heads=2), "rel_query": query, "positions": FULL},
-        "inkling": {"rel_key": rows(extent, 16), "rel_query": query[..., :16], "positions": extent, "enable_gqa": True},
-        "t5": {"rel_bias": rows(FULL, heads=2), "positions": FULL},
-        "t5_clamped": {"rel_bias": rows(CLAMPED, heads=2), "positions": CLAMPED},
-    }
-    of_set["vits"] = of_set["shaw"] | {"positions": RelativePositions(-HALF, HALF, "zero")}
-    of_set["inkling_window"] = of_set["inkling"] | {"window_size": (HALF, -1)}
-    lengths = torch.zeros(1, dtype=torch.int32) if has_lengths else None
-    return validation.resolve(query, key, key, **of_set[name], is_causal=is_causal, key_lengths=lengths)
-
-
-SETS = ("shaw", "transformer_xl", "t5")
-MAIN_SETS = (("shaw", 64, False), ("transformer_xl", 64, False), ("inkling", 128, True), ("t5", 64, False))
-
-
-@on_triton_3_7
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(
-    ("name", "width", "is_causal", "has_lengths"),
-    [
-        *((*each, True) for each in MAIN_SETS),
-        *(
-            pytest.param(name, width, is_causal, has_lengths, marks=pytest.mark.slow)
-            for has_lengths in (True, False)
-            for name, width, is_causal in (
-                *itertools.product(SETS, (64, 128), (False, True)),
-                *itertools.product(("vits", "own_query", "t5_clamped"), (64, 128), (False,)),
-                ("inkling", 128, True),
-                ("inkling_window", 128, True),
-            )
-            if not (has_lengths and (name, width, is_causal) in MAIN_SETS)
-        ),
-    ],
-)
-def test_main_sets_do_not_spill(name: str, width: int, is_causal: bool, has_lengths: bool, target: str) -> None:
-    """Default configurations: nothing in local memory, shared memory fits."""
-    tensors, spec = feature_set(name, width, is_causal, has_lengths)
-    lse = torch.empty(tensors.query.shape[:3])
-    tiles = dict.fromkeys(configs.KERNELS, configs.TileConfig(16, 16, 4, 1))
-    for kernel, wanted in (
-        ("forward", ()),
-        ("rows", ("query", "rel_query")),
-        ("columns", ("key", "value")),
-        ("table", ("rel_key", "rel_value", "rel_bias")),
-    ):
-        tiles[kernel] = selected(kernel, target, tensors, spec)  # what the rows kernel has matters to the table's, too
-        with recorded_launches(target) as recorded:
-            if kernel == "forward":
-                forward(tensors, spec, tiles[kernel])
-            else:
-                wants = [each in wanted for each in DIFFERENTIABLE]
-                backward(tensors.query, lse, tensors.query, lse, None, tensors, spec, wants, tiles)
-        used = resources(next(launch.kernel for launch in recorded if launch.name == kernel))
-        assert (used.spill_bytes, used.stack_bytes) == (0, 0), (kernel, tiles[kernel], used)
-        assert used.shared_bytes <= SHARED_MEMORY[target], (kernel, tiles[kernel], used)
-
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
 FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3, "enable_gqa": True}
@@ -107,19 +31,9 @@ FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap"
 def test_special_features_fit(target: str, width: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward with a table for values, or a query of its own, or all terms; on one target also the backward."""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in ("shaw", "own_query", "everything"):
-        if name == "everything":
-            tensors, spec = everything(torch.bfloat16, width - 8, "clamp", False)
-        else:
-            tensors, spec = feature_set(name, width, False, True)
-        if precision == "tf32":
-            tensors = tensors._replace(
-                **{
-                    field: tensor.float()
-                    for field, tensor in tensors._asdict().items()
-                    if tensor is not None and tensor.dtype == torch.bfloat16
-                }
-            )
+        tensors, spec = everything(dtype, width - 8, "clamp", False) if name == "everything" else call(name, dtype, width)
         with recorded_launches(target) as recorded:
             out, lse, statistics = forward(tensors, spec)
             if target == "sm_86" and precision == "bf16":

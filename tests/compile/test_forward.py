@@ -5,26 +5,18 @@ Registers and instruction counts belong to a Triton version: what is asserted he
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import triton
+from triton.compiler.compiler import CompiledKernel
 
-from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, resources, selected
-from triton_relattn import RelativePositions, validation
+from bench.compile import Case, used_by
+from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, selected
+from bench.features import LENGTH, TABLES, call
+from triton_relattn import validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
 
-LENGTH = 4096
-# Name -> (rows of the table, clamp); a full table has a row for every pair.
-TABLES: dict[str, tuple[int, bool]] = {
-    "none": (0, True),
-    "full": (2 * LENGTH - 1, True),
-    "clamp": (129, True),
-    "zero": (129, False),
-}
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 on_triton_3_7 = pytest.mark.skipif(
@@ -32,39 +24,13 @@ on_triton_3_7 = pytest.mark.skipif(
 )
 
 
-def call(
-    table: str,
-    dtype: torch.dtype,
-    width: int,
-    *,
-    is_causal: bool = False,
-    has_lengths: bool = True,
-    per_head: bool = False,
-    length: int = LENGTH,
-    heads: int = 2,
-) -> tuple[AttentionTensors, AttentionSpec]:
-    """A resolved call with one of TABLES; many heads take no memory."""
-    rows, clamp = TABLES[table]
-    rows = 2 * length - 1 if table == "full" else rows
-    tensor = torch.empty(1, 1, 1, 1, dtype=dtype).expand(1, heads, length, width) if heads > 2 else None
-    tensor = torch.empty(1, heads, length, width, dtype=dtype) if tensor is None else tensor
-    return validation.resolve(
-        tensor,
-        tensor,
-        tensor,
-        torch.empty(*(heads,) * per_head, rows, width, dtype=dtype) if rows else None,
-        positions=RelativePositions(-(rows // 2), rows // 2, "clamp" if clamp else "zero") if rows else None,
-        key_lengths=torch.zeros(1, dtype=torch.int32) if has_lengths else None,
-        is_causal=is_causal,
-        scale=0.1,
-    )
+def case(target: str, width: int, table: str) -> Case:
+    return Case("forward", target, "bf16", width, table)
 
 
-def launch(
-    target: str, dtype: torch.dtype, width: int, table: str, is_causal: bool = False, has_lengths: bool = True
-) -> tuple[configs.TileConfig, triton.compiler.CompiledKernel]:
+def launch(target: str, dtype: torch.dtype, width: int, features: str) -> tuple[configs.TileConfig, CompiledKernel]:
     """The kernel that the launcher compiles and launches for a call, and its configuration."""
-    tensors, spec = call(table, dtype, width, is_causal=is_causal, has_lengths=has_lengths)
+    tensors, spec = call(features, dtype, width)
     config = selected("forward", target, tensors, spec)
     with recorded_launches(target) as launches:
         forward(tensors, spec)
@@ -72,29 +38,14 @@ def launch(
     return config, launches[0].kernel
 
 
-@functools.cache
-def compiled(target: str, width: int, table: str, is_causal: bool = False, has_lengths: bool = True) -> Resources:
-    return resources(launch(target, torch.bfloat16, width, table, is_causal, has_lengths)[1])
+def compiled(target: str, width: int, table: str) -> Resources:
+    return used_by(case(target, width, table), case(target, width, table).config)
 
 
 def per_score(target: str, width: int, table: str) -> float:
     """Instructions of the main loop per score element: warps times instructions over the elements of a tile."""
-    config = selected("forward", target, *call(table, torch.bfloat16, width))
-    loop = compiled(target, width, table).main_loop
-    return sum(loop.values()) * config.num_warps / (config.block_m * config.block_n)
-
-
-@on_triton_3_7
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("has_lengths", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lengths", "no_lengths"])
-def test_no_spills(has_lengths: bool, target: str, width: int, table: str) -> None:
-    """Default configurations, bfloat16, causal or not: nothing in local memory, shared memory fits."""
-    for is_causal in (False, True):
-        used = compiled(target, width, table, is_causal, has_lengths)
-        assert (used.spill_bytes, used.stack_bytes) == (0, 0), used
-        assert used.shared_bytes <= SHARED_MEMORY[target]
+    config = case(target, width, table).config
+    return compiled(target, width, table).main_loop.total() * config.num_warps / (config.block_m * config.block_n)
 
 
 @on_triton_3_7
@@ -115,13 +66,12 @@ def test_main_loop(target: str, width: int) -> None:
     elements = {
         table: config.block_m * config.block_n / (32 * config.num_warps)
         for table in ("full", "none")
-        for config in [selected("forward", target, *call(table, torch.bfloat16, width))]
+        for config in [case(target, width, table).config]
     }
     assert matrix_instructions(full) == full[unit] and matrix_instructions(plain) == plain[unit]
     if target == "sm_80":  # every product of a tile is as many instructions
         assert full[unit] / elements["full"] == pytest.approx(1.5 * plain[unit] / elements["none"])
     assert full["LDGSTS"] > 0 and full["LDG"] == 0, "a value carried unchanged turns Triton's loop pipelining off"
-    assert full["LDL"] == full["STL"] == 0
     reductions = 8  # shuffles of the row maximum and sum, two rows a thread
     if (target, width) != ("sm_80", 128):  # there a row of scores lies in several warps
         assert full["SHFL"] == elements["full"] + reductions
@@ -129,7 +79,7 @@ def test_main_loop(target: str, width: int) -> None:
 
 def test_far_tiles_cost_no_product() -> None:
     """Beyond a bounded table: as many matrix instructions as without a table, and for "zero" hardly more of anything."""
-    configurations = {selected("forward", "sm_90", *call(table, torch.bfloat16, 64)) for table in ("zero", "clamp")}
+    configurations = {case("sm_90", 64, table).config for table in ("zero", "clamp")}
     assert len(configurations) == 1
     for table in ("zero", "clamp"):
         near, far = (matrix_instructions(loop) for loop in compiled("sm_90", 64, table).loops if matrix_instructions(loop))
@@ -145,7 +95,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
         ("sm_100", torch.bfloat16, 128),
         ("gfx942", torch.bfloat16, 128),
     ):
-        _, kernel = launch(target, dtype, width, "clamp", is_causal=True)
+        _, kernel = launch(target, dtype, width, "clamp causal")
         assert kernel.metadata.shared <= SHARED_MEMORY[target], (target, dtype, width)
 
 
@@ -156,7 +106,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 @pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Every target, dtype, width and table; widths that are no power of two go with the next one."""
-    config, kernel = launch(target, dtype, width, table, is_causal=True)
+    config, kernel = launch(target, dtype, width, f"{table} causal")
     assert config.why_invalid(target, table != "none") is None
     assert kernel.metadata.shared <= SHARED_MEMORY[target]
 

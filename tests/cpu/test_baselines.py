@@ -12,11 +12,16 @@ from triton_relattn.testing import forward_backward, make_inputs
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 17, 40])
-@pytest.mark.parametrize("name", BASELINES)
-def test_equals_the_reference(name: str, length: int, is_causal: bool) -> None:
-    """Output and all gradients, in float64."""
-    inputs = make_inputs(2, 3, length, length, 8, num_rows=2 * length - 1, dtype=torch.float64, seed=length)
+@pytest.mark.parametrize(
+    ("name", "length", "num_rows"),
+    [
+        *((name, length, 2 * length - 1) for name in BASELINES for length in (1, 2, 17, 40)),
+        *((name, 40, num_rows) for name in BASELINES if name != "skewing" for num_rows in (1, 9, 77)),
+    ],
+)
+def test_equals_the_reference(name: str, length: int, num_rows: int, is_causal: bool) -> None:
+    """Output and all gradients, in float64, with a row for every distance or fewer."""
+    inputs = make_inputs(2, 3, length, length, 8, num_rows=num_rows, dtype=torch.float64, seed=length)
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
 
     def baseline(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,3 +39,9 @@ def test_refuses_other_shapes(name: str) -> None:
     query, key, value, table = (torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8), torch.zeros(7, 8))
     with pytest.raises(ValueError, match="as many keys as queries"):
         BASELINES[name](query, key, value, table, False)
+
+
+def test_skewing_refuses_a_clipped_table() -> None:
+    query = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="a row for every distance"):
+        BASELINES["skewing"](query, query, query, torch.zeros(5, 8), False)

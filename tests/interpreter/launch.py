@@ -41,7 +41,8 @@ def tensors_of(inputs: Inputs) -> dict[str, Any]:
 def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
     """A call as the launchers get it; arguments are those of fused_relative_attention, and dropout has a fixed seed."""
     tensors, spec = validation.resolve(**tensors_of(inputs), **arguments)
-    return (tensors._replace(dropout_seed=SEED) if spec.dropout_p > 0 else tensors), spec
+    seed = SEED.to(inputs.query.device)
+    return (tensors._replace(dropout_seed=seed) if spec.dropout_p > 0 else tensors), spec
 
 
 def kept(*sizes: int, dropout_p: float) -> torch.Tensor:
@@ -55,12 +56,13 @@ def with_keep(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments for dense_gradients: with dropout, also what is kept."""
     if not arguments.get("dropout_p"):
         return arguments
-    return {**arguments, "keep": kept(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])}
+    keep = kept(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])
+    return {**arguments, "keep": keep.to(inputs.query.device)}
 
 
-def with_seed(arguments: dict[str, Any]) -> dict[str, Any]:
+def with_seed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments for reference_attention: with dropout, also the seed."""
-    return {**arguments, "dropout_seed": SEED} if arguments.get("dropout_p") else arguments
+    return {**arguments, "dropout_seed": SEED.to(inputs.query.device)} if arguments.get("dropout_p") else arguments
 
 
 def selectable(kernel: str) -> list[TileConfig]:
@@ -88,7 +90,7 @@ def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> t
 
 def reference(inputs: Inputs, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by plain torch in the inputs' dtype."""
-    return reference_attention(**tensors_of(inputs), **with_seed(arguments))
+    return reference_attention(**tensors_of(inputs), **with_seed(inputs, arguments))
 
 
 def check_results(out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, **arguments: Any) -> None:
@@ -236,7 +238,7 @@ def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = No
     for name in names:
         tensor = getattr(inputs, name.removeprefix("d_"))
         assert results[name].dtype == tensor.dtype and results[name].shape == tensor.shape, name
-    plain = forward_backward(reference_attention, inputs, **with_seed(arguments))
+    plain = forward_backward(reference_attention, inputs, **with_seed(inputs, arguments))
     largest = max(float(golden[name].abs().max()) for name in names if golden[name].numel())
     for name in names:
         if largest == 0:

@@ -55,7 +55,7 @@ def _max_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _map_blocks_from(size: int) -> None:
+def map_blocks_from(size: int) -> None:
     """Have glibc map blocks of ``size`` bytes and more one by one, and return them when freed. Other C libraries: no effect."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -63,7 +63,7 @@ def _map_blocks_from(size: int) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2 * size)
 
 
-def _peak_cpu(work: Callable[[], object]) -> int:
+def peak_cpu(work: Callable[[], object]) -> int:
     """Bytes by which the peak of the resident memory during work exceeds what was resident just before."""
     if not STATUS.exists():
         before = _max_resident()
@@ -78,7 +78,7 @@ def _peak_cpu(work: Callable[[], object]) -> int:
     return _proc_status("VmHWM") - before
 
 
-def _peak_cuda(work: Callable[[], object]) -> int:
+def peak_cuda(work: Callable[[], object]) -> int:
     """Bytes by which the peak of the allocated GPU memory during work exceeds what was allocated just before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -86,6 +86,11 @@ def _peak_cuda(work: Callable[[], object]) -> int:
     work()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is lacking: torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _milliseconds(work: Callable[[], object], device: str) -> float:
@@ -111,13 +116,13 @@ def _measure(method: Method, length: int, dtype: torch.dtype, device: str, secon
         forward_backward(method, inputs, d_out)
 
     if device == "cuda":
-        peak = _peak_cuda(work)
+        peak = peak_cuda(work)
     else:
         # Memory comes first, while the heap has no holes: glibc fills holes before it maps, whatever the threshold, and the peak
         # would be the heap's, at short lengths twice that of the tensors. The clock then runs with glibc's usual settings.
-        _map_blocks_from(PAGE)
-        peak = _peak_cpu(work)
-        _map_blocks_from(LARGEST_MMAP_THRESHOLD)
+        map_blocks_from(PAGE)
+        peak = peak_cpu(work)
+        map_blocks_from(LARGEST_MMAP_THRESHOLD)
     times: list[float] = []
     while not times or (sum(times) < 1e3 * seconds and len(times) < MAX_REPEATS):
         times.append(_milliseconds(work, device))
@@ -131,8 +136,8 @@ def measure(method: str, length: int, dtype: torch.dtype, device: str, seconds: 
     """
     try:
         return _measure(METHODS[method], length, dtype, device, seconds)
-    except (MemoryError, RuntimeError) as error:  # torch's CPU allocator raises a plain RuntimeError
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
             return Measurement(None, None, OUT_OF_MEMORY)
         raise
 

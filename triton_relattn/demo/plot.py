@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from . import report, sweep
 from .environment import Environment
 from .methods import METHODS, OURS
 
+Points = Sequence[tuple[int, float]]
+"""Length and value."""
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
 # Ours in a strong colour; the baselines are told apart by lightness and marker, also in print and by the colour-blind.
 STYLES: dict[str, dict[str, Any]] = {
@@ -40,17 +42,23 @@ def _length(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def _draw_panel(axes: Any, rows: Sequence[sweep.Row], column: str, title: str) -> None:
-    points = {method: report.measured(rows, method, column) for method in METHODS}
-    points = {method: values for method, values in points.items() if values}
-    for method, values in points.items():
-        axes.plot(*zip(*values, strict=True), label=method, clip_on=False, **(BASELINE_STYLE | STYLES[method]))
+QUANTITIES: dict[str, tuple[float, float, Callable[[float], str]]] = {
+    "bytes": (4, 2**20, report.short_bytes),
+    "time": (10, 1.0, report.short_time),
+    "ratio": (2, 1.0, lambda ratio: f"{ratio:g}x"),
+}
+"""Base and unit of the ticks of a vertical axis, and how a value is written; times are in milliseconds."""
 
+
+def draw_panel(axes: Any, points: Mapping[str, Points], styles: Mapping[str, dict[str, Any]], quantity: str, title: str) -> None:
+    """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
+    for name, values in points.items():
+        axes.plot(*zip(*values, strict=True), label=name, clip_on=False, **(BASELINE_STYLE | styles[name]))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     every = [value for values in points.values() for _, value in values]
     lengths = sorted({length for values in points.values() for length, _ in values})
-    base, unit, show = (4, 2**20, report.short_bytes) if column == "peak_bytes" else (10, 1.0, report.short_time)
+    base, unit, show = QUANTITIES[quantity]
     if every:
         ticks = _powers(min(every), max(every), base, unit)
         axes.set_yticks(ticks, [show(tick) for tick in ticks])
@@ -64,10 +72,16 @@ def _draw_panel(axes: Any, rows: Sequence[sweep.Row], column: str, title: str) -
     axes.tick_params(colors=MUTED, length=0, pad=6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
+
+
+def _draw_measured(axes: Any, rows: Sequence[sweep.Row], column: str, title: str) -> None:
+    measured = {method: report.measured(rows, method, column) for method in METHODS}
+    points = {method: values for method, values in measured.items() if values}
+    draw_panel(axes, points, STYLES, "bytes" if column == "peak_bytes" else "time", title)
     _annotate_ratio(axes, points)
 
 
-def _annotate_ratio(axes: Any, points: dict[str, list[tuple[int, float]]]) -> None:
+def _annotate_ratio(axes: Any, points: Mapping[str, Points]) -> None:
     """At the longest length that every method reached: how many times the best baseline takes what ours takes.
 
     Beyond it the best baseline may be among those that are missing, and the ratio would flatter.
@@ -110,8 +124,8 @@ def draw(rows: Sequence[sweep.Row], environment: Environment, path: Path) -> Non
     with plt.rc_context({"font.size": 10.5, "font.family": "DejaVu Sans", "text.color": INK}):
         figure, (memory, milliseconds) = plt.subplots(1, 2, figsize=(11, 5.4), gridspec_kw={"wspace": 0.28})
         figure.subplots_adjust(left=0.085, right=0.965, top=0.8, bottom=0.2)
-        _draw_panel(memory, rows, "peak_bytes", "Peak memory")
-        _draw_panel(milliseconds, rows, "milliseconds", "Time")
+        _draw_measured(memory, rows, "peak_bytes", "Peak memory")
+        _draw_measured(milliseconds, rows, "milliseconds", "Time")
         handles, labels = memory.get_legend_handles_labels()
         powers = {method: report.exponent(report.measured(rows, method, "peak_bytes")) for method in labels}
         named = [label if powers[label] is None else f"{label}  (memory $\\sim n^{{{powers[label]:.1f}}}$)" for label in labels]

@@ -132,7 +132,8 @@ class Call:
         """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
         if config is None:
             is_causal = self.spec.window_right >= 0
-            return configs.select(kernel, self.arch, self.dtype, max(self.widths.values()), self.outside, is_causal, self.special)
+            width, length = max(self.widths.values()), max(self.spec.max_seqlen_q, self.spec.max_seqlen_k)
+            return configs.select(kernel, self.arch, self.dtype, width, self.outside, is_causal, self.special, length)
         if reason := config.why_invalid(self.arch, self.outside is not None):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

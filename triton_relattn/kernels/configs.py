@@ -1,51 +1,22 @@
-"""Launch configurations: what is valid, and which one serves which call.
+"""Which launch configuration serves which call: a timed one, if a profile has it (profiles.py), or else a default.
 
-The choices come from compiling for each target and reading registers, spills and loop instructions (tests/compile holds
+The defaults come from compiling for each target and reading registers, spills and loop instructions (tests/compile holds
 them to it); they have not been tuned by timing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import replace
 
 import torch
 import triton
 
-MAX_BLOCK = 256
+from . import profiles
+from .tile_config import KERNELS as KERNELS
+from .tile_config import MAX_BLOCK, TileConfig
+
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the table kernel, so that its uneven walks even out
-
-
-KERNELS = ("forward", "rows", "columns", "table")
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
-
-    carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
-    "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    carry: str | None = "scores"
-
-    def why_invalid(self, arch: str, has_table: bool) -> str | None:
-        """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""
-        for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
-            if value < 1 or value & (value - 1):
-                return f"{name} must be a power of two, got {value}"
-        if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
-            return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
-        if self.carry not in (None, "scores", "both"):
-            return f'carry must be None, "scores" or "both", got {self.carry!r}'
-        if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
-            return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
-        if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:
-            return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
-        return None
 
 
 def architecture(device: torch.device) -> str:
@@ -185,6 +156,35 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
 }
 
 
+def _tile_width(width: int) -> int:
+    return max(64, padded_width(width))
+
+
+def profile_key(
+    kernel: str,
+    arch: str,
+    dtype: torch.dtype,
+    width: int,
+    outside: str | None,
+    is_causal: bool,
+    special: str | None,
+    length: int,
+) -> profiles.Key:
+    """What select distinguishes, as a profile stores it. Arguments as of select."""
+    precision = input_precision(dtype, arch)
+    dtype_name = str(dtype).removeprefix("torch.") if precision == "ieee" else precision
+    bucket = profiles.length_bucket(length)
+    return profiles.Key(kernel, arch, dtype_name, _tile_width(width), outside, is_causal, special, bucket)
+
+
+def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
+    """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
+    carries = {"forward": ("scores", None), "rows": ("both", "scores", None)} if has_table else {}
+    blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
+    every = itertools.starmap(TileConfig, itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",))))
+    return [config for config in every if config.why_invalid(arch, has_table) is None]
+
+
 def select(
     kernel: str,
     arch: str,
@@ -193,6 +193,7 @@ def select(
     outside: str | None = None,
     is_causal: bool = False,
     special: str | None = None,
+    length: int | None = None,
 ) -> TileConfig:
     """The configuration of one of KERNELS for a call with this largest width.
 
@@ -200,10 +201,15 @@ def select(
         outside: what lies beyond the tables (None: there are none).
         special: "rel_value" with such a table; else "rel_query" with one besides the query ("narrow rel_query" if narrower);
             else "rel_key and rel_bias", or "rel_bias" if that is the only term.
+        length: of the longest sequence, of queries or keys; None: the default, whatever the profiles say.
     """
-    width = max(64, padded_width(width))
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
+    if length is not None:
+        tuned = profiles.find(profile_key(kernel, arch, dtype, width, outside, is_causal, special, length))
+        if tuned is not None:
+            return tuned
+    width = _tile_width(width)
     if dtype == torch.float32:
         return _select_float32(kernel, arch, width, special)
     if arch.startswith("gfx"):

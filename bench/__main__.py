@@ -1,0 +1,44 @@
+"""Benchmarks: ``python -m bench VERB``; ``python -m bench VERB --help`` says more.
+
+list      cases, methods and configurations
+speed     time of every method, checked first, in turn
+memory    peak memory against the sequence length
+tune      the best configurations for this GPU, as a profile that the package reads
+compile   what the compiled kernels take, for GPUs that are not there
+plot      figures, from CSV files alone
+verify    the tests of what is measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+VERBS = {
+    "list": "listing",
+    "speed": "speed",
+    "memory": "memory",
+    "tune": "tune",
+    "compile": "compile",
+    "plot": "plot",
+    "verify": "verify",
+}
+"""Verb -> its module, which has add_arguments(parser) and run(options)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("verb", choices=VERBS)
+    verb = parser.parse_args(words[:1]).verb
+    module = importlib.import_module(f"bench.{VERBS[verb]}")
+    of_verb = argparse.ArgumentParser(prog=f"python -m bench {verb}", description=module.__doc__)
+    module.add_arguments(of_verb)
+    status: int = module.run(of_verb.parse_args(words[1:]))
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,227 @@
+"""What the kernels take on GPUs that are not there, and how many instructions the relative terms add.
+
+For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import triton
+
+from triton_relattn.demo.report import table
+from triton_relattn.kernels import configs
+
+from .cases import DTYPES
+from .compiled import SHARED_MEMORY, Resources, compiled, matrix_instructions, resources, selected, shuffles
+from .features import FEATURES, Resolved
+from .features import call as call_with
+from .rows import ROOT, Table, in_one_line, progress, read, stamp
+
+Name = TypeVar("Name", str, int)
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
+TILE_COLUMNS = ("block_m", "block_n", "num_warps", "num_stages")
+COLUMNS = (
+    *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
+    *("registers", "spill_bytes", "shared_bytes", "fits"),
+    *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles", "carry", "status"),
+)
+COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
+"""What a budget holds of a kernel."""
+BUDGET = ROOT / "bench" / "budgets" / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.csv"
+"""Of the installed Triton: counts of registers and instructions belong to a version."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile; dtype is one of DTYPES, features one of FEATURES."""
+
+    kernel: str
+    target: str
+    dtype: str
+    head_dim: int
+    features: str
+
+    @property
+    def call(self) -> Resolved:
+        return call_with(self.features, DTYPES[self.dtype], self.head_dim)
+
+    @property
+    def config(self) -> configs.TileConfig:
+        """The selected one."""
+        return selected(self.kernel, self.target, *self.call)
+
+    @property
+    def plain(self) -> Case:
+        """The same without any table."""
+        return replace(self, features="none causal" if self.features.endswith(" causal") else "none")
+
+    def __str__(self) -> str:
+        return " ".join(map(str, astuple(self)))
+
+
+KEYS = tuple(field.name for field in fields(Case))
+
+
+@functools.cache
+def used_by(case: Case, config: configs.TileConfig) -> Resources:
+    """What the kernel takes with this configuration."""
+    return resources(compiled(case.kernel, case.target, *case.call, config))
+
+
+def counts(used: Resources) -> dict[str, int]:
+    """The columns of COUNTS."""
+    loop = used.main_loop
+    numbers = (used.registers, used.spill_bytes, used.shared_bytes, loop.total(), matrix_instructions(loop), shuffles(loop))
+    return dict(zip(COUNTS, numbers, strict=True))
+
+
+def row(case: Case) -> dict[str, Any]:
+    """The columns of COLUMNS; of a kernel that does not compile the first ones, and why."""
+    result: dict[str, Any] = {**asdict(case), "status": "ok"}
+    try:
+        config, rel_key = case.config, case.call[0].rel_key
+        result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
+        used = used_by(case, config)
+        result |= {**counts(used), "fits": used.fits(case.target)}
+        if case.kernel != "table":
+            plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
+            result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
+    except Exception as error:
+        result["status"] = in_one_line(error)
+    return result
+
+
+def start_worker() -> None:
+    """Ctrl-C is for the process that keeps the rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def rows_of(cases: Sequence[Case], jobs: int) -> Iterator[Iterator[dict[str, Any]]]:
+    """The rows of the cases, in their order, from so many processes at once."""
+    if jobs == 1:
+        yield map(row, cases)
+        return
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
+    try:
+        yield pool.map(row, cases)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
+    """A parser of a list with commas between its values, all of which must be known."""
+
+    def parse(text: str) -> list[Name]:
+        names = {str(value): value for value in known}
+        values = [value.strip() for value in text.split(",")]
+        if unknown := [value for value in values if value not in names]:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+        return [names[value] for value in values]
+
+    return parse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, known, default in (
+        ("targets", tuple(SHARED_MEMORY), TARGETS),
+        ("dtypes", tuple(DTYPES), ("bf16",)),
+        ("features", FEATURES, FEATURES),
+        ("kernels", configs.KERNELS, configs.KERNELS),
+    ):
+        text = f"with commas between them, of: {', '.join(known)}; default: {'all' if known == default else ', '.join(default)}"
+        parser.add_argument(f"--{name}", type=some_of(known), default=list(default), metavar="NAMES", help=text)
+    for_widths = some_of((16, 32, 64, 80, 96, 128, 256))
+    parser.add_argument("--head-dims", type=for_widths, default=[64, 128], metavar="WIDTHS", help="default: 64, 128")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile; default: one per core")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="the rows, as they are measured")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="the rows, as they are measured")
+    parser.add_argument("--budget", action="store_true", help=f"also put the rows into {BUDGET.relative_to(ROOT)}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if all kernels compile, 1 if one does not, 2 if none can be compiled, 130 if interrupted."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+        return 2
+    cases = [
+        Case(kernel, target, dtype, head_dim, name)
+        for target, dtype, head_dim, name, kernel in product(
+            options.targets, options.dtypes, options.head_dims, options.features, options.kernels
+        )
+        if kernel != "table" or not name.startswith("none")
+    ]
+    results = Table(COLUMNS, stamp("compiled, not run"), options.csv, options.json)
+    interrupted = False
+    try:
+        with rows_of(cases, options.jobs) as rows:
+            for _, result in zip(progress(cases, str, lambda case: case.head_dim), rows, strict=False):
+                results.add(result)
+    except KeyboardInterrupt:
+        interrupted = True
+    if options.budget:
+        write_budget(results.rows)
+    print(summary(results.rows))
+    print(f"\n{len(results.rows)} of {len(cases)} kernels" + ", interrupted" * interrupted)
+    return 130 if interrupted else int(any(row["status"] != "ok" for row in results.rows))
+
+
+def write_budget(rows: Sequence[dict[str, Any]]) -> None:
+    """Replace what the budget says of these kernels, and add those that it does not have."""
+    columns = (*KEYS, *COUNTS, *TILE_COLUMNS, "carry")
+    budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
+    BUDGET.parent.mkdir(exist_ok=True)
+    with BUDGET.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(budget.values())
+
+
+def budgets() -> dict[Case, dict[str, Any]]:
+    """The rows of BUDGET; none if there is no such file."""
+    return {key(row): row for row in read(BUDGET)} if BUDGET.exists() else {}
+
+
+def key(row: dict[str, Any]) -> Case:
+    return Case(row["kernel"], row["target"], row["dtype"], int(row["head_dim"]), row["features"])
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Per target and feature set the largest loop_ratio, and the kernels that spill, do not fit or do not compile."""
+
+    def named(rows: Sequence[dict[str, Any]], column: str = "", unit: str = "") -> str:
+        kernels = (f"{row['kernel']} {row['dtype']} {row['head_dim']}" for row in rows)
+        values = (f" ({row[column]}{unit})" if column else "" for row in rows)
+        return ", ".join(map("".join, zip(kernels, values, strict=True))) or "-"
+
+    body = []
+    for target, name in dict.fromkeys((row["target"], row["features"]) for row in rows):
+        own = [row for row in rows if (row["target"], row["features"]) == (target, name)]
+        ratios = [row for row in own if row["loop_ratio"] is not None]
+        worst = sorted(ratios, key=lambda row: -float(row["loop_ratio"]))[:1]
+        compiled = [row for row in own if row["status"] == "ok"]
+        body.append(
+            (
+                f"{target}, {name}",
+                named(worst, "loop_ratio"),
+                named([row for row in compiled if row["spill_bytes"]], "spill_bytes", " bytes"),
+                named([row for row in compiled if not row["fits"]], "shared_bytes", " bytes"),
+                named([row for row in own if row["status"] != "ok"]),
+            )
+        )
+    return table(("", "largest loop ratio", "spills", "does not fit", "does not compile"), body)

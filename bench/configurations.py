@@ -1,0 +1,31 @@
+"""Which configurations the kernels of a case run in."""
+
+from __future__ import annotations
+
+from triton_relattn import can_run_triton
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Call
+
+from .cases import Case
+
+OF_DIRECTION = {
+    "forward": configs.KERNELS[:1],
+    "backward": configs.KERNELS[1:],
+    "forward+backward": configs.KERNELS,
+    "backward of query": configs.KERNELS[1:2],
+    "backward of all but the table": configs.KERNELS[1:3],
+}
+
+
+def shown(config: configs.TileConfig) -> str:
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}"
+
+
+def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:
+    """Of the kernels that run, first to last; "blockwise" where no kernels do."""
+    inputs = case.empty(device)
+    if device != "cuda" or not can_run_triton(inputs.query, inputs.value):
+        return "blockwise"
+    call = Call(*case.resolved(inputs, has_table))
+    kernels = [kernel for kernel in OF_DIRECTION[direction] if kernel != "table" or has_table]
+    return ", ".join(f"{kernel} {shown(call.tile(kernel))}" for kernel in kernels)

@@ -1,0 +1,93 @@
+"""Time of every method, in one process and in turn, each checked before it is timed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from . import cases, summary, timing, verify
+from .cases import Case
+from .configurations import used_configurations
+from .memory_limit import limit_memory
+from .methods import METHODS
+from .options import add_list, add_measured
+from .rows import Table, progress, stamp
+
+COLUMNS = (
+    *("verb", "group", "case", "method", "direction", "status", "batch", "heads", "key_heads", "seqlen", "head_dim", "rel_dim"),
+    *("table", "is_causal", "dtype", "p20_ms", "p50_ms", "p80_ms", "rounds", "tflops", "useful_tflops", "peak_bytes"),
+    *("error", "checked_against", "verified", "config"),
+)
+"""Of speed and of memory. tflops: as FlashAttention counts; useful_tflops: with the products of the table."""
+SECONDS_A_CASE, ROUNDS = 15.0, 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_measured(parser, None)
+    add_list(
+        parser,
+        "directions",
+        (*timing.DIRECTIONS, *timing.PARTS),
+        None,
+        "default: all that models have, on a CPU without backward",
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS_A_CASE, help="timing of one case (%(default)s)")
+
+
+def new_row(verb: str, case: Case, method: str, direction: str, options: argparse.Namespace) -> dict[str, Any]:
+    row = {"verb": verb, **case.columns(), "method": method, "direction": direction}
+    row["verified"] = "no" if options.no_verify else "yes"
+    if METHODS[method].kind == "ours" or method == "plain":
+        row["config"] = used_configurations(case, direction, options.device, METHODS[method].has_table)
+    return row
+
+
+def measure(case: Case, options: argparse.Namespace, not_tried: dict[str, str]) -> list[dict[str, Any]]:
+    """A row for every method and direction."""
+    every = timing.prepare(case, options.methods, options.directions, options.device, not_tried)
+    timing.time_in_turn(every, options.device, options.seconds, ROUNDS)
+    rows = []
+    for timed in every:
+        row = new_row("speed", case, timed.method, timed.direction, options)
+        row |= timed.found | timing.percentiles(timed.milliseconds)
+        if timed.milliseconds and timed.direction in timing.DIRECTIONS:
+            plain, useful = case.flops(timed.direction, METHODS[timed.method].has_table)
+            row |= {"tflops": plain / row["p50_ms"] / 1e9, "useful_tflops": useful / row["p50_ms"] / 1e9}
+        rows.append(row)
+    return rows
+
+
+def remember_failures(rows: Iterable[dict[str, Any]], not_tried: dict[str, dict[str, str]], case: Case) -> None:
+    """Methods that ran out of memory are not tried at longer lengths of the same kind."""
+    for row in rows:
+        if row["status"].startswith(timing.OUT_OF_MEMORY):
+            not_tried.setdefault(kind_of(case), {})[row["method"]] = f"not tried: {row['status']} at {case.length}"
+
+
+def kind_of(case: Case) -> str:
+    """Cases that differ in length alone, at as many tokens or at as many sequences, have this in common."""
+    return str(case.resized(1, batch=1, heads=1))
+
+
+def run(options: argparse.Namespace) -> int:
+    chosen = cases.choose(options.cases or cases.default_groups(options.device), options.lengths)
+    default = [direction for direction in timing.DIRECTIONS if options.device == "cuda" or direction != "backward"]
+    options.directions = options.directions or default
+    if not options.no_verify and verify.gate(options.device) != 0:
+        print("The tests fail: nothing is timed.")
+        return 1
+    if options.device == "cpu":
+        limit_memory(options.memory_limit)
+    table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
+    not_tried: dict[str, dict[str, str]] = {}
+    try:
+        for case in progress(chosen, str, work=lambda case: 1e6 + case.batch * case.heads * case.length**2):
+            rows = measure(case, options, not_tried.get(kind_of(case), {}))
+            remember_failures(rows, not_tried, case)
+            for row in rows:
+                table.add(row)
+    except KeyboardInterrupt:
+        print("interrupted; what has been measured is kept")
+    print(summary.speed(table.rows))
+    return 1 if any(row["status"].startswith(("wrong", "failed")) for row in table.rows) else 0

@@ -1,0 +1,96 @@
+"""Tables for the terminal, from rows of speed or memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from triton_relattn.demo.report import short_bytes, short_time
+from triton_relattn.demo.report import table as text_table
+
+from .methods import METHODS, OURS
+
+Row = dict[str, Any]
+NO_REMARK = ("ok", "does not apply", "not tried")
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> float | None:
+    """The p of value ~ length^p, by least squares over the longer half of the points; None for fewer than two."""
+    longest = sorted(points)[-max(2, math.ceil(len(points) / 2)) :]
+    logs = [(math.log(length), math.log(value)) for length, value in longest if value > 0]
+    if len({x for x, _ in logs}) < 2:
+        return None
+    mean_x, mean_y = (sum(values) / len(logs) for values in zip(*logs, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
+
+
+def points(rows: Sequence[Row], method: str, direction: str, column: str) -> list[tuple[int, float]]:
+    """Length and value of what was measured, shortest first."""
+    of_method = (row for row in rows if (row["method"], row["direction"]) == (method, direction) and row[column])
+    return sorted((int(row["seqlen"]), float(row[column])) for row in of_method)
+
+
+def across_methods(rows: Sequence[Row], direction: str, column: str, show: Callable[[float, float | None], str]) -> str:
+    """Cases down, methods across. ``show`` makes a cell of a value and of ours."""
+    rows = [row for row in rows if row["direction"] == direction]
+    values = {(row["case"], row["method"]): float(row[column]) for row in rows if row[column]}
+    methods = [name for name in METHODS if any(name == method for _, method in values)]
+    body = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ours = values.get((case, OURS))
+        body.append((case, *(show(values[case, name], ours) if (case, name) in values else "-" for name in methods)))
+    if column == "peak_bytes":
+        powers = [exponent(points(rows, name, direction, column)) for name in methods]
+        body.append(("grows with", *("-" if power is None else f"n^{power:.2f}" for power in powers)))
+    return text_table((direction, *methods), body)
+
+
+def remarks(rows: Sequence[Row]) -> str:
+    """A line for everything that could not be measured, except what was not even tried."""
+    lines = (f"{row['method']}, {row['direction']}, {row['case']}: {row['status']}" for row in rows)
+    wanted = [line for line, row in zip(lines, rows, strict=True) if not row["status"].startswith(NO_REMARK)]
+    return "".join(f"  {line}\n" for line in dict.fromkeys(wanted))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Time and memory of one kind of case, lengths down and methods across, a table for each direction."""
+    methods = [name for name in METHODS if any(row["method"] == name and (row["p50_ms"] or row["peak_bytes"]) for row in rows)]
+    shown = {"p50_ms": short_time, "peak_bytes": short_bytes}
+    parts = []
+    for direction in ("forward", "forward+backward"):
+        cells: dict[tuple[int, str], list[str]] = {}
+        for column, show in shown.items():
+            for method in methods:
+                for length, value in points(rows, method, direction, column):
+                    cells.setdefault((length, method), []).append(show(value))
+        lines = [[direction, *methods], ["---"] * (len(methods) + 1)]
+        for length in sorted({length for length, _ in cells}):
+            lines.append([str(length), *("<br>".join(cells.get((length, method), ["-"])) for method in methods)])
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def show_time(milliseconds: float, ours: float | None) -> str:
+    return short_time(milliseconds) + (f" ({milliseconds / ours:.2g})" if ours else "")
+
+
+def show_bytes(count: float, _ours: float | None) -> str:
+    return short_bytes(count)
+
+
+def directions_of(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["direction"] for row in rows))
+
+
+def speed(rows: Sequence[Row]) -> str:
+    """Medians and how many times ours."""
+    tables = [across_methods(rows, direction, "p50_ms", show_time) for direction in directions_of(rows)]
+    return "\n\n".join([*tables, "Medians; in brackets, how many times ours.\n" + remarks(rows)])
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Peaks and how they grow."""
+    tables = [across_methods(rows, direction, "peak_bytes", show_bytes) for direction in directions_of(rows)]
+    note = "Peak above the inputs; the last line of each: fitted to the longer half of the lengths.\n"
+    return "\n\n".join([*tables, note + remarks(rows)])

@@ -1,0 +1,315 @@
+"""The best configuration of every kernel for this GPU, as a profile that the package reads.
+
+For each kernel of each case: all valid configurations near the default are compiled; those that spill registers or do not fit
+are left out; the rest are ranked by the instructions of their loop for a score; the first of them, and the default, are checked
+against float64 and timed in turn. Without a GPU there is only the ranking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triton_relattn.demo.report import table as text_table
+from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
+from triton_relattn.kernels.arguments import Call
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+
+from . import cases, timing, verify
+from .cases import Case
+from .compile import counts, start_worker
+from .compiled import SHARED_MEMORY, compiled, resources
+from .configurations import shown
+from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
+from .rows import STAMP, Table, in_one_line, progress, stamp
+
+COLUMNS = (
+    *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
+    *("block_m", "block_n", "num_warps", "num_stages", "carry", "is_default", "is_chosen"),
+    *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score"),
+    *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
+)
+WANTED = {"forward": (), "rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
+"""Gradients for which the kernel runs, with the rows kernel before it if need be: its time is then in all of them alike."""
+LARGEST_GAIN_OF_NOISE = 0.02  # a configuration must be faster than the default by more
+CHECKED_LENGTH = 300  # of the call that a configuration is checked with
+ERROR_FACTOR, ERROR_FLOOR = 1.5, 1e-5  # of the default configuration's error, relative in norm
+ROUNDS, FEWEST_ROUNDS = 30, 7
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel of one case, with the table or without."""
+
+    case: Case
+    has_table: bool
+    kernel: str
+    arch: str
+
+    @property
+    def call(self) -> Call:
+        """Of tensors that take no memory."""
+        call = Call(*self.case.resolved(self.case.empty(), self.has_table))
+        call.arch = self.arch
+        return call
+
+    @property
+    def key(self) -> profiles.Key:
+        call = self.call
+        length = max(call.spec.max_seqlen_q, call.spec.max_seqlen_k)
+        causal = call.spec.window_right >= 0
+        width = max(call.widths.values())
+        return configs.profile_key(self.kernel, self.arch, call.dtype, width, call.outside, causal, call.special, length)
+
+    @property
+    def default(self) -> TileConfig:
+        key = self.key
+        return configs.select(self.kernel, self.arch, self.call.dtype, key.width, key.outside, key.is_causal, key.special)
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {self.case}" + " without table" * (not self.has_table)
+
+
+def steps_apart(one: TileConfig, other: TileConfig) -> int:
+    """How many doublings, stages and kinds of carrying lie between two configurations."""
+    doublings = (
+        abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_m", "block_n", "num_warps")
+    )
+    return sum(doublings) + abs(one.num_stages - other.num_stages) + (one.carry != other.carry)
+
+
+def candidates(task: Task, reach: int) -> list[TileConfig]:
+    """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
+    default = task.default
+    near = sorted(configs.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
+    return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
+
+
+def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
+    """What a configuration takes; its status says why it is left out."""
+    row: dict[str, Any] = {"status": "ok"}
+    try:
+        call_tensors, spec = task.case.resolved(task.case.empty(), task.has_table)
+        used = resources(compiled(task.kernel, task.arch, call_tensors, spec, config))
+        row |= {name: count for name, count in counts(used).items() if name in COLUMNS}
+        row["instructions_per_score"] = used.main_loop.total() * config.num_warps / (config.block_m * config.block_n)
+        if not used.fits(task.arch):
+            row["status"] = f"does not fit: {used.shared_bytes} of {SHARED_MEMORY[task.arch]} bytes, {used.registers} registers"
+        elif used.spill_bytes:
+            row["status"] = f"spills {used.spill_bytes} bytes"
+    except Exception as error:
+        row["status"] = f"does not compile: {in_one_line(error)}"
+    return row
+
+
+@contextmanager
+def compiling(jobs: int) -> Iterator[Any]:
+    """A map over configurations in so many processes; Triton's cache on disk hands the kernels to this one."""
+    if jobs == 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_kernel(
+    task: Task, tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, saved: Sequence[Any], config: TileConfig
+) -> list[torch.Tensor]:
+    """What a kernel computes in a configuration. saved: out, lse and statistics of the forward."""
+    if task.kernel == "forward":
+        return list(forward(tensors, spec, config)[:2])
+    wanted = [name in WANTED[task.kernel] for name in DIFFERENTIABLE]
+    d_lse = torch.zeros_like(saved[1])
+    gradients = backward(d_out, d_lse, *saved, tensors, spec, wanted, {task.kernel: config})
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@cache
+def _small_call(task: Task, device: str) -> tuple[Any, ...]:
+    """A short call of the same kind: its tensors, and the exact results of the kernel."""
+    case = task.case.resized(min(CHECKED_LENGTH, task.case.length), batch=min(2, task.case.batch))
+    inputs, d_out = case.inputs(device)
+    tensors, spec = case.resolved(inputs, task.has_table)
+    (out, *gradients), _ = timing.golden(case, inputs, d_out, device, task.has_table)
+    names = ("query", "key", "value", "rel_key", "rel_query")
+    exact = [gradient for name, gradient in zip(names, gradients, strict=False) if name in WANTED[task.kernel]]
+    return tensors, spec, d_out, forward(tensors, spec), exact or [out]
+
+
+def error_of(task: Task, config: TileConfig, device: str) -> float:
+    """The largest relative distance in norm from float64."""
+    tensors, spec, d_out, saved, exact = _small_call(task, device)
+    return timing.distance(run_kernel(task, tensors, spec, d_out, saved, config)[: len(exact)], exact)
+
+
+def check(task: Task, config: TileConfig, row: dict[str, Any], default_error: float, device: str) -> None:
+    """Fills in the error; a configuration that is further from float64 than the default one is wrong."""
+    row["error"] = error_of(task, config, device)
+    allowed = min(ERROR_FACTOR * default_error + ERROR_FLOOR, timing.TOLERANCE[task.case.dtype])
+    if not row["error"] <= allowed:
+        row["status"] = f"wrong: {row['error']:.3g} from float64, the default configuration {default_error:.3g}"
+
+
+def time_all(task: Task, rows: list[dict[str, Any]], tiles: Sequence[TileConfig], device: str, seconds: float) -> None:
+    """Check and time the configurations whose rows are "ok"; adds error and times to the rows. The first is the default."""
+    default_error = error_of(task, tiles[0], device)
+    inputs, d_out = task.case.inputs(device)
+    tensors, spec = task.case.resolved(inputs, task.has_table)
+    saved = forward(tensors, spec)
+    every = []
+    for row, config in zip(rows, tiles, strict=True):
+        timing.attempt(partial(check, task, config, row, default_error, device), row)
+        step = timing.Step(lambda config=config: config, partial(run_kernel, task, tensors, spec, d_out, saved))  # type: ignore[misc]
+        every.append(timing.Timed(task.kernel, shown(config), row, step=step))
+    timing.time_in_turn(every, device, seconds, ROUNDS, FEWEST_ROUNDS)
+    for timed in every:
+        timed.found |= timing.percentiles(timed.milliseconds)
+
+
+def best_of(rows: Sequence[dict[str, Any]]) -> int | None:
+    """Index of the row with the smallest median; the default's, 0, unless another is clearly faster. None: nothing was timed."""
+    timed = [index for index, row in enumerate(rows) if row.get("p50_ms") is not None]
+    if not timed:
+        return None
+    fastest = min(timed, key=lambda index: rows[index]["p50_ms"])
+    if 0 in timed and rows[fastest]["p50_ms"] > (1 - LARGEST_GAIN_OF_NOISE) * rows[0]["p50_ms"]:
+        return 0
+    return fastest
+
+
+def rank(rows: Sequence[dict[str, Any]], count: int) -> list[int]:
+    """Indices of the configurations worth timing: the default, then the usable ones with the shortest loops."""
+    usable = [index for index, row in enumerate(rows) if row["status"] == "ok" and index > 0]
+    return [0, *sorted(usable, key=lambda index: rows[index]["instructions_per_score"])[: count - 1]]
+
+
+def tune(task: Task, options: argparse.Namespace, compile_all: Any, results: Table) -> None:
+    """Rows of all candidates, the ones worth timing first; the choice goes into the profile if anything was timed."""
+    tiles = candidates(task, options.reach)
+    found = list(compile_all(partial(compile_one, task), tiles))
+    can_run = options.device == "cuda" or kernels_are_interpreted()
+    if can_run and found[0]["status"].startswith("spills"):
+        found[0]["status"] = "ok"  # slow perhaps, but what the others are compared with
+    order = rank(found, options.timed)
+    rows, ranked = [found[index] for index in order], [tiles[index] for index in order]
+    if can_run:
+        time_all(task, rows, ranked, options.device, options.seconds)
+    chosen = best_of(rows)
+    others = [index for index in range(len(tiles)) if index not in order]
+    for number, index in enumerate([*order, *others]):
+        row = {**asdict(task.key), "case": str(task.case), **asdict(tiles[index]), **found[index]}
+        row |= {"is_default": index == 0, "is_chosen": number == chosen, "verified": "no" if options.no_verify else "yes"}
+        results.add(row)
+    if chosen is not None:
+        entry = profiles.Entry(ranked[chosen], True, rows[chosen]["p50_ms"], rows[0].get("p50_ms"))
+        profiles.save(options.profile, {task.key: entry}, **{name: results.stamp[name] for name in STAMP if name != "threads"})
+        profiles.forget()
+
+
+def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[Task]:
+    """One for every key of a profile; the first case of a key stands for all."""
+    tasks: dict[profiles.Key, Task] = {}
+    for case in chosen:
+        for has_table in (True, False):
+            for kernel in kernels:
+                if kernel != "table" or has_table:
+                    task = Task(case, has_table, kernel, arch)
+                    tasks.setdefault(task.key, task)
+    return list(tasks.values())
+
+
+def is_known(task: Task, profile: Path) -> bool:
+    """Whether a profile has it already."""
+    return task.key in profiles.load(profile)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_cases(parser, ("long", "speech", "inkling"))
+    add_list(parser, "kernels", configs.KERNELS, configs.KERNELS)
+    parser.add_argument("--target", choices=SHARED_MEMORY, help="without a GPU, or instead: what to compile for (default: sm_90)")
+    parser.add_argument(
+        "--reach", type=int, default=3, help="how many steps from the default configuration to look (%(default)s)"
+    )
+    parser.add_argument("--timed", type=int, default=8, help="how many configurations of a kernel to time (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="timing of one kernel (%(default)s)")
+    parser.add_argument("--total-seconds", type=float, help="begin no kernel after so long")
+    parser.add_argument("--profile", type=Path, help="the file to write (default: the user's, which the package reads)")
+    parser.add_argument("--again", action="store_true", help="also what the profile has already")
+    add_jobs(parser)
+    add_no_verify(parser)
+    add_files(parser)
+
+
+def prepare(options: argparse.Namespace) -> list[Task]:
+    """What is to be done: without what the profile has."""
+    options.device = available_device() if options.target is None else "cpu"
+    arch = configs.architecture(torch.device("cuda")) if options.device == "cuda" else options.target or "sm_90"
+    options.profile = options.profile or profiles.user_profile_path(arch)
+    tasks = tasks_of(cases.choose(options.cases, options.lengths), options.kernels, arch)
+    if options.device == "cuda" and not options.again:
+        tasks = [task for task in tasks if not is_known(task, options.profile)]
+    return tasks
+
+
+def run(options: argparse.Namespace) -> int:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+        return 2
+    tasks = prepare(options)
+    if not tasks:
+        print(f"nothing to do: {options.profile} has all of it (--again does it again)")
+        return 0
+    if options.device == "cpu":
+        options.no_verify = True
+        print("No GPU: configurations are ranked by what their compiled code takes; nothing is run, checked or timed.")
+    elif not options.no_verify and verify.gate(options.device) != 0:
+        print("The tests fail: nothing is timed.")
+        return 1
+    device = "cuda" if options.device == "cuda" else f"{tasks[0].arch}, compiled, not run"
+    results = Table(COLUMNS, stamp(device), options.csv, options.json)
+    started = time.monotonic()
+    try:
+        with compiling(options.jobs) as compile_all:
+            for task in progress(tasks, str):
+                if options.total_seconds is None or time.monotonic() - started < options.total_seconds:
+                    tune(task, options, compile_all, results)
+    except KeyboardInterrupt:
+        print("interrupted; what has been found is kept")
+    print(summary(results.rows))
+    print(f"profile: {options.profile}" if options.device == "cuda" else "Nothing was timed, so no profile was written.")
+    return 0
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each kernel: its default, and the best, by time or else by instructions for a score."""
+    body = []
+    by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_key.setdefault(tuple(row[name] for name in COLUMNS[:9]), []).append(row)
+    for of_key in by_key.values():
+        default = next(row for row in of_key if row["is_default"])
+        usable = [row for row in of_key if row["status"] == "ok" and row["instructions_per_score"]]
+        shortest = min(usable, key=lambda row: float(row["instructions_per_score"]), default=default)
+        best = next((row for row in of_key if row["is_chosen"]), shortest)
+        what = "p50_ms" if best["p50_ms"] else "instructions_per_score"
+        tiles = (shown(TileConfig(*(row[name] for name in COLUMNS[10:15]))) for row in (default, best))
+        values = (str(row[what] or row["status"]) for row in (default, best))
+        body.append((f"{best['kernel']}, {best['case']}, {best['outside']}", *tiles, *values, what))
+    return text_table(("kernel", "default", "best", "default's", "best's", "which is"), body)

@@ -1,0 +1,104 @@
+"""The kernels as they are selected now, compiled, against the budget of the installed Triton: bench/budgets."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import triton
+
+from bench import features
+from bench.cases import DTYPES
+from bench.compile import BUDGET, Case, budgets, counts, used_by
+from bench.compiled import SHARED_MEMORY, Resources, compiled, resources
+from triton_relattn.demo.report import table
+from triton_relattn.kernels.configs import KERNELS, TileConfig
+
+REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"
+ALLOWED = 1.03
+"""Of the budget's instructions per score."""
+QUICK = {(name, head_dim) for name in features.FEATURES if name.partition(" ")[0] in features.TABLES for head_dim in (64, 128)}
+QUICK |= {("shaw", 64), ("transformer_xl", 64), ("t5", 64), ("inkling causal", 128)}
+SETS = [
+    pytest.param(*each, marks=() if each[1:] in QUICK else pytest.mark.slow)
+    for each in itertools.product(("sm_80", "sm_90"), features.FEATURES, (64, 128))
+]
+
+needs_budget = pytest.mark.skipif(
+    not BUDGET.exists(), reason=f"no budget for Triton {triton.__version__}: {BUDGET.name} is missing; {REFRESH} writes it"
+)
+
+
+def cases(target: str, name: str, head_dim: int) -> list[Case]:
+    kernels = (kernel for kernel in KERNELS if kernel != "table" or not name.startswith("none"))
+    return [Case(kernel, target, "bf16", head_dim, name) for kernel in kernels]
+
+
+def worse(target: str, budget: Mapping[str, Any], config: TileConfig, used: Resources) -> list[tuple[str, str, str]]:
+    """What exceeds a budget's row: its name, the budget, and what it is now. Per score: times warps, over the tile's elements."""
+    now, loop = counts(used), used.main_loop
+    scores = config.block_m * config.block_n / config.num_warps
+    budget_scores = int(budget["block_m"]) * int(budget["block_n"]) / int(budget["num_warps"])
+    limits: list[tuple[str, float, float, float]] = [
+        ("spill_bytes", int(budget["spill_bytes"]), now["spill_bytes"], 1.0),
+        ("shared_bytes", SHARED_MEMORY[target], now["shared_bytes"], 1.0),
+    ]
+    for column, allowed in (("loop_instructions", ALLOWED), ("matrix_instructions", 1.0)):
+        limits.append((f"{column} per score", int(budget[column]) / budget_scores, now[column] / scores, allowed))
+    if int(budget["spill_bytes"]) == 0:
+        limits.append(("bytes of stack", 0, used.stack_bytes, 1.0))
+        limits.append(("local memory in the loop", 0, loop["LDL"] + loop["STL"], 1.0))
+    return [(what, f"{limit:.5g}", f"{value:.5g}") for what, limit, value, allowed in limits if value > limit * allowed]
+
+
+@needs_budget
+@pytest.mark.parametrize(("target", "name", "head_dim"), SETS)
+def test_nothing_exceeds_its_budget(target: str, name: str, head_dim: int) -> None:
+    """Selected configurations in bfloat16: spills, shared memory, instructions per score; matrix units at work."""
+    known, lines = budgets(), []
+    for case in cases(target, name, head_dim):
+        assert case in known, f"{BUDGET.name} has no {case}; add it: {REFRESH}"
+        used = used_by(case, case.config)
+        lines += [(str(case), *line) for line in worse(target, known[case], case.config, used)]
+        assert counts(used)["matrix_instructions"] == used.main_loop["HMMA"] + used.main_loop["HGMMA"] > 0
+    shown = table(("worse than its budget", "what", "budget", "now"), lines)
+    assert not lines, f"\n{shown}\nIf this is intended, refresh the budget: {REFRESH} --features '{name}'"
+
+
+@needs_budget
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "name", "head_dim"), SETS)
+def test_no_more_kernels_spill_without_lengths(target: str, name: str, head_dim: int) -> None:
+    """Batches that are not padded: kernels that the budget, of padded ones, knows without spills have none."""
+    known = budgets()
+    for case in cases(target, name, head_dim):
+        call = features.call(name, DTYPES[case.dtype], head_dim, has_lengths=False)
+        used = resources(compiled(case.kernel, target, *call))
+        assert used.fits(target), (case, used)
+        if known[case]["spill_bytes"] == "0":
+            assert (used.spill_bytes, used.stack_bytes) == (0, 0), (case, used)
+
+
+def test_what_is_worse_is_found() -> None:
+    """Each limit by itself; what is better, or the same work in another tile, passes."""
+    row = {"block_m": "64", "block_n": "64", "num_warps": "4", "spill_bytes": "0"}
+    row |= {"loop_instructions": "600", "matrix_instructions": "12"}
+    tile = TileConfig(64, 64, 4, 2)
+
+    def found(config: TileConfig = tile, others: int = 588, products: int = 12, local: int = 0, **changes: int) -> list[str]:
+        used: dict[str, Any] = {"registers": 255, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 81_920, "tensor_memory": 0}
+        loop = Counter(IADD3=others - local, HGMMA=products, LDL=local)
+        return [what for what, *_ in worse("sm_90", row, config, Resources(**{**used, **changes}, loops=[loop]))]
+
+    assert found() == found(others=606) == found(others=500, products=10) == found(TileConfig(128, 64, 8, 2)) == []
+    assert found(others=607) == ["loop_instructions per score"]
+    assert found(others=500, products=13) == ["matrix_instructions per score"]
+    assert found(TileConfig(64, 32, 4, 2)) == ["loop_instructions per score", "matrix_instructions per score"]
+    assert found(TileConfig(64, 32, 2, 2)) == []
+    assert found(spill_bytes=4) == ["spill_bytes"]
+    assert found(shared_bytes=232_449) == ["shared_bytes"]
+    assert found(stack_bytes=8) == ["bytes of stack"]
+    assert found(local=1) == ["local memory in the loop"]

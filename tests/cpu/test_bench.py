@@ -1,0 +1,251 @@
+"""The benchmarks: every verb that needs no kernels runs, and what goes wrong is in the rows and in the exit status."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+from bench import cases, memory, methods, speed, summary, timing, verify
+from bench.__main__ import VERBS, main
+from bench.cases import Case
+from bench.methods import METHODS, OURS, Method
+from bench.rows import STAMP, read
+from triton_relattn import fused_relative_attention
+
+CASE = Case(1, 2, 64, 16, dtype="fp32")
+SMALL = ["--cases", "small", "--no-verify", "--device", "cpu"]
+
+
+def in_process(case: Case, method: str, direction: str, memory_limit: int) -> dict[str, Any]:
+    """Instead of a process of its own, made-up bytes: ours linear, the others quadratic and above the limit from 96 on."""
+    if method != OURS and case.length >= 96:
+        return {"status": f"{timing.OUT_OF_MEMORY}: more than {memory_limit}"}
+    return {"status": "ok", "peak_bytes": 1000 * case.length ** (1 if method == OURS else 2)}
+
+
+def ladder(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> None:
+    monkeypatch.setitem(cases.GROUPS, "small", [CASE.resized(length) for length in lengths])
+
+
+def test_every_verb_has_its_module(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        with pytest.raises(SystemExit) as ended:
+            main([verb, "--help"])
+        assert ended.value.code == 0 and f"python -m bench {verb}" in capsys.readouterr().out
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*METHODS, *cases.GROUPS, "valid configurations", "b1 h8 n16384 d64 full fp32"))
+
+
+def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows for every method and direction, those that cannot run included; each says where it comes from."""
+    files = ["--csv", str(tmp_path / "speed.csv"), "--json", str(tmp_path / "speed.json")]
+    assert main(["speed", *SMALL, "--lengths", "96", "--seconds", "0", *files]) == 0
+    rows = read(tmp_path / "speed.csv")
+    assert {(row["method"], row["direction"]) for row in rows} == {(m, d) for m in METHODS for d in memory.DIRECTIONS}
+    assert json.loads((tmp_path / "speed.json").read_text())[0]["method"] == rows[0]["method"] == OURS
+    statuses = {row["method"]: row["status"] for row in rows}
+    assert [name for name, status in statuses.items() if status == "ok"] == [
+        *(OURS, "plain", "sdpa", "shaw_gather", "gather", "dense_bias")
+    ]
+    assert statuses["skewing"] == "does not apply: needs a row for every distance"
+    assert statuses["flex_attention"] == "does not apply: needs a GPU"
+    for row in rows:
+        assert all(row[name] for name in STAMP), row
+        if row["status"] == "ok":
+            assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"]) and int(row["rounds"]) >= 3
+            assert 0 < float(row["error"]) < 1e-5 and row["checked_against"] == "float64" and row["verified"] == "no"
+    assert rows[0]["config"] == "blockwise"
+    printed = capsys.readouterr().out
+    assert "b1 h2 n96 d16 r9 causal fp32" in printed and "dense_bias" in printed
+
+
+def test_wrong_and_broken_methods_get_no_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A result that is off, an error, a lack of memory and a missing package are rows, and the first two an exit status."""
+
+    def of(run: Any) -> Method:
+        return Method("baseline", "made up", run, lambda case, device: None)
+
+    def off(case: Case) -> Any:
+        return lambda inputs: 1.01 * methods.ours(case)(inputs)
+
+    def broken(case: Case) -> Any:
+        raise RuntimeError("two\nlines")
+
+    def greedy(case: Case) -> Any:
+        return lambda inputs: torch.empty(1 << 50)
+
+    def missing(case: Case) -> Any:
+        raise ImportError("no package")
+
+    for name, run in (("off", off), ("broken", broken), ("greedy", greedy), ("missing", missing)):
+        monkeypatch.setitem(METHODS, name, of(run))
+    ladder(monkeypatch, 32, 64)
+    path = tmp_path / "speed.csv"
+    assert main(["speed", *SMALL, "--methods", "off,broken,greedy,missing", "--seconds", "0", "--csv", str(path)]) == 1
+    rows = [row for row in read(path) if row["direction"] == "forward"]
+    assert not any(row["p50_ms"] for row in rows)
+    short, long = ({row["method"]: row["status"] for row in rows if row["seqlen"] == length} for length in ("32", "64"))
+    assert short["off"].startswith("wrong: differs from float64 by 0.01")
+    assert short["broken"] == "failed: RuntimeError: two lines"
+    assert short["greedy"] == "out of memory" and long["greedy"] == "not tried: out of memory at 32"
+    assert short["missing"] == long["missing"] == "cannot run: ImportError: no package"
+    assert "off, forward, b1 h2 n32 d16 full fp32: wrong" in capsys.readouterr().out
+
+
+def test_a_red_gate_prints_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """speed and memory run the tests first, and measure nothing if one fails; verify says so."""
+    test = tmp_path / "test_red.py"
+    test.write_text("def test_red():\n    assert False, 'because'\n")
+    monkeypatch.setattr(verify, "TESTS", [str(test)])
+    for verb in ("speed", "memory"):
+        assert main([verb, "--cases", "small", "--device", "cpu", "--csv", str(tmp_path / "rows.csv")]) == 1
+        printed = capsys.readouterr().out
+        assert "because" in printed and "p50" not in printed and " ms" not in printed
+        assert not (tmp_path / "rows.csv").exists()
+    assert main(["verify", "--device", "cpu"]) != 0
+    test.write_text("def test_green():\n    pass\n")
+    assert main(["verify", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("all pass\n")
+
+
+def test_the_gate_tests_what_is_measured() -> None:
+    root = Path(__file__).parents[2]
+    assert len(verify.TESTS) >= 4 and all((root / test).exists() for test in verify.TESTS)
+
+
+def test_ctrl_c_keeps_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measure = speed.measure
+
+    def interrupted(case: Case, *others: Any) -> Any:
+        if case.length > 32:
+            raise KeyboardInterrupt
+        return measure(case, *others)
+
+    monkeypatch.setattr(speed, "measure", interrupted)
+    ladder(monkeypatch, 32, 64)
+    main(["speed", *SMALL, "--methods", "plain", "--seconds", "0", "--csv", str(tmp_path / "speed.csv")])
+    assert {row["seqlen"] for row in read(tmp_path / "speed.csv")} == {"32"}
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_memory_in_a_process_of_its_own() -> None:
+    """Dense attention holds all scores at once, ours does not; where memory is limited that is a row, not the end."""
+    case = CASE.resized(2048)
+    scores = 2 * 2048**2 * 4
+    dense, ours = (memory.in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
+    assert dense["status"] == ours["status"] == "ok"
+    assert dense["peak_bytes"] > 2 * scores > 8 * ours["peak_bytes"] > 0
+    limited = memory.in_own_process(case.resized(16384), "gather", "forward", 1 << 30)
+    assert limited == {"status": "out of memory: more than 1 GiB"}
+
+
+def test_memory_goes_on_past_the_failures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "in_own_process", in_process)
+    ladder(monkeypatch, 32, 64, 96, 128)
+    path = tmp_path / "memory.csv"
+    assert main(["memory", *SMALL, "--methods", f"{OURS},gather", "--csv", str(path)]) == 0
+    status = {(row["method"], row["seqlen"]): row["status"].partition(":")[0] for row in read(path)}
+    assert [status[OURS, length] for length in ("32", "64", "96", "128")] == ["ok"] * 4
+    assert [status["gather", length] for length in ("32", "64", "96", "128")] == ["ok", "ok", "out of memory", "not tried"]
+    printed = capsys.readouterr().out
+    assert "n^1.00" in printed and "n^2.00" in printed and "gather, forward, b1 h2 n96" in printed
+
+
+def test_exponent() -> None:
+    """Of the longer half: what short lengths add does not count."""
+    lengths = (256, 512, 1024, 2048, 4096, 8192)
+    assert summary.exponent([(n, 10**8 / n + 5.0 * n**2) for n in lengths]) == pytest.approx(2, abs=0.01)
+    assert summary.exponent([(256, 3.0)]) is None and summary.exponent([]) is None
+
+
+def test_plot_from_csv_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder(monkeypatch, 32, 64)
+    monkeypatch.setattr(memory, "in_own_process", in_process)
+    files = {verb: str(tmp_path / f"{verb}.csv") for verb in ("speed", "memory")}
+    of_verb = {"speed": ["--seconds", "0"], "memory": []}
+    for verb, path in files.items():
+        assert main([verb, *SMALL, "--methods", f"{OURS},gather,sdpa", "--csv", path, *of_verb[verb]]) == 0
+    assert main(["plot", *files.values(), "--out", str(tmp_path / "figures")]) == 0
+    for verb in files:
+        assert (tmp_path / "figures" / f"{verb}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
+    """What the README shows comes from these rows: all baselines, both directions, and where they come from."""
+    folder = Path(__file__).parents[2] / "bench" / "results" / "cpu"
+    paths = [folder / "speed.csv", folder / "memory.csv"]
+    for path in paths:
+        with path.open() as file:
+            assert tuple(csv.DictReader(file).fieldnames or ()) == (*speed.COLUMNS, *STAMP)
+        rows = read(path)
+        assert {row["seqlen"] for row in rows} == {str(512 << k) for k in range(6)}
+        assert {(row["method"], row["direction"]) for row in rows} >= {(m, d) for m in METHODS for d in memory.DIRECTIONS}
+        assert {row["verified"] for row in rows} == {"yes"} and len({row["commit"] for row in rows}) == 1
+    assert main(["plot", *map(str, paths), "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"speed.png", "memory.png"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9)], ids=str)
+def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled on a GPU, not compiled here."""
+    monkeypatch.setattr(methods, "_compiled_flex_attention", lambda: flex_attention)
+    inputs, d_out = case.inputs("cpu")
+    inputs = inputs.map(torch.Tensor.detach)
+    expected, _ = timing.golden(case, inputs, d_out, "cpu", True)
+    assert timing.distance([METHODS["flex_attention"].make(case)(inputs)], expected[:1]) < 1e-5
+
+
+@pytest.mark.parametrize("case", [CASE, CASE.resized(64, rows=9)], ids=str)
+def test_tables_of_the_peers(case: Case) -> None:
+    """Both packages look a row up by i - j; the rows that theirs gives are those that ours does, distance by distance."""
+    inputs, _ = case.inputs("cpu")
+    j_minus_i = torch.arange(1 - case.length, case.length)
+    row, _ = case.positions.rows(j_minus_i)
+    expected = inputs.table[row]
+    table, span = methods.flashdeberta_table(inputs.table, case.heads)
+    slots = (-j_minus_i + span).clamp(0, 2 * span - 1)
+    assert table.shape == (1, case.heads, 2 * span, case.head_dim) and torch.equal(table[0, 0][slots], expected)
+    turned = methods.disentangled_flash_slots(case)  # of i - j = 1 - N, ..., N - 1
+    assert torch.equal(inputs.table.flip(0)[turned.long()], expected.flip(0))
+
+
+def test_what_a_case_is() -> None:
+    """Sizes, tables and floating-point operations."""
+    causal = Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")
+    assert str(causal) == "b1 h64:8 n8192 d128 dr16 r1024 zero causal bf16" and not causal.is_plain
+    inputs = causal.empty()
+    assert inputs.table.shape == (1024, 16) and inputs.rel_query is not None and inputs.rel_query.shape == (1, 64, 8192, 16)
+    assert Case(1, 1, 64, 16, True).num_rows == 64 and Case(1, 1, 64, 16).num_rows == 127
+    plain, useful = CASE.flops("forward", True)
+    assert plain == 4 * 2 * 64**2 * 16 and useful == 1.5 * plain
+    plain, useful = CASE.flops("backward", True)
+    assert plain == 10 * 2 * 64**2 * 16 and useful == 1.6 * plain
+    assert CASE.flops("forward", False)[0] == CASE.flops("forward", False)[1]
+
+
+def test_golden_is_the_reference() -> None:
+    """What methods are checked against, against dense attention in float64."""
+    inputs, d_out = CASE.inputs("cpu")
+    (out, *_), against = timing.golden(CASE, inputs, d_out, "cpu", True)
+    exact = inputs.map(lambda tensor: tensor.detach().double())
+    expected: Any = fused_relative_attention(*exact[:4], positions=CASE.positions, implementation="reference")
+    assert against == "float64" and out.dtype == torch.float64
+    torch.testing.assert_close(out, expected)

@@ -1,0 +1,73 @@
+"""The kernels on a GPU: what the interpreter cannot tell, bfloat16 and what runs at the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import random_case
+from tests.interpreter.launch import check_every_term
+from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn.testing import make_inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"),
+]
+DEVICE = "cuda"
+SIZES: dict[str, Any] = {"widths": (16, 40, 64, 128), "value_widths": (16, 64, 96), "rel_widths": (3, 16, 24)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_combination(seed: int, dtype: torch.dtype) -> None:
+    """out, lse and all gradients of random calls with any of the terms and arguments."""
+    inputs, arguments = random_case(seed, dtype=dtype, **SIZES)
+    arguments = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    if dtype != torch.float32:
+        arguments["exact_delta"] = True  # else with a table of values delta is further off than plain torch's
+    check_every_term(inputs.to(dtype, DEVICE), None, **arguments)
+
+
+def test_graph_capture() -> None:
+    """A captured step with dropout gives new results at each replay, and those of a call without a graph from the same state."""
+    inputs = make_inputs(2, 2, 130, 130, 64, num_rows=33, dtype=torch.bfloat16, device=DEVICE, seed=1)
+    leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out: Any = fused_relative_attention(*leaves, positions=RelativePositions(-16, 16), dropout_p=0.2)
+        return (out, *torch.autograd.grad(out, leaves, inputs.d_out))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    results = []
+    for _ in range(2):
+        torch.cuda.manual_seed(3)
+        for _ in range(2):
+            graph.replay()
+            results.append([tensor.clone() for tensor in captured])
+    first, second, again, again_second = results
+    for ours, repeated in ((first, again), (second, again_second)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, repeated, strict=True))
+    assert not torch.equal(first[0], second[0])
+
+
+def test_every_implementation_drops_the_same() -> None:
+    """The same state of the generator: the kernels and plain torch drop the same probabilities."""
+    inputs = make_inputs(2, 2, 75, 61, 16, num_rows=9, dtype=torch.float32, device=DEVICE, seed=4)
+    results = []
+    for implementation in ("triton", "blockwise", "reference"):
+        torch.manual_seed(5)
+        out: Any = fused_relative_attention(*inputs[:4], dropout_p=0.3, implementation=implementation)
+        results.append(out)
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,38 @@
+"""What a launch configuration is, and which ones the kernels allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KERNELS = ("forward", "rows", "columns", "table")
+MAX_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
+
+    carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
+    "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    carry: str | None = "scores"
+
+    def why_invalid(self, arch: str, has_table: bool) -> str | None:
+        """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""
+        for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
+            if value < 1 or value & (value - 1):
+                return f"{name} must be a power of two, got {value}"
+        if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
+            return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
+        if self.carry not in (None, "scores", "both"):
+            return f'carry must be None, "scores" or "both", got {self.carry!r}'
+        if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
+            return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
+        if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:
+            return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
+        return None
