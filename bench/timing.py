@@ -177,8 +177,12 @@ def _start(step: Step, flush: torch.Tensor | None) -> Callable[[], float]:
     return lambda: start.elapsed_time(stop)
 
 
-def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3, warm_up: int = 1) -> None:
-    """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few."""
+def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
+    """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few.
+
+    They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work.
+    """
+    warm_up = 1 if device == "cuda" else 0
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
     order, shuffle, started = [timed for timed in every if timed.is_ok], random.Random(0).shuffle, time.monotonic()
     for number in range(-warm_up, rounds):
