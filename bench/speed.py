@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
     not_tried: dict[str, dict[str, str]] = {}
     try:
-        for case in progress(chosen, str, work=lambda case: 1e6 + case.batch * case.heads * case.length**2):
+        for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):
             rows = measure(case, options, not_tried.get(kind_of(case), {}))
             remember_failures(rows, not_tried, case)
             for row in rows:
