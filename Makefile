@@ -33,7 +33,7 @@ test-slow: setup
 # Speed and memory of this package and of what it is compared with, checked first; files and figures in RESULTS.
 bench: setup
 	$(BIN)/python -m bench speed --csv $(or $(RESULTS),out/bench)/speed.csv
-	$(BIN)/python -m bench memory --no-verify --csv $(or $(RESULTS),out/bench)/memory.csv
+	$(BIN)/python -m bench memory --csv $(or $(RESULTS),out/bench)/memory.csv
 	$(BIN)/python -m bench plot $(or $(RESULTS),out/bench)/speed.csv $(or $(RESULTS),out/bench)/memory.csv --out $(or $(RESULTS),out/bench)
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it.

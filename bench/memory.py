@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         for case, method, direction in progress(
             points,
             label=lambda point: f"{point[1]}, {point[0].length}, {point[2]}",
-            work=lambda point: 4096**2 + point[0].length ** 2,
+            work=lambda point: 0 if METHODS[point[1]].why_not(point[0], options.device) else 4096**2 + point[0].length ** 2,
         ):
             failed = not_tried[direction]
             row = measure(case, method, direction, options, failed.get(kind_of(case), {}))

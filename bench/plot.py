@@ -91,8 +91,8 @@ def title_of(row: Row) -> str:
     return f"{tokens}, {heads} heads of {row['head_dim']}, {attention} attention, {table}, {row['dtype']}"
 
 
-def caption(rows: Sequence[Row], what: str) -> str:
-    """Device, versions and commit of all rows, and what is missing."""
+def caption(rows: Sequence[Row], what: str, columns: int) -> str:
+    """Device, versions and commit of all rows, and what is missing; for so many panels side by side."""
     origins = {
         f"{row['device']}{', ' + row['threads'] + ' threads' if row['device'].startswith('CPU') else ''}; torch {row['torch']}, "
         f"triton {row['triton']}, triton_relattn {row['package']} at commit {row['commit']}, {row['date'][:10]}"
@@ -101,7 +101,7 @@ def caption(rows: Sequence[Row], what: str) -> str:
     failed = {row["method"]: row for row in rows if row["status"].startswith("out of memory")}
     ends = ", ".join(f"{method} at {row['seqlen']}" for method, row in failed.items())
     missing = f" Out of memory: {ends}." if ends else ""
-    return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.{missing}", 150))
+    return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.{missing}", 75 * columns))
 
 
 def draw(
@@ -126,7 +126,7 @@ def draw(
         figure.legend(
             [handles[method] for method in ordered], ordered, loc="upper left", ncols=4, frameon=False, bbox_to_anchor=(0.01, 1.0)
         )
-        figure.text(0.02, 0.12 / size[1], caption(rows, what), fontsize=8.5, color=MUTED, linespacing=1.5, va="bottom")
+        figure.text(0.02, 0.12 / size[1], caption(rows, what, columns), fontsize=8.5, color=MUTED, linespacing=1.5, va="bottom")
         figure.savefig(path, dpi=120, facecolor="white")
         plt.close(figure)
 

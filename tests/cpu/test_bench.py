@@ -197,9 +197,12 @@ def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
         rows = read(path)
         assert {row["seqlen"] for row in rows} == {str(512 << k) for k in range(6)}
         assert {(row["method"], row["direction"]) for row in rows} >= {(m, d) for m in METHODS for d in memory.DIRECTIONS}
-        assert {row["verified"] for row in rows} == {"yes"} and len({row["commit"] for row in rows}) == 1
+        assert len({row["commit"] for row in rows}) == 1
+        assert {row["verified"] for row in rows if row["verb"] == "speed"} <= {"yes"}
     assert main(["plot", *map(str, paths), "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"speed.png", "memory.png"}
+    readme = (folder.parents[2] / "README.md").read_text()
+    assert summary.markdown([row for path in paths for row in read(path)]) in readme
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
