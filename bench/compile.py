@@ -8,18 +8,12 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import product
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import triton
 
 from triton_relattn.demo.report import table
@@ -29,9 +23,10 @@ from .cases import DTYPES
 from .compiled import SHARED_MEMORY, Resources, compiled, matrix_instructions, resources, selected, shuffles
 from .features import FEATURES, Resolved
 from .features import call as call_with
+from .options import add_files, add_jobs, add_list, some_of
+from .processes import processes
 from .rows import ROOT, Table, in_one_line, progress, read, stamp
 
-Name = TypeVar("Name", str, int)
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 TILE_COLUMNS = ("block_m", "block_n", "num_warps", "num_stages")
 COLUMNS = (
@@ -105,52 +100,16 @@ def row(case: Case) -> dict[str, Any]:
     return result
 
 
-def start_worker() -> None:
-    """Ctrl-C is for the process that keeps the rows."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-@contextmanager
-def rows_of(cases: Sequence[Case], jobs: int) -> Iterator[Iterator[dict[str, Any]]]:
-    """The rows of the cases, in their order, from so many processes at once."""
-    if jobs == 1:
-        yield map(row, cases)
-        return
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
-    try:
-        yield pool.map(row, cases)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
-    """A parser of a list with commas between its values, all of which must be known."""
-
-    def parse(text: str) -> list[Name]:
-        names = {str(value): value for value in known}
-        values = [value.strip() for value in text.split(",")]
-        if unknown := [value for value in values if value not in names]:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
-        return [names[value] for value in values]
-
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, known, default in (
-        ("targets", tuple(SHARED_MEMORY), TARGETS),
-        ("dtypes", tuple(DTYPES), ("bf16",)),
-        ("features", FEATURES, FEATURES),
-        ("kernels", configs.KERNELS, configs.KERNELS),
-    ):
-        text = f"with commas between them, of: {', '.join(known)}; default: {'all' if known == default else ', '.join(default)}"
-        parser.add_argument(f"--{name}", type=some_of(known), default=list(default), metavar="NAMES", help=text)
-    for_widths = some_of((16, 32, 64, 80, 96, 128, 256))
-    parser.add_argument("--head-dims", type=for_widths, default=[64, 128], metavar="WIDTHS", help="default: 64, 128")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile; default: one per core")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="the rows, as they are measured")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="the rows, as they are measured")
+    add_list(parser, "targets", tuple(SHARED_MEMORY), TARGETS)
+    add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
+    add_list(parser, "features", FEATURES, FEATURES)
+    add_list(parser, "kernels", configs.KERNELS, configs.KERNELS)
+    parser.add_argument(
+        "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
+    )
+    add_jobs(parser)
+    add_files(parser)
     parser.add_argument("--budget", action="store_true", help=f"also put the rows into {BUDGET.relative_to(ROOT)}")
 
 
@@ -169,7 +128,8 @@ def run(options: argparse.Namespace) -> int:
     results = Table(COLUMNS, stamp("compiled, not run"), options.csv, options.json)
     interrupted = False
     try:
-        with rows_of(cases, options.jobs) as rows:
+        with processes(options.jobs) as map_all:
+            rows = map_all(row, cases)
             for _, result in zip(progress(cases, str, lambda case: case.head_dim), rows, strict=False):
                 results.add(result)
     except KeyboardInterrupt:

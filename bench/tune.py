@@ -8,12 +8,9 @@ against float64 and timed in turn. Without a GPU there is only the ranking.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -31,10 +28,11 @@ from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
 from . import cases, timing, verify
 from .cases import Case
-from .compile import counts, start_worker
+from .compile import counts
 from .compiled import SHARED_MEMORY, compiled, resources
 from .configurations import shown
 from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
+from .processes import processes
 from .rows import STAMP, Table, in_one_line, progress, stamp
 
 COLUMNS = (
@@ -114,19 +112,6 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
     except Exception as error:
         row["status"] = f"does not compile: {in_one_line(error)}"
     return row
-
-
-@contextmanager
-def compiling(jobs: int) -> Iterator[Any]:
-    """A map over configurations in so many processes; Triton's cache on disk hands the kernels to this one."""
-    if jobs == 1:
-        yield map
-        return
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
-    try:
-        yield pool.map
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def run_kernel(
@@ -286,7 +271,7 @@ def run(options: argparse.Namespace) -> int:
     results = Table(COLUMNS, stamp(device), options.csv, options.json)
     started = time.monotonic()
     try:
-        with compiling(options.jobs) as compile_all:
+        with processes(options.jobs) as compile_all:
             for task in progress(tasks, str):
                 if options.total_seconds is None or time.monotonic() - started < options.total_seconds:
                     tune(task, options, compile_all, results)

@@ -12,6 +12,7 @@ from typing import Any
 from bench import memory, speed, summary, timing, tune
 from bench.cases import CLIPPED, Case, choose
 from bench.methods import METHODS, OURS
+from bench.processes import processes
 from bench.rows import Table, in_one_line
 from triton_relattn.kernels import configs
 
@@ -133,7 +134,7 @@ def search(options: argparse.Namespace, report: Report, deadline: float) -> None
     results = Table(tune.COLUMNS, report.stamp, report.raw / "tune.csv", append=True)
     tasks = [task for task in tune.tasks_of(every, configs.KERNELS, arch) if not tune.is_known(task, of_search.profile)]
     done: Sequence[tune.Task] = []
-    with tune.compiling(options.jobs) as compile_all:
+    with processes(options.jobs) as compile_all:
         for task in tasks:
             if time.monotonic() < deadline:
                 tune.tune(task, of_search, compile_all if options.device == "cuda" else _as_they_are, results)
