@@ -18,7 +18,8 @@ from triton_relattn.kernels import configs
 
 from .report import Report, spread, synchronize
 
-SECONDS_A_CASE = 3.0
+SECONDS_A_CASE, FIRST_CASES = 3.0, 4
+SLOW_TO_START = ("flex_attention", "disentangled_flash", "flashdeberta")
 OURS_ALONE = (OURS, "plain")
 PEAKS = (*OURS_ALONE, "gather", "dense_bias", "flex_attention")
 TINY = [Case(1, 1, 45, 16, True, dtype="fp16"), Case(1, 1, 60, 16, False, 9, dtype="fp16")]
@@ -37,13 +38,21 @@ def _options(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(options), **usual, **changes})
 
 
-def _compile(case: Case, device: str) -> str:
-    """Run what ours needs for a case, in a process that times nothing; what went wrong."""
+def _methods_for(case: Case, number: int) -> list[str]:
+    """All of them for the first cases and for those that others report; FlexAttention and the peers compile or search long."""
+    everyone = number < FIRST_CASES or case.group in ("inkling", "deberta")
+    return [name for name in METHODS if everyone or name not in SLOW_TO_START]
+
+
+def _compile(item: tuple[Case, list[str]], device: str) -> str:
+    """Run a case in a process that times nothing: what is compiled is then in caches on disk. Returns what went wrong."""
+    case, methods = item
     try:
-        for has_table in (True, False):
-            inputs, d_out = case.inputs(device)
-            for step in timing.steps(METHODS[OURS if has_table else "plain"].make(case), inputs, d_out, has_table).values():
-                step.run()
+        for name in (*OURS_ALONE, "flex_attention"):
+            if name in methods and METHODS[name].why_not(case, device) is None:
+                inputs, d_out = case.inputs(device)
+                for step in timing.steps(METHODS[name].make(case), inputs, d_out, METHODS[name].has_table).values():
+                    step.run()
         synchronize(device)
     except Exception as error:
         return in_one_line(error)
@@ -52,19 +61,19 @@ def _compile(case: Case, device: str) -> str:
 
 def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """All methods in turn; of ours also parts of the backward, of which each of its kernels' share can be told."""
-    every = TINY if options.tiny else _speed_cases()
+    every = [(case, _methods_for(case, number)) for number, case in enumerate(TINY if options.tiny else _speed_cases())]
     started, done = time.monotonic(), 0
     if options.jobs > 1:
-        for case, problem in spread(partial(_compile, device=options.device), every, options.jobs, (started + deadline) / 2):
+        for (case, _), problem in spread(partial(_compile, device=options.device), every, options.jobs, (started + deadline) / 2):
             if problem:
                 report.say(f"  compiling for {case}: {problem}")
         report.say(f"speed: {time.monotonic() - started:.0f} s to compile")
     not_tried: dict[str, dict[str, str]] = {}
     first = len(report.measured.rows)
-    for case in every:
+    for case, methods in every:
         if time.monotonic() > deadline:
             break
-        rows = speed.measure(case, _options(options), not_tried.get(speed.kind_of(case), {}))
+        rows = speed.measure(case, _options(options, methods=methods), not_tried.get(speed.kind_of(case), {}))
         parts = speed.measure(case, _options(options, methods=OURS_ALONE, directions=list(timing.PARTS)), {})
         speed.remember_failures(rows, not_tried, case)
         for row in rows + parts:
