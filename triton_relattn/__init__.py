@@ -3,13 +3,16 @@
 fused_relative_attention          softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i], and more such terms and masks
 fused_relative_attention_varlen   the same for sequences packed one after the other
 RelativePositions                 which row of a table belongs to which relative position
+merge_attention                   attention over parts of the keys, put together
 can_run_triton                    whether the Triton kernels can serve given tensors
 tables                            conversions from other table layouts
+nn, plots                         modules, and pictures of a call: imported by their names
 """
 
 from . import tables
 from .backends import can_run_triton
 from .functional import fused_relative_attention, fused_relative_attention_varlen
+from .merging import merge_attention
 from .positions import RelativePositions
 
 __all__ = [
@@ -17,6 +20,7 @@ __all__ = [
     "can_run_triton",
     "fused_relative_attention",
     "fused_relative_attention_varlen",
+    "merge_attention",
     "tables",
 ]
 __version__ = "0.1.0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import backends, ops, validation
@@ -10,6 +12,25 @@ from .positions import RelativePositions
 from .reference import resolved_reference
 from .results import without_autocast
 from .spec import AttentionSpec, AttentionTensors
+
+AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, ...] = ()) -> tuple[Any, ...]:
+    """Under torch.autocast float32 and 16-bit operands in its dtype, as torch casts those of scaled_dot_product_attention.
+
+    added: what is added to the logits, at the end of the result; numbers become float32.
+    """
+    query = operands[0]
+    device = query.device.type if isinstance(query, torch.Tensor) else "meta"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return *operands, *added
+
+    def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in AUTOCAST else tensor
+
+    dtype = torch.get_autocast_dtype(device)
+    return *(cast(tensor, dtype) for tensor in operands), *(cast(tensor, torch.float32) for tensor in added)
 
 
 def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,8 +118,8 @@ def fused_relative_attention(
         its out is contiguous). A query that sees no key gives out = 0, lse = -inf and zero gradients.
 
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
-    (float64 for float64), also under ``torch.autocast``, which does not cast the inputs. Results and gradients repeat bit for bit
-    on the same machine and settings.
+    (float64 for float64), also under ``torch.autocast``, which casts float32 inputs (not rel_bias and masks).
+    Results and gradients repeat bit for bit on the same machine and settings.
 
     Raises:
         ValueError: wrong ranks, shapes, devices or values. The values of key_lengths are checked on the CPU only (a check
@@ -116,6 +137,8 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
+    operands = (query, key, value, rel_key, rel_query, rel_value)
+    query, key, value, rel_key, rel_query, rel_value, rel_bias, attn_mask = _autocast(*operands, added=(rel_bias, attn_mask))
     tensors, spec = validation.resolve(
         query,
         key,
@@ -199,6 +222,8 @@ def fused_relative_attention_varlen(
         >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
         torch.Size([12, 2, 16])
     """
+    operands = (query, key, value, rel_key, rel_query, rel_value)
+    query, key, value, rel_key, rel_query, rel_value, rel_bias = _autocast(*operands, added=(rel_bias,))
     tensors, spec = validation.resolve(
         query,
         key,

@@ -6,14 +6,16 @@ The tensors of AttentionTensors and the scalars of AttentionSpec are the schema,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import blockwise
+from . import blockwise, flops, sharding
 from .results import compute_dtype, gradient_like, new_like, without_autocast
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .when_imported import when_imported
 
 _SCHEMA_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
 _SCALARS = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(AttentionSpec))
@@ -96,6 +98,7 @@ for _name, _run, _fake in (
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     out, lse, statistics = output
     ctx.implementation = inputs[-1]
+    ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
     ctx.mark_non_differentiable(statistics)
     # blockwise computes delta from its blocks and does not need out.
     kernels = ctx.implementation == "triton"
@@ -103,17 +106,25 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.scalars = inputs[_NUM_TENSORS:-1]
 
 
-def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor, _: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # once: checkpointing allows no more
+    _, lse, _, query, _, value, *_ = saved
+    if d_out is None:
+        d_out = query.new_zeros(*query.shape[:3], value.shape[3])
+    if d_lse is None:
+        d_lse = torch.zeros_like(lse)
     # Compiled graphs refuse a second derivative by themselves, and torch.compile cannot trace one Function in another's backward.
     run = torch.ops.triton_relattn.attention_backward if torch.compiler.is_compiling() else _Backward.apply
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
-    gradients = run(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars, ctx.implementation, wanted)
+    gradients = run(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
     others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
 class _Forward(torch.autograd.Function):
     """out, lse, statistics = f(tensors, scalars...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -125,6 +136,8 @@ class _Forward(torch.autograd.Function):
 
 class _Backward(torch.autograd.Function):
     """The gradients. Differentiating them raises; without this, terms would be dropped."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -149,9 +162,33 @@ torch.library.register_autograd(
 )
 
 
+def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """The operator for each index of the dimensions that vmap maps over, one call after the other."""
+    if info.batch_size == 0:
+        raise ValueError(f"{operator}: vmap over a dimension of size 0")
+    mapped = [
+        [
+            argument.select(dim, index) if isinstance(dim, int) else argument
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        ]
+        for index in range(info.batch_size)
+    ]
+    results = [operator(*each) for each in mapped]
+    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+
+for _name in ("attention_forward", "attention_backward"):
+    _operator = getattr(torch.ops.triton_relattn, _name)
+    torch.library.register_vmap(f"triton_relattn::{_name}", partial(_one_by_one, _operator), lib=_library)
+when_imported("torch.utils.flop_counter", flops.register)
+when_imported("torch.distributed.tensor", sharding.register)
+
+
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
     # torch.compile cannot trace a Function that marks a result as not differentiable where nothing requires a gradient.
     run = torch.ops.triton_relattn.attention_forward if torch.compiler.is_compiling() else _Forward.apply
-    out, lse, _ = run(*tensors, *astuple(spec), implementation)
+    # Not dataclasses.astuple, which copies what it finds, symbolic integers of torch.export included.
+    scalars = (getattr(spec, field.name) for field in fields(spec))
+    out, lse, _ = run(*tensors, *scalars, implementation)
     return out, lse

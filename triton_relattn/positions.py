@@ -42,15 +42,15 @@ class RelativePositions:
     def __post_init__(self) -> None:
         for name in ("first", "last"):
             value = getattr(self, name)
-            try:
-                index = operator.index(value)
-            except TypeError:
-                index = None
-            if index is None or isinstance(value, bool):
+            if not isinstance(value, (int, torch.SymInt)):  # operator.index would fix the value of a symbolic one
+                try:
+                    object.__setattr__(self, name, operator.index(value))
+                except TypeError:
+                    raise TypeError(f"{name} must be an int, got {value!r}") from None
+            elif isinstance(value, bool):
                 raise TypeError(f"{name} must be an int, got {value!r}")
-            object.__setattr__(self, name, index)
-            if abs(index) > LARGEST_POSITION:
-                raise ValueError(f"{name} must lie within +-2**29, got {index}")
+            if abs(getattr(self, name)) > LARGEST_POSITION:
+                raise ValueError(f"{name} must lie within +-2**29, got {getattr(self, name)}")
         if self.last < self.first:
             raise ValueError(f"last must not be smaller than first, got first={self.first}, last={self.last}")
         if self.outside not in ("clamp", "zero", "error"):

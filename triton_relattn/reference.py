@@ -38,11 +38,8 @@ def reference_attention(
     Every step is one line of the formula, in the dtype of the inputs. dropout_seed and first_sequence, the number of the first
     batch entry, say which probabilities are dropped.
     """
-    batch, heads, num_queries, width = query.shape
+    batch, heads, num_queries, _ = query.shape
     num_keys, device = key.shape[2], query.device
-    scale = width**-0.5 if scale is None else scale
-    rel_scale = scale if rel_scale is None else rel_scale
-    rel_query = query if rel_query is None else rel_query
     if key.shape[1] != heads:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     i = torch.arange(num_queries, device=device)[:, None]
@@ -55,12 +52,11 @@ def reference_attention(
         row, inside = positions.rows(relative_position)
         row = row.expand(batch, heads, num_queries, num_keys)
 
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * (query @ key.mT)
-    if rel_key is not None:
-        logits = logits + rel_scale * torch.where(inside, (rel_query @ rel_key.mT).gather(-1, row), 0)
-    if rel_bias is not None:
-        bias = rel_bias.to(logits.dtype).expand(batch, heads, -1)[:, :, None].expand(-1, -1, num_queries, -1)
-        logits = logits + torch.where(inside, bias.gather(-1, row), 0)
+    if rel_key is not None or rel_bias is not None:
+        rel_scale = scale if rel_scale is None else rel_scale
+        logits = logits + position_term(query if rel_query is None else rel_query, rel_key, rel_bias, row, inside, rel_scale)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
@@ -103,6 +99,25 @@ def reference_attention(
         by_row = probs.new_zeros(batch, heads, num_queries, rel_value.shape[-2])
         out = out + by_row.scatter_add(-1, row, torch.where(inside, probs, 0)) @ rel_value
     return out, lse
+
+
+def position_term(
+    rel_query: torch.Tensor,
+    rel_key: torch.Tensor | None,
+    rel_bias: torch.Tensor | None,
+    row: torch.Tensor,
+    inside: torch.Tensor,
+    rel_scale: float,
+) -> torch.Tensor:
+    """``rel_scale * (p_i . E[row]) + b[row]``, (B, H, Nq, Nk) as row is, and 0 where it does not apply (``inside`` is False)."""
+    term = torch.zeros(row.shape, dtype=rel_query.dtype, device=row.device)
+    if rel_key is not None:
+        term = rel_scale * (rel_query @ rel_key.mT).gather(-1, row)
+    if rel_bias is not None:
+        batch, heads, num_queries, _ = row.shape
+        bias = rel_bias.to(term.dtype).expand(batch, heads, -1)[:, :, None].expand(-1, -1, num_queries, -1)
+        term = term + bias.gather(-1, row)
+    return torch.where(inside, term, 0)
 
 
 def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:

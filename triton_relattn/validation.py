@@ -50,7 +50,9 @@ def _check_integers(name: str, tensor: torch.Tensor, query: torch.Tensor, length
     _require_shape(name, tensor, (length,), f"({meaning},)")
     # A subclass (FakeTensor, ...) may have no values.
     readable = tensor.device.type == "cpu" or os.environ.get(CHECK_VALUES_VARIABLE) == "1"
-    return tensor.tolist() if readable and type(tensor) is torch.Tensor and not torch.compiler.is_compiling() else None
+    if not readable or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+        return None
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.tolist()
 
 
 def _check_shapes(tensors: AttentionTensors, batch: int, packed: bool, enable_gqa: bool) -> None:
@@ -101,9 +103,12 @@ def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
         if table.dim() == rank + 1:
             _require_shape(name, table, (heads, *table.shape[1:]), meaning.split(" or ")[1])
         num_rows[name] = rows
-    rows_of = ", ".join(f"{rows} ({name})" for name, rows in num_rows.items())
-    _require(len(set(num_rows.values())) <= 1, f"all tables must have the same number of rows R, got {rows_of}")
-    return next(iter(num_rows.values()), None)
+    first = next(iter(num_rows.values()), None)
+    # Here and below no message is made before it is needed: formatting a symbolic number would fix its value.
+    if any(rows != first for rows in num_rows.values()):
+        rows_of = ", ".join(f"{rows} ({name})" for name, rows in num_rows.items())
+        raise ValueError(f"all tables must have the same number of rows R, got {rows_of}")
+    return first
 
 
 def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -163,10 +168,9 @@ def _resolve_positions(positions: RelativePositions | None, num_rows: int | None
         return RelativePositions.centred(num_rows)
     if not isinstance(positions, RelativePositions):
         raise TypeError(f"positions must be a RelativePositions, got {type(positions).__name__}")
-    _require(
-        positions.num_rows == num_rows,
-        f"the table has R = {num_rows} rows, but positions from {positions.first} to {positions.last} need {positions.num_rows}",
-    )
+    if positions.num_rows != num_rows:
+        ends = f"{positions.first} to {positions.last}"
+        raise ValueError(f"the table has R = {num_rows} rows, but positions from {ends} need {positions.num_rows}")
     return positions
 
 

@@ -10,27 +10,34 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, positions, tables
+from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
 from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
+from triton_relattn.nn import attention, table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def test_readme_examples_run() -> None:
+def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as one would type them."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shapes = []
     for example in examples:
         exec(example, names)
         shapes.append(names["out"].shape)
-    assert names["table"].grad.any() and shapes == [(1, 8, 1024, 64)] * 2
+    assert names["table"].grad.any()
+    heads, model = (1, 8, 1024, 64), (2, 100, 512)
+    assert shapes == [heads, heads, model, (2, 60, 512), heads, heads]
+    assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("module", [functional, positions, tables])
+@pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention])
 def test_docstring_examples(module: Any) -> None:
     torch.manual_seed(0)
-    result = doctest.testmod(module, extraglobs={"torch": torch, "fused_relative_attention": fused_relative_attention})
+    names = {"torch": torch, "fused_relative_attention": fused_relative_attention}
+    result = doctest.testmod(module, extraglobs=names)
     assert result.attempted > 0 and result.failed == 0
 
 

@@ -71,6 +71,12 @@ print(sorted(added & {{"triton", "matplotlib", "music21", "tqdm", "transformers"
     assert run(program).split() == ["[]", "False"]
 
 
+def test_importing_is_quick() -> None:
+    """In less than a second beyond torch; the best of a few, since the machine may be busy."""
+    program = "import time, torch; t = time.perf_counter(); import triton_relattn.nn; print(time.perf_counter() - t)"
+    assert min(float(run(program)) for _ in range(3)) < 1
+
+
 def test_public_names() -> None:
     program = """
 import triton_relattn

@@ -1,0 +1,379 @@
+"""The modules: what they compute, what they hold, and that they stand in for torch.nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cpu.oracle import assert_same
+from triton_relattn import RelativePositions, fused_relative_attention, tables
+from triton_relattn.nn import RelativeAttention, RelativeMultiheadAttention, RelativePositionTable, encodings
+
+WIDTH, HEADS, LENGTH = 24, 3, 11
+KINDS: dict[str, Any] = {
+    "none": lambda **o: RelativeMultiheadAttention(WIDTH, HEADS, **o),
+    "shaw": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, **o),
+    "shaw_keys": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, values=False, per_head=True, **o),
+    "music_transformer": lambda **o: RelativeMultiheadAttention.music_transformer(WIDTH, HEADS, LENGTH, **o),
+    "general": lambda **o: RelativeMultiheadAttention.general(WIDTH, HEADS, LENGTH, **o),
+    "transformer_xl": lambda **o: RelativeMultiheadAttention.transformer_xl(WIDTH, HEADS, **o),
+    "t5": lambda **o: RelativeMultiheadAttention.t5(WIDTH, HEADS, 8, 20, **o),
+    "alibi": lambda **o: RelativeMultiheadAttention.alibi(WIDTH, HEADS, learned=True, **o),
+    "fixed_alibi": lambda **o: RelativeMultiheadAttention.alibi(WIDTH, HEADS, **o),
+}
+
+
+def module(kind: str, **options: Any) -> RelativeMultiheadAttention:
+    torch.manual_seed(0)
+    made: RelativeMultiheadAttention = KINDS[kind](**{"batch_first": True, "dtype": torch.float64, **options})
+    return made
+
+
+def inputs(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randn(batch, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """The output of self-attention from dense tensors: every score and every vector written out."""
+    batch, length, _ = x.shape
+    q, k, v = (
+        linear(x).view(batch, length, HEADS, -1).transpose(1, 2)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    r = j - i
+    scale = (WIDTH // HEADS) ** -0.5
+    state = dict(attention.attention.named_parameters())
+    logits = scale * q @ k.mT
+    extra: torch.Tensor | float = 0.0
+    if kind.startswith("shaw"):
+        row = r.clamp(-4, 4) + 4
+        key_table = state["encoding.rel_key.weight"].expand(HEADS, 9, -1)
+        logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
+    elif kind in ("music_transformer", "general"):
+        key_table = state["encoding.rel_key.weight"].expand(HEADS, -1, -1)
+        row = (r + LENGTH - 1).clamp(max=key_table.shape[1] - 1)
+        logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
+    elif kind == "transformer_xl":
+        sinusoids = tables.sinusoids(1 - length, length - 1, WIDTH, dtype=torch.float64)
+        vectors = (sinusoids @ state["encoding.linear_pos.weight"].T).view(2 * length - 1, HEADS, -1).transpose(0, 1)
+        u, w = state["encoding.pos_bias_u"][:, None], state["encoding.pos_bias_v"][:, None]
+        logits = scale * ((q + u) @ k.mT + torch.einsum("bhid,hijd->bhij", q + w, vectors[:, r + length - 1]))
+    elif kind == "t5":
+        logits = q @ k.mT + state["encoding.weight"][tables.t5_buckets(r, 8, 20)].permute(2, 0, 1)
+    elif kind in ("alibi", "fixed_alibi"):
+        slopes = state.get("encoding.slopes", tables.alibi_slopes(HEADS, dtype=torch.float64))
+        logits = logits - slopes[:, None, None] * r.abs()
+    if is_causal:
+        logits = logits.masked_fill(r > 0, -torch.inf)
+    probs = logits.softmax(-1)
+    if kind == "shaw":
+        extra = torch.einsum("bhij,ijd->bhid", probs, state["encoding.rel_value.weight"][r.clamp(-4, 4) + 4])
+    return attention.out_proj((probs @ v + extra).transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_formula(kind: str, is_causal: bool) -> None:
+    """Output and the gradients of all parameters and of the input, against dense attention written out."""
+    if kind == "music_transformer" and not is_causal:
+        pytest.skip("its table has no future")
+    attention, x = module(kind), inputs().requires_grad_()
+    d_out = torch.randn(x.shape, dtype=x.dtype)
+    output, weights = attention(x, x, x, is_causal=is_causal)
+    assert weights is None
+    expected = by_hand(attention, kind, x, is_causal)
+    assert_same("output", output, expected)
+    parameters = dict(attention.named_parameters())
+    ours, theirs = (torch.autograd.grad(each, (x, *parameters.values()), d_out) for each in (output, expected))
+    for name, actual, exact in zip(("x", *parameters), ours, theirs, strict=True):
+        if name != "k_proj.bias":  # without a table of values it cancels
+            assert_same(name, actual, exact)
+
+
+def masks(kind: str, batch: int, num_queries: int, num_keys: int) -> dict[str, torch.Tensor]:
+    """Masks of torch.nn.MultiheadAttention, whose True hides; every query sees key 0."""
+    generator = torch.Generator().manual_seed(2)
+    attn = torch.rand(num_queries, num_keys, generator=generator) < 0.3
+    each = torch.rand(batch * HEADS, num_queries, num_keys, generator=generator) < 0.3
+    padding = torch.arange(num_keys) >= torch.tensor([num_keys, num_keys - 4])[:batch, None]
+    for mask in (attn, each):
+        mask[..., 0] = False
+    added = torch.zeros(attn.shape, dtype=torch.float64).masked_fill(attn, -torch.inf) + 0.5 * ~attn
+    return {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "attn": {"attn_mask": attn},
+        "each": {"attn_mask": each},
+        "added": {"attn_mask": added},
+        "both": {"attn_mask": attn, "key_padding_mask": padding},
+        "added_and_padding": {"attn_mask": added, "key_padding_mask": padding},
+    }[kind]
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("mask", ["none", "padding", "attn", "each", "added", "both", "added_and_padding"])
+def test_in_place_of_multihead_attention(mask: str, batch_first: bool) -> None:
+    """Without an encoding, with torch's state: torch's output and gradients, self and cross, with its masks."""
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, dtype=torch.float64)
+    nn.init.normal_(stock.in_proj_bias)
+    ours = module("none", batch_first=batch_first)
+    ours.load_state_dict(stock.state_dict())
+    for keys in (LENGTH, 7):
+        query, memory = inputs(), inputs(length=keys)
+        if not batch_first:
+            query, memory = query.transpose(0, 1), memory.transpose(0, 1)
+        arguments = masks(mask, 2, LENGTH, keys)
+        expected = stock(query, memory, memory, need_weights=False, **arguments)[0]
+        assert_same("output", ours(query, memory, memory, **arguments)[0], expected)
+
+
+def test_other_widths_of_key_and_value() -> None:
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(WIDTH, HEADS, kdim=10, vdim=14, batch_first=True, dtype=torch.float64)
+    ours = module("none", kdim=10, vdim=14)
+    ours.load_state_dict(stock.state_dict())
+    query, key, value = inputs(), torch.randn(2, 5, 10).double(), torch.randn(2, 5, 14).double()
+    assert_same("output", ours(query, key, value)[0], stock(query, key, value, need_weights=False)[0])
+
+
+def test_a_single_sequence() -> None:
+    attention, x = module("shaw", batch_first=False), inputs(batch=1)[0]
+    expected = attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+    assert_same("output", attention(x, x, x)[0], expected)
+    padded = attention(x, x, x, key_padding_mask=torch.arange(LENGTH) > 5)[0]
+    assert_same("padded", padded, attention(x, x[:6], x[:6])[0])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_in_an_encoder_layer(training: bool) -> None:
+    """torch's TransformerEncoderLayer has a fast path that takes the weights and computes plain attention: not with this one."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = module("shaw")  # type: ignore[assignment]
+    layer.train(training)
+    x = inputs()
+    with torch.no_grad():
+        attended = layer.norm1(x + layer.self_attn(x, x, x)[0])
+        expected = layer.norm2(attended + layer.linear2(layer.linear1(attended).relu()))
+        assert_same("output", layer(x), expected)
+        causal = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
+        masked = layer(x, src_mask=causal, is_causal=True)
+        assert_same("causal", masked[:, :4], layer(x[:, :4], src_mask=causal[:4, :4], is_causal=True))
+        encoder = nn.TransformerEncoder(layer, 2).train(training)
+        assert_same("encoder", encoder(x), encoder.layers[1](encoder.layers[0](x)))
+
+
+def test_key_value_cache_and_lengths() -> None:
+    """query_offset: the last queries alone give what they gave among all; key_lengths: what is beyond does not matter."""
+    attention, x = module("transformer_xl"), inputs()
+    whole = attention(x, x, x, is_causal=True)[0]
+    last = attention(x[:, -2:], x, x, is_causal=True, query_offset=LENGTH - 2)[0]
+    assert_same("last", last, whole[:, -2:])
+    short = attention(x, x, x, key_lengths=torch.tensor([LENGTH, 6]))[0]
+    assert_same("short", short[1:], attention(x[1:], x[1:, :6], x[1:, :6])[0])
+
+
+def test_shared_key_heads() -> None:
+    attention = RelativeMultiheadAttention(WIDTH, 4, num_key_heads=2, batch_first=True, dtype=torch.float64)
+    x = inputs()
+    assert attention.k_proj.weight.shape == (12, WIDTH)
+    q, k, v = (p(x).unflatten(-1, (-1, 6)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    out: Any = fused_relative_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+    assert_same("output", attention(x, x, x)[0], attention.out_proj(out.transpose(1, 2).flatten(-2)))
+
+
+def test_dropouts() -> None:
+    """Of probabilities and of the output, in training only."""
+    x = inputs()
+    for options in ({"dropout": 0.5}, {"output_dropout": 0.5}):
+        attention = module("shaw", **options)
+        torch.manual_seed(1)
+        first, second = attention(x, x, x)[0], attention(x, x, x)[0]
+        assert not torch.equal(first, second)
+        attention.eval()
+        assert torch.equal(attention(x, x, x)[0], attention(x, x, x)[0])
+        without = module("shaw").eval()
+        assert torch.equal(attention(x, x, x)[0], without(x, x, x)[0])
+    halves = module("shaw", output_dropout=0.5)(x, x, x)[0]
+    assert 0.3 < float((halves == 0).double().mean()) < 0.7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_survives(kind: str) -> None:
+    attention, other = module(kind), module(kind)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    other.load_state_dict(attention.state_dict())
+    x = inputs()
+    assert torch.equal(attention(x, x, x, is_causal=True)[0], other(x, x, x, is_causal=True)[0])
+    assert all(name.partition(".")[0] in ("q_proj", "k_proj", "v_proj", "out_proj", "attention") for name in other.state_dict())
+    assert "RelativeMultiheadAttention" in repr(attention) and f"embed_dim={WIDTH}" in repr(attention)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_meta_and_in_other_dtypes(kind: str) -> None:
+    """Modules are built without memory, and in the dtype asked for; under autocast float32 parameters serve."""
+    assert {parameter.device.type for parameter in module(kind, device="meta").parameters()} == {"meta"}
+    attention, x = module(kind, dtype=torch.float32), inputs().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = attention(x, x, x, is_causal=True)[0]
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    for name, parameter in attention.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all(), name
+    low = module(kind, dtype=torch.bfloat16)
+    assert low(*[x.bfloat16()] * 3, is_causal=True)[0].dtype == torch.bfloat16
+
+
+def test_refuses() -> None:
+    attention, x = module("shaw"), inputs()
+    with pytest.raises(NotImplementedError, match="need_weights"):
+        attention(x, x, x, need_weights=True)
+    with pytest.raises(ValueError, match="divisible by num_heads"):
+        RelativeMultiheadAttention.shaw(10, 4, 3)
+    with pytest.raises(ValueError, match="divisible by num_key_heads"):
+        RelativeMultiheadAttention(12, 4, num_key_heads=3)
+    with pytest.raises(ValueError, match="dropout must lie"):
+        RelativeMultiheadAttention(12, 4, dropout=1.5)
+    shape: tuple[int, ...]
+    for shape in ((3, LENGTH), (2, 1), (LENGTH,)):
+        with pytest.raises(ValueError, match="key_padding_mask must have shape"):
+            attention(x, x, x, key_padding_mask=torch.zeros(shape, dtype=torch.bool))
+    for shape in ((5, LENGTH, LENGTH), (1, LENGTH), (LENGTH,)):
+        with pytest.raises(ValueError, match="attn_mask must have shape"):
+            attention(x, x, x, attn_mask=torch.zeros(shape, dtype=torch.bool))
+    for mask in (torch.ones(2, LENGTH, dtype=torch.uint8), torch.ones(2, LENGTH, dtype=torch.int64)):
+        with pytest.raises(TypeError, match="bool or floating point"):
+            attention(x, x, x, key_padding_mask=mask)
+    with pytest.raises(NotImplementedError, match="no position"):
+        RelativeMultiheadAttention(12, 4, 0.0, True, False, True)
+    with pytest.raises(ValueError, match="same positions"):
+        encodings.TableEncoding(*(RelativePositionTable(RelativePositions(-n, n), 8) for n in (2, 3)))
+    with pytest.raises(ValueError, match="must be an int"):
+        alibi = module("alibi")
+        alibi(x, x, x, query_offset=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="in_proj_weight has 30 rows"):
+        attention.load_state_dict({"in_proj_weight": torch.zeros(30, WIDTH)}, strict=False)
+
+
+def test_table_initialisation() -> None:
+    """Glorot-uniform: +-sqrt(6 / (R + D)), each head by itself; biases 0."""
+    torch.manual_seed(0)
+    table = RelativePositionTable(RelativePositions(-20, 20), 16, num_heads=3)
+    bound = (6 / (41 + 16)) ** 0.5
+    assert table.weight.shape == (3, 41, 16)
+    assert 0.95 * bound < float(table.weight.abs().max()) <= bound
+    assert float(table.weight.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+    numbers = RelativePositionTable(RelativePositions(-2, 2, "zero"), None, 3)
+    assert numbers.weight.shape == (3, 5) and not numbers.weight.any()
+    assert 'r=-2..2, outside="zero", numbers, num_heads=3' in repr(numbers)
+    assert RelativePositionTable(RelativePositions(-2, 2), 4).weight.shape == (5, 4)
+
+
+@pytest.mark.parametrize("num_heads", [None, 2])
+@pytest.mark.parametrize("width", [None, 3])
+def test_resizing(width: int | None, num_heads: int | None) -> None:
+    """Interpolated: the ends and r = 0 keep their vectors. Extended: every distance keeps its own."""
+    table = RelativePositionTable(RelativePositions(-4, 2), width, num_heads)
+    nn.init.normal_(table.weight)
+    dim = 1 if num_heads else 0
+
+    def at(which: RelativePositionTable, r: int) -> torch.Tensor:
+        return which.weight.select(dim, r - which.positions.first)
+
+    longer = table.resized(-8, 6)
+    assert longer.positions == RelativePositions(-8, 6) and longer.num_heads == num_heads
+    for new, old in ((-8, -4), (-6, -3), (0, 0), (3, 1), (6, 2)):
+        torch.testing.assert_close(at(longer, new), at(table, old))
+    torch.testing.assert_close(at(longer, -7), (at(table, -4) + at(table, -3)) / 2)
+    torch.testing.assert_close(longer.resized(-4, 2).weight, table.weight)
+    extended = table.resized(-6, 3, "extend")
+    assert all(torch.equal(at(extended, r), at(table, max(-4, min(2, r)))) for r in range(-6, 4))
+    zero = RelativePositionTable(RelativePositions(-4, 2, "zero"), width, num_heads)
+    nn.init.normal_(zero.weight)
+    assert not at(zero.resized(-6, 3, "extend"), -5).any() and at(zero.resized(-6, 3, "extend"), 1).any()
+    with pytest.raises(ValueError, match="mode must be"):
+        table.resized(-1, 1, "other")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the same sides"):
+        table.resized(-3, 0)
+
+
+def test_attention_without_projections() -> None:
+    """The module is the functional with its encoding."""
+    table = RelativePositionTable(RelativePositions.centred(9), 8, dtype=torch.float64)
+    attention = RelativeAttention(encodings.TableEncoding(table), softcap=5.0, window_size=(6, -1))
+    q, k, v = (torch.randn(2, 3, LENGTH, 8, dtype=torch.float64) for _ in range(3))
+    expected: Any = fused_relative_attention(
+        *(q, k, v, table.weight), positions=table.positions, softcap=5.0, window_size=(6, -1), return_lse=True
+    )
+    for actual, exact in zip(attention(q, k, v, return_lse=True), expected, strict=True):
+        assert torch.equal(actual, exact)
+    assert "softcap=5.0" in repr(attention)
+
+
+@pytest.mark.parametrize("kind", ["shaw", "transformer_xl", "general"])
+def test_another_scale(kind: str) -> None:
+    """Of both terms: a scale of 1 is that of inputs that are sqrt(D) times as large."""
+    attention, x = module(kind, scale=1.0), inputs()
+    usual = module(kind)
+    if kind == "transformer_xl":
+        for each in (attention, usual):
+            torch.manual_seed(3)
+            nn.init.normal_(each.attention.encoding.pos_bias_u)  # type: ignore[union-attr, arg-type]
+            nn.init.normal_(each.attention.encoding.pos_bias_v)  # type: ignore[union-attr, arg-type]
+    larger = (WIDTH // HEADS) ** 0.5
+    with torch.no_grad():
+        usual.q_proj.weight.mul_(larger)
+        if kind == "transformer_xl":
+            usual.attention.encoding.pos_bias_u.mul_(larger)  # type: ignore[union-attr, operator]
+            usual.attention.encoding.pos_bias_v.mul_(larger)  # type: ignore[union-attr, operator]
+    assert_same("output", attention(x, x, x)[0], usual(x, x, x)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_meta(kind: str) -> None:
+    """Made without memory, then filled: reset_parameters leaves nothing uninitialised, buffers included."""
+    attention = module(kind, device="meta").to_empty(device="cpu")
+    for tensor in (*attention.parameters(), *attention.buffers()):
+        nn.init.constant_(tensor, 77)
+    for each in attention.modules():
+        if each is not attention.attention and hasattr(each, "reset_parameters"):
+            each.reset_parameters()  # type: ignore[operator]
+    x = inputs()
+    other = module(kind)
+    other.load_state_dict(attention.state_dict())
+    output = attention(x, x, x, is_causal=True)[0]
+    assert output.isfinite().all() and torch.equal(output, other(x, x, x, is_causal=True)[0])
+    assert not any((tensor == 77).any() for tensor in attention.parameters())
+
+
+def test_alibi_in_16_bits() -> None:
+    """Slopes that are not learned stay exact when the model becomes bfloat16: biases of far keys differ from one another."""
+    attention = RelativeMultiheadAttention.alibi(16, 8, batch_first=True).to(torch.bfloat16)
+    query = torch.zeros(1, 8, 1, 2, dtype=torch.bfloat16)
+    _, terms = attention.attention.encoding(query, 2048, 2047)  # type: ignore[misc]
+    assert torch.equal(terms["rel_bias"], tables.alibi_bias(8, -2047, 0))
+
+
+@pytest.mark.parametrize("kind", ["alibi", "transformer_xl"])
+def test_nothing_to_see(kind: str) -> None:
+    """No queries, or no keys."""
+    attention, x = module(kind), inputs()
+    assert attention(x[:, :0], x, x)[0].shape == (2, 0, WIDTH)
+    assert torch.equal(attention(x, x[:, :0], x[:, :0])[0], attention.out_proj(torch.zeros_like(x)))
+
+
+def test_mask_of_the_smallest_number() -> None:
+    """In float64 it stays finite: a query all of whose keys have it sees them all alike, as torch has it."""
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    ours, x = module("none"), inputs()
+    ours.load_state_dict(stock.state_dict())
+    mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float64).min, dtype=torch.float64)
+    assert_same("output", ours(x, x, x, attn_mask=mask)[0], stock(x, x, x, attn_mask=mask, need_weights=False)[0])

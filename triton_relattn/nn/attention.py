@@ -1,0 +1,366 @@
+"""Attention with an encoding of relative position, without and with projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..functional import fused_relative_attention
+from ..results import compute_dtype
+from . import encodings
+
+
+class RelativeAttention(nn.Module):
+    """:func:`triton_relattn.fused_relative_attention` with an encoding that has the learned tables; no projections.
+
+    Args:
+        encoding: one of :mod:`triton_relattn.nn.encodings`, or any module like them; None: plain attention.
+        dropout: probability with which a probability is dropped, in training.
+        scale, softcap, window_size, enable_gqa, implementation: as there.
+    """
+
+    def __init__(
+        self,
+        encoding: nn.Module | None,
+        *,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must lie in [0, 1], got {dropout}")
+        self.encoding, self.dropout = encoding, dropout
+        self.options: dict[str, Any] = {
+            "scale": scale,
+            "softcap": softcap,
+            "window_size": window_size,
+            "enable_gqa": enable_gqa,
+            "implementation": implementation,
+        }
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attn_mask: torch.Tensor | None = None,
+        key_lengths: torch.Tensor | None = None,
+        is_causal: bool = False,
+        query_offset: int | torch.Tensor = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        """query (B, Hq, Nq, D), key (B, Hk, Nk, D), value (B, Hk, Nk, Dv) to out (B, Hq, Nq, Dv), with return_lse also lse.
+
+        Arguments, results and errors are those of the functional.
+        """
+        terms: dict[str, Any] = {}
+        if self.encoding is not None:
+            query, terms = self.encoding(query, key.shape[-2], query_offset, is_causal, self.options["scale"])
+        return fused_relative_attention(
+            query,
+            key,
+            value,
+            **terms,
+            attn_mask=attn_mask,
+            key_lengths=key_lengths,
+            is_causal=is_causal,
+            query_offset=query_offset,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_lse=return_lse,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        defaults = {"scale": None, "softcap": None, "window_size": (-1, -1), "enable_gqa": False, "implementation": None}
+        changed = {name: value for name, value in self.options.items() if value != defaults[name]}
+        return ", ".join(f"{name}={value}" for name, value in {"dropout": self.dropout, **changed}.items())
+
+
+class RelativeMultiheadAttention(nn.Module):
+    """Multi-head attention with relative position, in place of ``torch.nn.MultiheadAttention``.
+
+    .. code-block:: text
+
+        q, k, v = heads of query W_q^T + b_q, key W_k^T + b_k, value W_v^T + b_v
+        output  = output_dropout(concatenated heads of RelativeAttention(q, k, v) W_o^T + b_o)
+
+    Args:
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first: as there. Heads are embed_dim / num_heads wide.
+        encoding: one of :mod:`triton_relattn.nn.encodings`; None: no relative position. The class methods make those that are
+            known by name.
+        num_key_heads: fewer heads of key and value, each shared by as many of the query.
+        output_dropout: of the output's elements, in training.
+        options: of :class:`RelativeAttention`: scale, softcap, window_size, implementation.
+
+    State: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj`` (``torch.nn.Linear``) and ``attention.encoding``. ``load_state_dict``
+    also takes ``in_proj_weight`` and ``in_proj_bias``, or ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``, of
+    ``torch.nn.MultiheadAttention`` (with ``strict=False``, since that has no encoding).
+
+    Differences: weights are not returned (need_weights is refused: they would be Nq x Nk; ``triton_relattn.plots`` shows them),
+    a query that sees no key gives zeros, not NaN, and with is_causal an attn_mask is not looked at, as ``is_causal`` promises
+    there that it is the causal mask.
+
+    A ``torch.nn.TransformerEncoder`` that is built of stock layers and whose attention is replaced afterwards needs
+    ``encoder.use_nested_tensor = False``: it has found out at its construction that it may take their weights apart.
+
+    Raises:
+        ValueError: embed_dim is not divisible by num_heads, or num_heads by num_key_heads, or a probability is none.
+        NotImplementedError: add_bias_kv or add_zero_attn.
+
+    Example:
+        >>> attention = RelativeMultiheadAttention.shaw(64, 4, max_distance=16, batch_first=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> attention(x, x, x)[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    # torch.nn.TransformerEncoderLayer has a fast path that would compute plain attention with this module's weights in eval mode;
+    # these two keep it off.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        *,
+        encoding: nn.Module | None = None,
+        num_key_heads: int | None = None,
+        output_dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if add_bias_kv or add_zero_attn:
+            raise NotImplementedError("add_bias_kv and add_zero_attn add a key that has no position")
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
+        if num_key_heads < 1 or num_heads % num_key_heads:
+            raise ValueError(f"num_heads must be divisible by num_key_heads, got {num_heads} and {num_key_heads}")
+        self.embed_dim, self.num_heads, self.num_key_heads = embed_dim, num_heads, num_key_heads
+        self.head_dim, self.batch_first = embed_dim // num_heads, batch_first
+        key_width = num_key_heads * self.head_dim
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, embed_dim, **factory)
+        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, key_width, **factory)
+        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, key_width, **factory)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **factory)
+        self.attention = RelativeAttention(encoding, dropout=dropout, enable_gqa=num_key_heads != num_heads, **options)
+        self.output_dropout = nn.Dropout(output_dropout)
+        self.register_load_state_dict_pre_hook(_take_packed_projections)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.MultiheadAttention: glorot-uniform projections, biases 0; the encoding keeps its own."""
+        for linear in (self.q_proj, self.k_proj, self.v_proj):
+            nn.init.xavier_uniform_(linear.weight)
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    @classmethod
+    def shaw(
+        cls,
+        embed_dim: int,
+        num_heads: int,
+        max_distance: int,
+        *,
+        values: bool = True,
+        per_head: bool = False,
+        **options: Any,
+    ) -> RelativeMultiheadAttention:
+        """Distances clipped at max_distance, tables for keys and values. Shaw et al., 2018."""
+
+        def encoding(head_dim: int, **factory: Any) -> nn.Module:
+            return encodings.shaw(head_dim, max_distance, num_heads if per_head else None, values=values, **factory)
+
+        return cls._with(encoding, embed_dim, num_heads, **options)
+
+    @classmethod
+    def music_transformer(
+        cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = True, **options: Any
+    ) -> RelativeMultiheadAttention:
+        """A row for each distance to the past, below ``length``; call it with is_causal=True. Huang et al., 2018."""
+
+        def encoding(head_dim: int, **factory: Any) -> nn.Module:
+            return encodings.music_transformer(head_dim, length, num_heads if per_head else None, **factory)
+
+        return cls._with(encoding, embed_dim, num_heads, **options)
+
+    @classmethod
+    def general(
+        cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = False, **options: Any
+    ) -> RelativeMultiheadAttention:
+        """A row for each distance below ``length``, past and future."""
+
+        def encoding(head_dim: int, **factory: Any) -> nn.Module:
+            return encodings.general(head_dim, length, num_heads if per_head else None, **factory)
+
+        return cls._with(encoding, embed_dim, num_heads, **options)
+
+    @classmethod
+    def transformer_xl(
+        cls, embed_dim: int, num_heads: int, order: str = "interleaved", **options: Any
+    ) -> RelativeMultiheadAttention:
+        """Projected sinusoids and two biases, as in Conformers; ``order="concatenated"``: Transformer-XL. Dai et al., 2019."""
+
+        def encoding(head_dim: int, **factory: Any) -> nn.Module:
+            return encodings.TransformerXLEncoding(num_heads, head_dim, embed_dim, order, **factory)
+
+        return cls._with(encoding, embed_dim, num_heads, **options)
+
+    @classmethod
+    def t5(
+        cls,
+        embed_dim: int,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        **options: Any,
+    ) -> RelativeMultiheadAttention:
+        """A number for each bucket of distances; q.k is not scaled and nothing has a bias, as in T5. Raffel et al., 2019."""
+
+        def encoding(head_dim: int, **factory: Any) -> nn.Module:
+            return encodings.T5Encoding(num_heads, num_buckets, max_distance, bidirectional, **factory)
+
+        return cls._with(encoding, embed_dim, num_heads, **{"scale": 1.0, "bias": False, **options})
+
+    @classmethod
+    def alibi(cls, embed_dim: int, num_heads: int, *, learned: bool = False, **options: Any) -> RelativeMultiheadAttention:
+        """``-slope * |r|`` added to the logits. Press et al., 2021."""
+
+        def encoding(head_dim: int, **factory: Any) -> nn.Module:
+            return encodings.ALiBiEncoding(num_heads, learned, **factory)
+
+        return cls._with(encoding, embed_dim, num_heads, **options)
+
+    @classmethod
+    def _with(
+        cls, encoding: Callable[..., nn.Module], embed_dim: int, num_heads: int, **options: Any
+    ) -> RelativeMultiheadAttention:
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
+        factory = {name: options[name] for name in ("device", "dtype") if name in options}
+        return cls(embed_dim, num_heads, encoding=encoding(embed_dim // num_heads, **factory), **options)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        key_lengths: torch.Tensor | None = None,
+        query_offset: int | torch.Tensor = 0,
+    ) -> tuple[torch.Tensor, None]:
+        """The output and None, where torch.nn.MultiheadAttention may return weights.
+
+        Args:
+            query: (Nq, B, embed_dim), with batch_first (B, Nq, embed_dim), or (Nq, embed_dim) for a single sequence.
+            key, value: the same with Nk, kdim and vdim.
+            key_padding_mask: (B, Nk), or (Nk,), bool with True for keys that are hidden, or added to the logits. A batch whose
+                padding is at the ends is cheaper with key_lengths.
+            attn_mask: (Nq, Nk) or (B * num_heads, Nq, Nk), bool with True for hidden pairs, or added to the logits.
+            key_lengths: (B,), how many keys of each sequence exist.
+            query_offset: of :func:`triton_relattn.fused_relative_attention`.
+
+        Raises:
+            ValueError: wrong shapes.
+            TypeError: a mask that is neither bool nor floating point.
+            NotImplementedError: need_weights.
+        """
+        if need_weights:
+            raise NotImplementedError(
+                "need_weights: the (Nq, Nk) weights are never formed; triton_relattn.plots shows them for short sequences"
+            )
+        if query.dim() == 2:
+            padding = None if key_padding_mask is None else key_padding_mask[None]
+            tensors = (tensor[None] if self.batch_first else tensor[:, None] for tensor in (query, key, value))
+            options: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
+            options |= {"key_lengths": key_lengths, "query_offset": query_offset}
+            output, _ = self(*tensors, padding, **options)
+            return output.squeeze(0 if self.batch_first else 1), None
+        projected = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        if not self.batch_first:
+            projected = tuple(tensor.transpose(0, 1) for tensor in projected)  # type: ignore[assignment]
+        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for tensor in projected)
+        mask = _combined_mask(None if is_causal else attn_mask, key_padding_mask, q, k.shape[2])
+        out = self.attention(q, k, v, attn_mask=mask, key_lengths=key_lengths, is_causal=is_causal, query_offset=query_offset)
+        out = out.transpose(1, 2).flatten(-2)
+        output = self.output_dropout(self.out_proj(out if self.batch_first else out.transpose(0, 1)))
+        return output, None
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}" + f", num_key_heads={self.num_key_heads}" * (self.num_key_heads != self.num_heads)
+        return f"embed_dim={self.embed_dim}, {heads}, batch_first={self.batch_first}"
+
+
+def _combined_mask(
+    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor, num_keys: int
+) -> torch.Tensor | None:
+    """The two masks of torch.nn.MultiheadAttention, whose True hides, as one of ours, whose True shows; query: (B, H, Nq, D)."""
+    batch, heads, num_queries, _ = query.shape
+    pairs = (num_queries, num_keys)
+    for name, mask, shapes in (
+        ("attn_mask", attn_mask, (pairs, (batch * heads, *pairs))),
+        ("key_padding_mask", key_padding_mask, ((batch, num_keys),)),
+    ):
+        if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise TypeError(f"{name} must be bool or floating point, got {mask.dtype}")
+        if mask is not None and tuple(mask.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} must have shape {expected} ({heads} heads here), got {tuple(mask.shape)}")
+    if attn_mask is not None and attn_mask.dim() == 3:
+        attn_mask = attn_mask.unflatten(0, (batch, heads))
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask[:, None, None]
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        return ~hidden
+    dtype = compute_dtype(query.dtype)
+    added = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf) if mask.dtype == torch.bool else mask.to(dtype)
+        for mask in masks
+    ]
+    return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _take_packed_projections(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Renames what torch.nn.MultiheadAttention calls its projections."""
+    names = ("q_proj", "k_proj", "v_proj")
+    for kind in ("weight", "bias"):
+        packed = state.pop(f"{prefix}in_proj_{kind}", None)
+        if packed is not None:
+            sizes = [getattr(module, name).out_features for name in names]
+            if sum(sizes) != packed.shape[0]:
+                raise ValueError(f"in_proj_{kind} has {packed.shape[0]} rows, the projections need {sizes}")
+            for name, part in zip(names, packed.split(sizes), strict=True):
+                state[f"{prefix}{name}.{kind}"] = part
+    for name in names:
+        if (weight := state.pop(f"{prefix}{name}_weight", None)) is not None:
+            state[f"{prefix}{name}.weight"] = weight

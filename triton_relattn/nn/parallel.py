@@ -1,0 +1,76 @@
+"""Tensor parallelism: heads spread over devices, with torch's own engine.
+
+``torch.distributed.tensor.parallel.parallelize_module(module, mesh, plan())`` distributes a RelativeMultiheadAttention; the
+number of heads (of keys) must be a multiple of the mesh's size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this device has of a parameter. Of a replicated one, each device computes a part of the gradient, which is summed."""
+    if not _is_distributed(tensor):
+        return tensor
+    from torch.distributed.tensor import Partial, Replicate
+
+    distributed: Any = tensor
+    placements = [Partial() if isinstance(each, Replicate) else each for each in distributed.placements]
+    replicated: torch.Tensor = distributed.redistribute(placements=distributed.placements).to_local(grad_placements=placements)
+    return replicated
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, without importing what defines them."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def plan() -> dict[str, Any]:
+    """What ``parallelize_module`` takes for a RelativeMultiheadAttention.
+
+    The heads of all projections and of the encoding are sharded; inputs and outputs are replicated. The processes need the same
+    seed, so with attention dropout the first heads of each drop the same probabilities. An attn_mask for each head is not
+    distributed.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    return {**projections, "out_proj": RowwiseParallel(), "attention.encoding": _encoding_parallel()}
+
+
+def _head_dims(module: nn.Module) -> dict[str, int]:
+    """Which dimension of which parameter or buffer counts heads, by its full name."""
+    found = {}
+    for prefix, owner in module.named_modules():
+        for name, dim in getattr(owner, "head_dims", {}).items():
+            found[f"{prefix}.{name}" if prefix else name] = dim
+    return found
+
+
+def _encoding_parallel() -> Any:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class EncodingParallel(ParallelStyle):
+        """Parameters and buffers of an encoding: those that have heads are sharded by them, the others replicated."""
+
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            dims = _head_dims(module)
+            for name, parameter in list(module.named_parameters()):
+                placement = [Shard(dims[name]) if name in dims else Replicate()]
+                owner, _, last = name.rpartition(".")
+                spread = distribute_tensor(parameter.data, device_mesh, placement)
+                distributed = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+                module.get_submodule(owner).register_parameter(last, distributed)
+            for name, buffer in list(module.named_buffers()):
+                if name in dims:
+                    owner, _, last = name.rpartition(".")
+                    distributed_buffer = distribute_tensor(buffer, device_mesh, [Shard(dims[name])])
+                    module.get_submodule(owner).register_buffer(last, distributed_buffer, persistent=False)
+            return module
+
+    return EncodingParallel()

@@ -1,0 +1,122 @@
+"""A learned table with what its rows stand for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..positions import RelativePositions
+from .parallel import local
+
+
+class RelativePositionTable(nn.Module):
+    """A learned vector, or number, for each relative position.
+
+    Args:
+        positions: the relative positions of the rows, and what applies beyond them.
+        width: of the vectors; None for numbers (``rel_bias``).
+        num_heads: a table for each head; None: one that the heads share.
+
+    ``weight`` is (R, width), (num_heads, R, width), (R,) or (num_heads, R), most distant past first. Vectors begin as
+    glorot-uniform (each head's table by itself), numbers as 0.
+
+    Raises:
+        ValueError: width or num_heads is not positive.
+
+    Example:
+        >>> table = RelativePositionTable(RelativePositions.centred(9), 16)
+        >>> q, k, v = (torch.randn(1, 2, 10, 16) for _ in range(3))
+        >>> fused_relative_attention(q, k, v, table(), positions=table.positions).shape
+        torch.Size([1, 2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        positions: RelativePositions,
+        width: int | None,
+        num_heads: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("width", width), ("num_heads", num_heads)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self.positions, self.width, self.num_heads = positions, width, num_heads
+        shape = (*((num_heads,) if num_heads else ()), positions.num_rows, *((width,) if width else ()))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot-uniform vectors, or zeros."""
+        if self.width is None:
+            nn.init.zeros_(self.weight)
+            return
+        with torch.no_grad():
+            for table in self.weight if self.num_heads else (self.weight,):
+                nn.init.xavier_uniform_(table)
+
+    def forward(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The table, in another dtype if one is given: parameters are often kept in a higher precision than activations."""
+        weight = local(self.weight)
+        return weight if dtype is None else weight.to(dtype)
+
+    @property
+    def head_dims(self) -> dict[str, int]:
+        """Which dimension of which parameter counts heads, for tensor parallelism."""
+        return {"weight": 0} if self.num_heads else {}
+
+    @torch.no_grad()
+    def resized(self, first: int, last: int, mode: Literal["interpolate", "extend"] = "interpolate") -> RelativePositionTable:
+        """A table for other relative positions, made from this one; new parameters.
+
+        Args:
+            first, last: of the new table.
+            mode: ``"interpolate"``: past and future are stretched or shrunk, each to its new length, linearly between rows, so
+                that the farthest old vector is the farthest new one and r = 0 stays. ``"extend"``: a distance keeps its
+                vector; new ones get what applied there, the end row, or zeros if outside is "zero".
+
+        Raises:
+            ValueError: last < first, an unknown mode, or interpolation of a side that only one of the tables has.
+        """
+        positions = RelativePositions(first, last, self.positions.outside)
+        new = RelativePositionTable(positions, self.width, self.num_heads, device=self.weight.device, dtype=self.weight.dtype)
+        relative = torch.arange(first, last + 1, device=self.weight.device, dtype=torch.float64)
+        dim = 1 if self.num_heads else 0
+        if mode == "extend":
+            row, applies = self.positions.rows(relative.long())
+            if self.positions.outside == "error":
+                applies = torch.ones_like(applies)
+            shape = (-1, *((1,) if self.width else ()))
+            new.weight.copy_(self.weight.index_select(dim, row) * applies.view(shape))
+        elif mode == "interpolate":
+            place = _stretched(relative, self.positions, positions) - self.positions.first
+            lower = place.floor().long().clamp(0, self.positions.num_rows - 1)
+            upper = (lower + 1).clamp(max=self.positions.num_rows - 1)
+            share = (place - lower).to(self.weight.dtype).view(-1, *((1,) if self.width else ()))
+            new.weight.copy_(torch.lerp(self.weight.index_select(dim, lower), self.weight.index_select(dim, upper), share))
+        else:
+            raise ValueError(f'mode must be "interpolate" or "extend", got {mode!r}')
+        return new
+
+    def extra_repr(self) -> str:
+        shape = "numbers" if self.width is None else f"width={self.width}"
+        heads = "shared" if self.num_heads is None else f"num_heads={self.num_heads}"
+        return f'r={self.positions.first}..{self.positions.last}, outside="{self.positions.outside}", {shape}, {heads}'
+
+
+def _stretched(relative: torch.Tensor, old: RelativePositions, new: RelativePositions) -> torch.Tensor:
+    """Where new relative positions lie among the old ones, the past and the future each by its own factor."""
+    if (old.first > 0 or old.last < 0 or new.first > 0 or new.last < 0) or (
+        (old.first < 0) != (new.first < 0) or (old.last > 0) != (new.last > 0)
+    ):
+        raise ValueError(
+            f"interpolation needs r = 0 and the same sides in both tables, got {old.first} .. {old.last} "
+            f'and {new.first} .. {new.last}; mode="extend" keeps the vector of each distance'
+        )
+    past = old.first / new.first if new.first else 1.0
+    future = old.last / new.last if new.last else 1.0
+    return torch.where(relative < 0, relative * past, relative * future)

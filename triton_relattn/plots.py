@@ -1,0 +1,158 @@
+"""Pictures of one attention call: its terms, and how far it looks. Needs matplotlib: ``pip install "triton_relattn[plots]"``.
+
+Dense: for sequences that are short enough to be looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import validation
+from .positions import RelativePositions
+from .reference import position_term, reference_attention
+
+LARGEST = 4096 * 4096  # pairs
+ACCENT, INK, MUTED = "#d1495b", "#1f2933", "#6b7785"
+
+
+def attention_maps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    **arguments: Any,
+) -> Any:
+    """Heat maps of the content term, the position term, their sum, and the probabilities.
+
+    Args:
+        query: (B, Hq, Nq, D). key: (B, Hk, Nk, D).
+        batch, head: which entry and which head to show.
+        rel_key and arguments: those of :func:`triton_relattn.fused_relative_attention`, whose formula they are of; what
+            concerns values does not matter.
+
+    Returns:
+        A matplotlib Figure with four axes. The first three share a scale around 0.
+
+    Raises:
+        ValueError: as the functional, or more than 4096 x 4096 pairs. ImportError: no matplotlib.
+    """
+    terms = attention_terms(query, key, rel_key, **arguments)
+    content, position, probs = (tensor[batch, head].numpy(force=True) for tensor in terms)
+    figure, axes = _figure(1, 4, (15.5, 4.1))
+    total = content + position
+    largest = max(float(abs(values).max()) for values in (content, position, total))
+    panels = (("content term", content), ("position term", position), ("their sum", total))
+    for axis, (title, values) in zip(axes, panels, strict=False):
+        image = axis.imshow(values, cmap="RdBu_r", vmin=-largest, vmax=largest, interpolation="nearest")
+        _describe(axis, title)
+    figure.colorbar(image, ax=axes[:3], fraction=0.02, pad=0.02)
+    image = axes[3].imshow(probs, cmap="magma", vmin=0, interpolation="nearest")
+    _describe(axes[3], "probabilities")
+    figure.colorbar(image, ax=axes[3], fraction=0.046, pad=0.04)
+    return figure
+
+
+def attention_by_distance(query: torch.Tensor, key: torch.Tensor, rel_key: torch.Tensor | None = None, **arguments: Any) -> Any:
+    """The mean probability against the relative position r = j - i - query_offset, a line for each head and one for their mean.
+
+    The mean is over all pairs with that r, of all batch entries. Arguments and errors as of :func:`attention_maps`.
+
+    Returns:
+        A matplotlib Figure with one axis.
+    """
+    *_, probs = attention_terms(query, key, rel_key, **arguments)
+    found = mean_by_distance(probs, arguments.get("query_offset", 0))
+    distances, means = (tensor.numpy(force=True) for tensor in found)
+    figure, (axis,) = _figure(1, 1, (7.5, 4.1))
+    for line in means:
+        axis.plot(distances, line, color=MUTED, alpha=0.35, linewidth=0.9)
+    axis.plot(distances, means.mean(0), color=ACCENT, linewidth=2.2, label=f"mean of {len(means)} heads")
+    axis.axvline(0, color=INK, linewidth=0.7)
+    axis.set(xlabel="relative position r  (negative: past)", ylabel="mean probability", ylim=(0, None))
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def attention_terms(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    rel_query: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
+    positions: RelativePositions | None = None,
+    query_offset: int | torch.Tensor = 0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Content term, position term and probabilities of a call, each (B, Hq, Nq, Nk), float32 or float64.
+
+    Arguments and errors as of :func:`attention_maps`; the terms are before softcap and masks, the probabilities after them and
+    before dropout.
+    """
+    heads, num_queries = query.shape[1:3]
+    batch, key_heads, num_keys = key.shape[:3]
+    if num_queries * num_keys > LARGEST:
+        raise ValueError(f"pictures are for at most 4096 x 4096 pairs, got {num_queries} x {num_keys}")
+    for name in ("rel_value", "dropout_p", "implementation", "return_lse"):  # change nothing here
+        others.pop(name, None)
+    if rel_key is None and rel_bias is None:  # what only a table for values has
+        positions = None
+    terms: dict[str, Any] = {"rel_query": rel_query, "rel_bias": rel_bias, "positions": positions}
+    terms |= {"query_offset": query_offset, "scale": scale, "rel_scale": rel_scale}
+    identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
+    _, spec = validation.resolve(query, key, identity, rel_key, **terms, **others)
+
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key, identity = (tensor.detach().to(dtype) for tensor in (query, key, identity))
+    rel_key, rel_query, rel_bias = (
+        None if tensor is None else tensor.detach().to(dtype) for tensor in (rel_key, rel_query, rel_bias)
+    )
+    probs, _ = reference_attention(
+        query, key, identity, rel_key, **(terms | {"rel_query": rel_query, "rel_bias": rel_bias}), **others
+    )
+    content = spec.scale * (query @ key.repeat_interleave(heads // key_heads, 1).mT)
+    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    distance = torch.arange(num_keys, device=query.device) - torch.arange(num_queries, device=query.device)[:, None] - offset
+    row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(distance)
+    position = position_term(
+        query if rel_query is None else rel_query, rel_key, rel_bias, row.expand_as(content), inside, spec.rel_scale
+    )
+    return content, position, probs
+
+
+def mean_by_distance(probs: torch.Tensor, query_offset: int | torch.Tensor = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Relative positions (R,), and the mean probability of each for each head, (H, R), over all pairs that have it."""
+    batch, heads, num_queries, num_keys = probs.shape
+    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    distance = torch.arange(num_keys, device=probs.device) - torch.arange(num_queries, device=probs.device)[:, None] - offset
+    distance = distance.expand(batch, 1, -1, -1)
+    first = int(distance.min())
+    index = (distance - first).expand_as(probs).transpose(0, 1).flatten(1)
+    sums = probs.new_zeros(heads, int(index.max()) + 1)
+    counts = sums.scatter_add(1, index, torch.ones_like(index, dtype=sums.dtype))
+    sums = sums.scatter_add(1, index, probs.transpose(0, 1).flatten(1))
+    present = counts[0] > 0
+    return torch.arange(sums.shape[1], device=probs.device)[present] + first, (sums / counts.clamp(min=1))[:, present]
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('triton_relattn.plots needs matplotlib: pip install "triton_relattn[plots]"') from error
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).ravel()
+
+
+def _describe(axis: Any, title: str) -> None:
+    axis.set_title(title, loc="left", fontsize=11, color=INK)
+    axis.set_xlabel("key j", color=MUTED)
+    axis.set_ylabel("query i", color=MUTED)
+    axis.tick_params(colors=MUTED)
