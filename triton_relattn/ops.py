@@ -121,6 +121,12 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
+def _no_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
+    raise NotImplementedError(
+        'triton_relattn::attention_forward has no forward-mode derivatives (jvp); implementation="reference" has them'
+    )
+
+
 class _Forward(torch.autograd.Function):
     """out, lse, statistics = f(tensors, scalars...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
@@ -132,6 +138,7 @@ class _Forward(torch.autograd.Function):
 
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
+    jvp = staticmethod(_no_forward_mode)
 
 
 class _Backward(torch.autograd.Function):

@@ -57,6 +57,23 @@ except RuntimeError as error:
     assert "pip install triton" in output
 
 
+def test_interpreter_asked_for_after_the_import() -> None:
+    """TRITON_INTERPRET=1 counts until the kernels are loaded, when "triton" is first looked at; after that it says why not."""
+    program = f"""
+import os
+{USE}
+if {{late}}:
+    import triton_relattn.kernels.forward
+os.environ["TRITON_INTERPRET"] = "1"
+try:
+    print(tuple(fused_relative_attention(*inputs[:4], implementation="triton").shape))
+except NotImplementedError as error:
+    print(error)
+"""
+    assert run(program.replace("{late}", "False")) == "(2, 3, 17, 8)\n"
+    assert "set TRITON_INTERPRET=1 before the first import of triton_relattn.kernels" in run(program.replace("{late}", "True"))
+
+
 def test_importing_and_using_brings_no_optional_package() -> None:
     """torch may import what it likes; the package adds nothing to that, and loads its kernels only when they are used."""
     program = f"""

@@ -202,10 +202,16 @@ def test_vmap_with_dropout_draws_anew() -> None:
         run(randomness="error")(many)
 
 
-def test_forward_mode_raises() -> None:
+def test_forward_mode() -> None:
+    """An error that names the implementation that has it; there, the derivative along a direction."""
     query, key, value, table = (tensor.detach() for tensor in leaves())
-    with pytest.raises(RuntimeError, match="jvp"):
+    with pytest.raises(NotImplementedError, match='implementation="reference" has them'):
         torch.func.jvp(lambda e: attend(query, key, value, e), (table,), (table,))
+    dense: Any = partial(attend, query, key, value, implementation="reference")
+    tangent = torch.func.jvp(dense, (table,), (query[0, 0, :9],))[1]
+    small = 1e-6 * query[0, 0, :9]
+    difference = attend(query, key, value, table + small) - attend(query, key, value, table - small)
+    torch.testing.assert_close(tangent, difference / 2e-6, rtol=1e-6, atol=1e-7)
 
 
 def test_flop_counter() -> None:
