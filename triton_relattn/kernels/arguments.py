@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from ..dropout import keep_scale, largest_dropped
 from ..spec import AttentionSpec, AttentionTensors
 from . import configs
+from .fitting import DoesNotFit, Place, current
 
 SMALLEST_SCALE = 2.0**-60
 
@@ -70,6 +72,7 @@ class Call:
         self.spec = spec
         self.arch = configs.architecture(query.device)
         self.dtype = query.dtype
+        self.selected: dict[str, Place] = {}  # by kernel: what tile has chosen itself
         self.outside = spec.outside(tensors.query_offsets is None) if tensors.has_table else None
         rel_query = query if tensors.rel_query is None else tensors.rel_query
         self.widths = {"HEAD_DIM": query.shape[-1], "VALUE_DIM": value.shape[-1], "REL_DIM": rel_query.shape[-1]}
@@ -128,12 +131,29 @@ class Call:
             "WIDE_INDEX": wide_index,
         }
 
+    def launch(self, name: str, kernel: Any, config: configs.TileConfig, programs: int, *arguments: Any, **options: Any) -> None:
+        """Launch one of configs.KERNELS, in so many programs, with what all kernels share.
+
+        Raises:
+            DoesNotFit: a selected configuration does not fit the GPU (OutOfResources: one that was asked for).
+        """
+        of_tile = tile_arguments(config, walks_keys=name in ("forward", "rows"))
+        try:
+            kernel[(programs,)](*arguments, **options, **self.arguments, **of_tile)
+        except OutOfResources as error:
+            if name not in self.selected:
+                raise
+            raise DoesNotFit(self.selected[name], error) from None
+
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
         """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
         if config is None:
             is_causal = self.spec.window_right >= 0
             width, length = max(self.widths.values()), max(self.spec.max_seqlen_q, self.spec.max_seqlen_k)
-            return configs.select(kernel, self.arch, self.dtype, width, self.outside, is_causal, self.special, length)
+            kind = (self.arch, self.dtype, width, self.outside, is_causal, self.special)
+            config = current(Place(kernel, kind, configs.select(kernel, *kind, length)))
+            self.selected[kernel] = Place(kernel, kind, config)
+            return config
         if reason := config.why_invalid(self.arch, self.outside is not None):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

@@ -10,13 +10,15 @@ import triton
 from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs
-from .arguments import Call, strided, tile_arguments
+from .arguments import Call, strided
 from .band import clamp_margin
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
 from .bwd_table import table_ends_kernel, table_kernel
+from .fitting import until_it_fits
 
 
+@until_it_fits
 def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor,
@@ -81,14 +83,13 @@ def backward(
             far_values, far_kept = (new(per_side, dtype=torch.float32) for _ in range(2))
 
     def run_rows(out: torch.Tensor | None, d_query: torch.Tensor | None, d_rel_query: torch.Tensor | None) -> None:
-        grid = (triton.cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads,)
-        rows_kernel[grid](
+        programs = triton.cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads
+        call.launch(
+            *("rows", rows_kernel, tiles["rows"], programs),
             *inputs,
             *map(strided, (out, d_out, d_query, d_rel_query, lse)),
             statistics,
             *map(strided, (d_lse, delta, far_scores, far_values, far_sums, far_kept)),
-            **call.arguments,
-            **tile_arguments(tiles["rows"], walks_keys=True),
         )
 
     if any(gradient is not None for name, gradient in gradients.items() if name != "value") or call.outside == "clamp":
@@ -98,14 +99,13 @@ def backward(
         else:
             run_rows(out, *rows_gradients)
     if any(gradient is not None for gradient in columns_gradients):
-        grid = (triton.cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads,)
-        columns_kernel[grid](
+        programs = triton.cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads
+        call.launch(
+            *("columns", columns_kernel, tiles["columns"], programs),
             *inputs,
             *map(strided, (d_out, *columns_gradients, lse)),
             statistics,
             *map(strided, (delta, far_scores, far_values)),
-            **call.arguments,
-            **tile_arguments(tiles["columns"]),
         )
     if wants_tables:
         # Tables that the heads share get a sum for each head where another table has one.
@@ -130,7 +130,8 @@ def backward(
             )
             if name in wants_tables
         }
-        table_kernel[(programs * splits,)](
+        call.launch(
+            *("table", table_kernel, tiles["table"], programs * splits),
             *inputs,
             *map(strided, (d_out, partials.get("rel_key"), partials.get("rel_value"), partials.get("rel_bias"), lse)),
             statistics,
@@ -140,8 +141,6 @@ def backward(
             PER_HEAD=per_head,
             ROWS_BLOCK_M=tiles["rows"].block_m,
             ROWS_BLOCK_N=tiles["rows"].block_n,
-            **call.arguments,
-            **tile_arguments(tiles["table"]),
         )
         if call.outside == "clamp":
             ends = (

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..results import new_like
 from ..spec import AttentionSpec, AttentionTensors
-from .arguments import Call, strided, tile_arguments
+from .arguments import Call, strided
 from .band import (
     FAR,
     NEAR,
@@ -27,6 +27,7 @@ from .band import (
 )
 from .configs import TileConfig
 from .dropout import kept
+from .fitting import until_it_fits
 from .masking import first_key, last_key, locate
 from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, is_linear, softmax_update, tile_scores
 from .tiles import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
@@ -183,6 +184,7 @@ def forward_kernel(
         tl.store(side_vector(statistics, place.entry, head, 1, place.query_start) + offs_m, log_sum, mask=valid_m)
 
 
+@until_it_fits
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -202,13 +204,12 @@ def forward(
             rel_query = query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
             tensors, spec = tensors._replace(query=-query, rel_query=rel_query), replace(spec, scale=-spec.scale)
         call = Call(tensors, spec, (out,))
-        config = call.tile("forward", config)
-        grid = (triton.cdiv(spec.max_seqlen_q, config.block_m) * call.num_sequences * heads,)
-        forward_kernel[grid](
+        tile = call.tile("forward", config)
+        programs = triton.cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
+        call.launch(
+            *("forward", forward_kernel, tile, programs),
             *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),
             *map(strided, (call.rel_key, call.rel_value, call.rel_bias, call.attn_mask)),
             *map(strided, (out, lse, statistics)),
-            **call.arguments,
-            **tile_arguments(config, walks_keys=True),
         )
     return out, lse, query.new_empty(0, dtype=torch.float32) if statistics is None else statistics

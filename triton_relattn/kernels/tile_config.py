@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KERNELS = ("forward", "rows", "columns", "table")
 MAX_BLOCK = 256
@@ -21,6 +21,16 @@ class TileConfig:
     num_warps: int
     num_stages: int
     carry: str | None = "scores"
+
+    def smaller(self) -> TileConfig | None:
+        """What needs less of a multiprocessor: a stage less, or half the tile; None: nothing does. Still valid with a table."""
+        if self.num_stages > 1:
+            return replace(self, num_stages=self.num_stages - 1)
+        if max(self.block_m, self.block_n) <= 16:
+            return None
+        if self.block_m > self.block_n:
+            return replace(self, block_m=self.block_m // 2)
+        return replace(self, block_n=self.block_n // 2)
 
     def why_invalid(self, arch: str, has_table: bool) -> str | None:
         """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""

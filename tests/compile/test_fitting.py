@@ -1,0 +1,90 @@
+"""Configurations that do not fit: a GPU with little shared memory, played by what records the launches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
+
+from bench.compiled import Launch, recorded_launches, selected
+from bench.features import call
+from triton_relattn.kernels import fitting
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
+
+LENGTH, LIMIT = 512, 16_000
+
+
+@pytest.fixture(autouse=True)
+def nothing_replaced() -> Iterator[None]:
+    fitting._replacements.clear()
+    yield
+    fitting._replacements.clear()
+
+
+@contextmanager
+def little_memory(limit: int) -> Iterator[list[Launch]]:
+    """A GPU whose programs can have so many bytes of shared memory."""
+    with recorded_launches("sm_90") as launches:
+        record = CompiledKernel.run
+
+        def run(kernel: CompiledKernel) -> object:
+            if kernel.metadata.shared > limit:
+                raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+            return record.fget(kernel)
+
+        CompiledKernel.run = property(run)
+        yield launches
+
+
+@pytest.mark.parametrize("features", ["clamp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full causal", "none"))])
+def test_a_smaller_one_takes_its_place(features: str) -> None:
+    """In all kernels, with a warning that says which; grids follow; later calls, of other lengths too, begin with it."""
+    tensors, spec = call(features, torch.bfloat16, 64, length=LENGTH)
+    lse = torch.empty(tensors.query.shape[:3])
+    with little_memory(LIMIT) as launches:
+        with pytest.warns(
+            RuntimeWarning, match=r"forward: TileConfig\(.*\) does not fit this GPU .*; TileConfig\(.*\) is used instead"
+        ):
+            forward(tensors, spec)
+        with pytest.warns(RuntimeWarning, match="columns: .* does not fit"):
+            backward(tensors.query, lse, tensors.query, lse, None, tensors, spec)
+        assert all(launch.kernel.metadata.shared <= LIMIT for launch in launches)
+        tiles = {kernel: selected(kernel, "sm_90", tensors, spec) for kernel in ("forward", "rows", "columns")}
+        grids = {launch.name: launch.grid[0] for launch in launches}
+        assert grids["forward"] == 2 * triton.cdiv(LENGTH, tiles["forward"].block_m)
+        assert grids["rows"] == 2 * triton.cdiv(LENGTH, tiles["rows"].block_m)
+        assert grids["columns"] == 2 * triton.cdiv(LENGTH, tiles["columns"].block_n)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            forward(*call(features, torch.bfloat16, 64, length=LENGTH - 100))
+            backward(tensors.query, lse, tensors.query, lse, None, tensors, spec)
+
+
+def test_nothing_fits() -> None:
+    """Triton's error once there is nothing smaller, and at once for a configuration that was asked for."""
+    tensors, spec = call("full", torch.bfloat16, 64, length=LENGTH)
+    with little_memory(10), pytest.raises(OutOfResources), pytest.warns(RuntimeWarning, match="does not fit"):
+        forward(tensors, spec)
+    with little_memory(10), pytest.raises(OutOfResources), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward(tensors, spec, TileConfig(64, 64, 4, 2))
+
+
+def test_smaller_ones_stay_valid() -> None:
+    """Down to the smallest, with a table and without."""
+    for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None)):
+        steps = 0
+        smaller: TileConfig | None = config
+        while smaller is not None:
+            assert smaller.why_invalid("sm_90", True) is None
+            assert (smaller.num_warps, smaller.carry) == (config.num_warps, config.carry)
+            last, smaller, steps = smaller, smaller.smaller(), steps + 1
+        assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1) and steps < 9

@@ -1,0 +1,50 @@
+"""When configurations do not fit and smaller ones take their place, results are those of the smaller ones, from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from tests.interpreter.launch import check_every_term
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import fitting
+from triton_relattn.kernels.arguments import Call
+from triton_relattn.kernels.fitting import DoesNotFit
+from triton_relattn.testing import make_inputs
+
+CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
+
+
+@pytest.fixture
+def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """The largest block_m that each kernel is launched in; larger ones are refused as a GPU does."""
+    limits = {"forward": 32, "rows": 16, "columns": 32, "table": 16}
+    launch = Call.launch
+
+    def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:
+        if config.block_m > limits[name]:
+            raise DoesNotFit(call.selected[name], OutOfResources(99, 1, "shared memory"))
+        launch(call, name, kernel, config, *others, **options)
+
+    monkeypatch.setattr(Call, "launch", refuse)
+    fitting._replacements.clear()
+    yield limits
+    fitting._replacements.clear()
+
+
+@pytest.mark.parametrize("positions", [CLAMP, ZERO], ids=["clamp", "zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_results_in_smaller_configurations(dtype: torch.dtype, positions: RelativePositions, largest: dict[str, int]) -> None:
+    """All terms; in float16 also the detour of a large ratio of scales. A launcher that begins again forgets the attempt."""
+    options: dict[str, Any] = {"rel_value": True, "rel_bias": True} if dtype == torch.float32 else {}
+    inputs = make_inputs(2, 2, 70, 83, 16, num_rows=11, dtype=dtype, seed=1, **options)
+    arguments: dict[str, Any] = {"positions": positions, "key_lengths": torch.tensor([83, 40]), "is_causal": True}
+    arguments |= {"query_offset": 13} | ({} if dtype == torch.float32 else {"scale": 0.02, "rel_scale": 0.25})
+    with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
+        check_every_term(inputs, None, **arguments)
+    replaced = {place.kernel for place in fitting._replacements}
+    assert replaced == set(largest)

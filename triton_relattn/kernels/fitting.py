@@ -1,0 +1,64 @@
+"""If a configuration turns out not to fit a GPU, a smaller one takes its place, in this call and in all later ones."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from triton.runtime.errors import OutOfResources
+
+from .tile_config import TileConfig
+
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Place:
+    """A selected configuration, and the kind of call that it is selected for."""
+
+    kernel: str
+    kind: tuple[Any, ...]
+    config: TileConfig
+
+
+_replacements: dict[Place, TileConfig] = {}
+
+
+class DoesNotFit(Exception):
+    """A launch failed for lack of shared memory or other resources of a multiprocessor."""
+
+    def __init__(self, place: Place, cause: OutOfResources) -> None:
+        super().__init__(place, cause)
+        self.place, self.cause = place, cause
+
+
+def current(place: Place) -> TileConfig:
+    """The configuration itself, or what has taken its place."""
+    while place in _replacements:
+        place = Place(place.kernel, place.kind, _replacements[place])
+    return place.config
+
+
+def until_it_fits(launcher: Launcher) -> Launcher:
+    """A launcher that begins again, with a smaller configuration, whenever one that was selected does not fit.
+
+    Raises OutOfResources if not even the smallest one fits.
+    """
+
+    @functools.wraps(launcher)
+    def run(*arguments: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return launcher(*arguments, **options)
+            except DoesNotFit as error:
+                place, smaller = error.place, error.place.config.smaller()
+                if smaller is None:
+                    raise error.cause from None
+                text = f"{place.kernel}: {place.config} does not fit this GPU ({error.cause}); {smaller} is used instead"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                _replacements[place] = smaller
+
+    return run  # type: ignore[return-value]
