@@ -26,9 +26,10 @@ def exponent(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def points(rows: Sequence[Row], method: str, direction: str, column: str) -> list[tuple[int, float]]:
-    """Length and value of what was measured, shortest first."""
+    """Length and value of what was measured, shortest first; without peaks so small that they drown in other memory."""
     of_method = (row for row in rows if (row["method"], row["direction"]) == (method, direction) and row[column])
-    return sorted((int(row["seqlen"]), float(row[column])) for row in of_method)
+    values = ((int(row["seqlen"]), float(row[column])) for row in of_method)
+    return sorted((length, value) for length, value in values if value > 0)
 
 
 def across_methods(rows: Sequence[Row], direction: str, column: str, show: Callable[[float, float | None], str]) -> str:

@@ -175,9 +175,15 @@ def test_exponent() -> None:
     assert summary.exponent([(256, 3.0)]) is None and summary.exponent([]) is None
 
 
-def test_plot_from_csv_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("smallest", [1000, 0, -4096])
+def test_plot_from_csv_alone(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a peak of a short length is nothing, or less than what was there before: it is left out."""
     ladder(monkeypatch, 32, 64)
-    monkeypatch.setattr(memory, "in_own_process", in_process)
+
+    def measured(case: Case, *others: Any) -> dict[str, Any]:
+        return {"status": "ok", "peak_bytes": smallest} if case.length == 32 else in_process(case, *others)
+
+    monkeypatch.setattr(memory, "in_own_process", measured)
     files = {verb: str(tmp_path / f"{verb}.csv") for verb in ("speed", "memory")}
     of_verb = {"speed": ["--seconds", "0"], "memory": []}
     for verb, path in files.items():

@@ -25,7 +25,7 @@ BASELINE_STYLE = {"linewidth": 1.6, "markersize": 5.5, "zorder": 3}
 
 
 def _powers(low: float, high: float, base: float, unit: float) -> list[float]:
-    """Ticks unit * base^k, from the last one below low to the first one above high."""
+    """Ticks unit * base^k, from the last one below low to the first one above high; both are positive."""
     tick = unit
     while tick > low:
         tick /= base
