@@ -41,7 +41,7 @@ BUDGET = ROOT / "bench" / "budgets" / f"triton-{'.'.join(triton.__version__.spli
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel to compile; dtype is one of DTYPES, features one of FEATURES."""
 
     kernel: str
@@ -60,7 +60,7 @@ class Case:
         return selected(self.kernel, self.target, *self.call)
 
     @property
-    def plain(self) -> Case:
+    def plain(self) -> KernelCase:
         """The same without any table."""
         return replace(self, features="none causal" if self.features.endswith(" causal") else "none")
 
@@ -68,11 +68,11 @@ class Case:
         return " ".join(map(str, astuple(self)))
 
 
-KEYS = tuple(field.name for field in fields(Case))
+KEYS = tuple(field.name for field in fields(KernelCase))
 
 
 @functools.cache
-def used_by(case: Case, config: configs.TileConfig) -> Resources:
+def used_by(case: KernelCase, config: configs.TileConfig) -> Resources:
     """What the kernel takes with this configuration."""
     return resources(compiled(case.kernel, case.target, *case.call, config))
 
@@ -84,7 +84,7 @@ def counts(used: Resources) -> dict[str, int]:
     return dict(zip(COUNTS, numbers, strict=True))
 
 
-def row(case: Case) -> dict[str, Any]:
+def row(case: KernelCase) -> dict[str, Any]:
     """The columns of COLUMNS; of a kernel that does not compile the first ones, and why."""
     result: dict[str, Any] = {**asdict(case), "status": "ok"}
     try:
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
     cases = [
-        Case(kernel, target, dtype, head_dim, name)
+        KernelCase(kernel, target, dtype, head_dim, name)
         for target, dtype, head_dim, name, kernel in product(
             options.targets, options.dtypes, options.head_dims, options.features, options.kernels
         )
@@ -152,13 +152,13 @@ def write_budget(rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(budget.values())
 
 
-def budgets() -> dict[Case, dict[str, Any]]:
+def budgets() -> dict[KernelCase, dict[str, Any]]:
     """The rows of BUDGET; none if there is no such file."""
     return {key(row): row for row in read(BUDGET)} if BUDGET.exists() else {}
 
 
-def key(row: dict[str, Any]) -> Case:
-    return Case(row["kernel"], row["target"], row["dtype"], int(row["head_dim"]), row["features"])
+def key(row: dict[str, Any]) -> KernelCase:
+    return KernelCase(row["kernel"], row["target"], row["dtype"], int(row["head_dim"]), row["features"])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

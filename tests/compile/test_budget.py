@@ -12,7 +12,7 @@ import triton
 
 from bench import features
 from bench.cases import DTYPES
-from bench.compile import BUDGET, Case, budgets, counts, used_by
+from bench.compile import BUDGET, KernelCase, budgets, counts, used_by
 from bench.compiled import SHARED_MEMORY, Resources, compiled, resources
 from triton_relattn.demo.report import table
 from triton_relattn.kernels.configs import KERNELS, TileConfig
@@ -32,9 +32,9 @@ needs_budget = pytest.mark.skipif(
 )
 
 
-def cases(target: str, name: str, head_dim: int) -> list[Case]:
+def cases(target: str, name: str, head_dim: int) -> list[KernelCase]:
     kernels = (kernel for kernel in KERNELS if kernel != "table" or not name.startswith("none"))
-    return [Case(kernel, target, "bf16", head_dim, name) for kernel in kernels]
+    return [KernelCase(kernel, target, "bf16", head_dim, name) for kernel in kernels]
 
 
 def worse(target: str, budget: Mapping[str, Any], config: TileConfig, used: Resources) -> list[tuple[str, str, str]]:
