@@ -14,7 +14,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import features
-from bench.compile import Case, used_by
+from bench.compile import KernelCase, used_by
 from bench.compiled import (
     MULTIPROCESSORS,
     SHARED_MEMORY,
@@ -53,8 +53,8 @@ def launches(
     return recorded
 
 
-def case(kernel: str, target: str, width: int, table: str) -> Case:
-    return Case(kernel, target, "bf16", width, table)
+def case(kernel: str, target: str, width: int, table: str) -> KernelCase:
+    return KernelCase(kernel, target, "bf16", width, table)
 
 
 def compiled(kernel: str, target: str, width: int, table: str) -> Resources:

@@ -10,7 +10,7 @@ import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
-from bench.compile import Case, used_by
+from bench.compile import KernelCase, used_by
 from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, selected
 from bench.features import LENGTH, TABLES, call
 from triton_relattn import validation
@@ -24,8 +24,8 @@ on_triton_3_7 = pytest.mark.skipif(
 )
 
 
-def case(target: str, width: int, table: str) -> Case:
-    return Case("forward", target, "bf16", width, table)
+def case(target: str, width: int, table: str) -> KernelCase:
+    return KernelCase("forward", target, "bf16", width, table)
 
 
 def launch(target: str, dtype: torch.dtype, width: int, features: str) -> tuple[configs.TileConfig, CompiledKernel]:
