@@ -118,6 +118,7 @@ def run_parts(options: argparse.Namespace, report: Report) -> None:
                 report.failed += 1
                 report.say(f"{part}: {traceback.format_exc()}")
             report.say(f"{part}: {time.monotonic() - started:.0f} s")
+        options.verified = "correctness" in options.parts and part != "tests" and report.failed == 0
 
 
 def finish(report: Report) -> None:
@@ -135,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not(options.device):
         print(reason)
         return 2
+    options.verified = False
     options.arch = configs.architecture(torch.device(options.device))
     signal.signal(signal.SIGTERM, interrupt)
     report = Report(options)

@@ -32,9 +32,9 @@ def _speed_cases() -> list[Case]:
 
 
 def _options(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """Those of the verbs. Whether the numbers are verified is for the part "correctness" to say."""
-    usual = {"methods": list(METHODS), "directions": list(timing.DIRECTIONS), "seconds": SECONDS_A_CASE, "no_verify": True}
-    usual |= {"memory_limit": 4 << 30} | ({"seconds": 0.0} if options.tiny else {})
+    """Those of the verbs. Numbers are verified if the part "correctness" has run before and nothing has failed."""
+    usual = {"methods": list(METHODS), "directions": list(timing.DIRECTIONS), "seconds": SECONDS_A_CASE}
+    usual |= {"no_verify": not options.verified, "memory_limit": 4 << 30} | ({"seconds": 0.0} if options.tiny else {})
     return argparse.Namespace(**{**vars(options), **usual, **changes})
 
 
