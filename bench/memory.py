@@ -19,7 +19,7 @@ from .memory_limit import limit_memory
 from .methods import METHODS
 from .options import add_measured
 from .rows import ROOT, Table, progress, stamp
-from .speed import COLUMNS, kind_of, new_row, remember_failures
+from .speed import COLUMNS, Failures, new_row
 
 DIRECTIONS = ("forward", "forward+backward")
 WARM_UP_LENGTH = 64  # what torch and its libraries set up once, they have set up before
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     chosen = cases.choose(options.cases or ["cpu" if options.device == "cpu" else "memory"], options.lengths)
     table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
-    not_tried: dict[str, dict[str, dict[str, str]]] = {direction: {} for direction in DIRECTIONS}
+    failures = {direction: Failures() for direction in DIRECTIONS}
     points = [
         (case, method, direction)
         for case in sorted(chosen, key=lambda case: case.length)
@@ -102,9 +102,8 @@ def run(options: argparse.Namespace) -> int:
             label=lambda point: f"{point[1]}, {point[0].length}, {point[2]}",
             work=lambda point: 0 if METHODS[point[1]].why_not(point[0], options.device) else 4096**2 + point[0].length ** 2,
         ):
-            failed = not_tried[direction]
-            row = measure(case, method, direction, options, failed.get(kind_of(case), {}))
-            remember_failures([row], failed, case)
+            row = measure(case, method, direction, options, failures[direction].of(case))
+            failures[direction].remember(case, [row])
             table.add(row)
     except KeyboardInterrupt:
         print("interrupted; what has been measured is kept")

@@ -29,15 +29,12 @@ class Method:
     what: str
     make: Callable[[Case], Function]
     """Raises ImportError or NotImplementedError if it cannot."""
-    limits: Callable[[Case, str], str | None]
+    why_not: Callable[[Case, str], str | None]
     """Why it does not apply to a case on a device; None if it does."""
 
     @property
     def has_table(self) -> bool:
         return self.kind != "bound"
-
-    def why_not(self, case: Case, device: str) -> str | None:
-        return self.limits(case, device)
 
 
 def ours(case: Case, has_table: bool = True, implementation: str | None = None) -> Function:

@@ -25,13 +25,8 @@ SECONDS_A_CASE, ROUNDS = 15.0, 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measured(parser, None)
-    add_list(
-        parser,
-        "directions",
-        (*timing.DIRECTIONS, *timing.PARTS),
-        None,
-        "default: all that models have, on a CPU without backward",
-    )
+    usual = f"default: {', '.join(timing.DIRECTIONS)}, on a CPU without backward"
+    add_list(parser, "directions", (*timing.DIRECTIONS, *timing.PARTS), None, usual)
     parser.add_argument("--seconds", type=float, default=SECONDS_A_CASE, help="timing of one case (%(default)s)")
 
 
@@ -58,16 +53,20 @@ def measure(case: Case, options: argparse.Namespace, not_tried: dict[str, str]) 
     return rows
 
 
-def remember_failures(rows: Iterable[dict[str, Any]], not_tried: dict[str, dict[str, str]], case: Case) -> None:
-    """Methods that ran out of memory are not tried at longer lengths of the same kind."""
-    for row in rows:
-        if row["status"].startswith(timing.OUT_OF_MEMORY):
-            not_tried.setdefault(kind_of(case), {})[row["method"]] = f"not tried: {row['status']} at {case.length}"
+class Failures:
+    """Methods that ran out of memory: they are not tried at longer lengths of the same kind."""
 
+    def __init__(self) -> None:
+        self._of_kind: dict[Case, dict[str, str]] = {}
 
-def kind_of(case: Case) -> str:
-    """Cases that differ in length alone, at as many tokens or at as many sequences, have this in common."""
-    return str(case.resized(1, batch=1, heads=1))
+    def of(self, case: Case) -> dict[str, str]:
+        """By method, why it is not tried. Cases that differ in length and in the number of sequences and heads are of a kind."""
+        return self._of_kind.setdefault(case.resized(1, batch=1, heads=1, group=""), {})
+
+    def remember(self, case: Case, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            if row["status"].startswith(timing.OUT_OF_MEMORY):
+                self.of(case)[row["method"]] = f"not tried: {row['status']} at {case.length}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,11 +79,11 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cpu":
         limit_memory(options.memory_limit)
     table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
-    not_tried: dict[str, dict[str, str]] = {}
+    failures = Failures()
     try:
         for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):
-            rows = measure(case, options, not_tried.get(kind_of(case), {}))
-            remember_failures(rows, not_tried, case)
+            rows = measure(case, options, failures.of(case))
+            failures.remember(case, rows)
             for row in rows:
                 table.add(row)
     except KeyboardInterrupt:

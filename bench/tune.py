@@ -68,15 +68,12 @@ class Task:
     @property
     def key(self) -> profiles.Key:
         call = self.call
-        length = max(call.spec.max_seqlen_q, call.spec.max_seqlen_k)
-        causal = call.spec.window_right >= 0
-        width = max(call.widths.values())
-        return configs.profile_key(self.kernel, self.arch, call.dtype, width, call.outside, causal, call.special, length)
+        return configs.profile_key(self.kernel, *call.kind, call.length)
 
     @property
     def default(self) -> TileConfig:
-        key = self.key
-        return configs.select(self.kernel, self.arch, self.call.dtype, key.width, key.outside, key.is_causal, key.special)
+        """Whatever the profiles say."""
+        return configs.select(self.kernel, *self.call.kind)
 
     def __str__(self) -> str:
         return f"{self.kernel}, {self.case}" + " without table" * (not self.has_table)
@@ -220,9 +217,10 @@ def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[
     return list(tasks.values())
 
 
-def is_known(task: Task, profile: Path) -> bool:
-    """Whether a profile has it already."""
-    return task.key in profiles.load(profile)
+def unknown(tasks: Sequence[Task], profile: Path) -> list[Task]:
+    """Those that a profile does not have yet."""
+    known = profiles.load(profile)
+    return [task for task in tasks if task.key not in known]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,9 +246,7 @@ def prepare(options: argparse.Namespace) -> list[Task]:
     arch = configs.architecture(torch.device("cuda")) if options.device == "cuda" else options.target or "sm_90"
     options.profile = options.profile or profiles.user_profile_path(arch)
     tasks = tasks_of(cases.choose(options.cases, options.lengths), options.kernels, arch)
-    if options.device == "cuda" and not options.again:
-        tasks = [task for task in tasks if not is_known(task, options.profile)]
-    return tasks
+    return unknown(tasks, options.profile) if options.device == "cuda" and not options.again else tasks
 
 
 def run(options: argparse.Namespace) -> int:

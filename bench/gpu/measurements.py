@@ -68,14 +68,14 @@ def measure_speed(options: argparse.Namespace, report: Report, deadline: float) 
             if problem:
                 report.say(f"  compiling for {case}: {problem}")
         report.say(f"speed: {time.monotonic() - started:.0f} s to compile")
-    not_tried: dict[str, dict[str, str]] = {}
+    failures = speed.Failures()
     first = len(report.measured.rows)
     for case, methods in every:
         if time.monotonic() > deadline:
             break
-        rows = speed.measure(case, _options(options, methods=methods), not_tried.get(speed.kind_of(case), {}))
+        rows = speed.measure(case, _options(options, methods=methods), failures.of(case))
         parts = speed.measure(case, _options(options, methods=OURS_ALONE, directions=list(timing.PARTS)), {})
-        speed.remember_failures(rows, not_tried, case)
+        failures.remember(case, rows)
         for row in rows + parts:
             report.add_measured(row)
         done += 1
@@ -87,14 +87,13 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
     """Peaks against the length, until the methods fail, and past that."""
     every = TINY[:1] if options.tiny else [*choose(["memory"]), *(replace(case, rows=CLIPPED) for case in choose(["memory"]))]
     first = len(report.measured.rows)
-    not_tried: dict[str, dict[str, dict[str, str]]] = {direction: {} for direction in memory.DIRECTIONS}
+    failures = {direction: speed.Failures() for direction in memory.DIRECTIONS}
     for case in sorted(every, key=lambda case: case.length):
         for method in PEAKS[:1] if options.tiny else PEAKS:
             for direction in memory.DIRECTIONS:
                 if time.monotonic() < deadline:
-                    failed = not_tried[direction]
-                    row = memory.measure(case, method, direction, _options(options), failed.get(speed.kind_of(case), {}))
-                    speed.remember_failures([row], failed, case)
+                    row = memory.measure(case, method, direction, _options(options), failures[direction].of(case))
+                    failures[direction].remember(case, [row])
                     report.add_measured(row)
     report.say(summary.memory(report.measured.rows[first:]))
 
@@ -136,17 +135,15 @@ def _as_they_are(_: object, tiles: Sequence[configs.TileConfig]) -> list[dict[st
 
 def search(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """The best configurations of the main cases, for the profile."""
-    arch = options.arch
     every = TINY[:1] if options.tiny else [*choose(["long"])[:4], *choose(["speech"])[:2], *choose(["inkling"])]
     profile, timed = report.folder / "profile.json", 2 if options.tiny else 6
     of_search = _options(options, timed=timed, seconds=0.0 if options.tiny else 1.0, profile=profile)
     results = Table(tune.COLUMNS, report.stamp, report.raw / "tune.csv", append=True)
-    tasks = [task for task in tune.tasks_of(every, configs.KERNELS, arch) if not tune.is_known(task, of_search.profile)]
-    done: Sequence[tune.Task] = []
+    tasks, done = tune.unknown(tune.tasks_of(every, configs.KERNELS, options.arch), of_search.profile), 0
     with processes(options.jobs) as compile_all:
         for task in tasks:
             if time.monotonic() < deadline:
                 tune.tune(task, of_search, compile_all if options.device == "cuda" else _as_they_are, results)
-                done = [*done, task]
+                done += 1
     report.say(tune.summary(results.rows))
-    report.say(f"tune: {len(done)} of {len(tasks)} kernels")
+    report.say(f"tune: {done} of {len(tasks)} kernels")

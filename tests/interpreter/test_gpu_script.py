@@ -112,7 +112,7 @@ def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     milliseconds[tiles[1]] = 9.9  # as good as the default
     tune.tune(task, options, lambda _, tiles: [{"status": "ok", "instructions_per_score": 1.0} for _ in tiles], results)
     assert profiles.load(options.profile) == {task.key: tiles[0]}
-    assert tune.is_known(task, options.profile)
+    assert tune.unknown([task], options.profile) == []
 
 
 def test_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

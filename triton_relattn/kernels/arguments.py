@@ -131,6 +131,17 @@ class Call:
             "WIDE_INDEX": wide_index,
         }
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What configs.select distinguishes, besides the kernel and the length."""
+        is_causal = self.spec.window_right >= 0
+        return self.arch, self.dtype, max(self.widths.values()), self.outside, is_causal, self.special
+
+    @property
+    def length(self) -> int:
+        """Of the longest sequence, of queries or keys."""
+        return max(self.spec.max_seqlen_q, self.spec.max_seqlen_k)
+
     def launch(self, name: str, kernel: Any, config: configs.TileConfig, programs: int, *arguments: Any, **options: Any) -> None:
         """Launch one of configs.KERNELS, in so many programs, with what all kernels share.
 
@@ -148,12 +159,9 @@ class Call:
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
         """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
         if config is None:
-            is_causal = self.spec.window_right >= 0
-            width, length = max(self.widths.values()), max(self.spec.max_seqlen_q, self.spec.max_seqlen_k)
-            kind = (self.arch, self.dtype, width, self.outside, is_causal, self.special)
-            config = current(Place(kernel, kind, configs.select(kernel, *kind, length)))
-            self.selected[kernel] = Place(kernel, kind, config)
-            return config
+            place = current(Place(kernel, self.kind, configs.select(kernel, *self.kind, self.length)))
+            self.selected[kernel] = place
+            return place.config
         if reason := config.why_invalid(self.arch, self.outside is not None):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

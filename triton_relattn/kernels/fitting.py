@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from triton.runtime.errors import OutOfResources
@@ -24,7 +24,7 @@ class Place:
     config: TileConfig
 
 
-_replacements: dict[Place, TileConfig] = {}
+_replacements: dict[Place, Place] = {}
 
 
 class DoesNotFit(Exception):
@@ -35,11 +35,11 @@ class DoesNotFit(Exception):
         self.place, self.cause = place, cause
 
 
-def current(place: Place) -> TileConfig:
-    """The configuration itself, or what has taken its place."""
+def current(place: Place) -> Place:
+    """The place with its own configuration, or with what has taken that one's."""
     while place in _replacements:
-        place = Place(place.kernel, place.kind, _replacements[place])
-    return place.config
+        place = _replacements[place]
+    return place
 
 
 def until_it_fits(launcher: Launcher) -> Launcher:
@@ -59,6 +59,6 @@ def until_it_fits(launcher: Launcher) -> Launcher:
                     raise error.cause from None
                 text = f"{place.kernel}: {place.config} does not fit this GPU ({error.cause}); {smaller} is used instead"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
-                _replacements[place] = smaller
+                _replacements[place] = replace(place, config=smaller)
 
     return run  # type: ignore[return-value]
