@@ -1,0 +1,224 @@
+"""Models of Hugging Face transformers, randomly initialised, whose relative attention ``integrations.transformers`` runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model, of real width or small.
+
+    model, config: their names in ``transformers.models.<folder>``. layers: the name of their number in the config. real, small:
+    what differs from the defaults of the config, which are those of a published model. stock: the implementation that computes
+    what the model means to compute.
+    """
+
+    name: str
+    folder: str
+    model: str
+    config: str
+    small: Sizes
+    inputs: Callable[[Any, int, torch.Tensor], dict[str, Any]]
+    real: Sizes = field(default_factory=dict)
+    layers: str = "num_hidden_layers"
+    stock: str = "eager"
+
+    def build(self, *, small: bool = False, layers: int = 1, implementation: str | None = None, **changes: Any) -> nn.Module:
+        """A model in eval mode; torch's generator decides its parameters. changes: further ones of the config."""
+        sizes = {**(self.small if small else self.real), self.layers: layers, **changes}
+        config = self._find(f"configuration_{self.folder}", self.config)(**sizes)
+        modeling = self._find(f"modeling_{self.folder}", self.model)
+        if hasattr(modeling, "_from_config"):
+            return modeling._from_config(config, attn_implementation=implementation or self.stock).eval()
+        config._attn_implementation = implementation or self.stock
+        return modeling(config).eval()
+
+    def _find(self, file: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"transformers.models.{self.folder}.{file}"), name)
+
+    def make(self, model: nn.Module, length: int, lengths: list[int]) -> dict[str, Any]:
+        """The arguments of the model's forward for sequences of these lengths, padded to length, as its attention counts them."""
+        return self.inputs(model.config, length, torch.tensor(lengths))
+
+
+def _exist(lengths: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, length) bool: True of what is no padding."""
+    return torch.arange(length) < lengths[:, None]
+
+
+def _features(name: str, reduction: int = 1) -> Callable[[Any, int, torch.Tensor], dict[str, Any]]:
+    """Frames of as many numbers as the config says under name, reduction of them for each that the attention sees."""
+
+    def inputs(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+        features = torch.randn(len(lengths), length * reduction, getattr(config, name))
+        return {"input_features": features, "attention_mask": _exist(lengths * reduction, length * reduction).long()}
+
+    return inputs
+
+
+def _spectrogram(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    features = torch.randn(len(lengths), 4 * length, config.subsampling_conv_channels[0])
+    return {"input_features": features, "attention_mask": _exist(4 * lengths, 4 * length)}
+
+
+def _hidden(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(len(lengths), length, config.hidden_size),
+        "attention_mask": _exist(lengths, length),
+    }
+
+
+def _tokens(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    tokens = torch.randint(1, config.vocab_size, (len(lengths), length))
+    return {"input_ids": tokens, "attention_mask": _exist(lengths, length).long()}
+
+
+def _phonemes(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    arguments = _tokens(config, length, lengths)
+    return {**arguments, "padding_mask": arguments["attention_mask"][..., None].float()}
+
+
+CONFORMER = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "conv_depthwise_kernel_size": 7}
+SEAMLESS = {
+    "hidden_size": 32,
+    "speech_encoder_attention_heads": 4,
+    "speech_encoder_intermediate_size": 48,
+    "feature_projection_input_dim": 12,
+    "conv_depthwise_kernel_size": 7,
+    "adaptor_kernel_size": 4,
+    "adaptor_stride": 4,
+}
+TABLE = {"left_max_position_embeddings": 6, "right_max_position_embeddings": 2}
+BERT = ("wav2vec2_bert", "Wav2Vec2BertModel", "Wav2Vec2BertConfig")
+# Time is masked at random in training, by numpy's generator: not what is compared.
+STEADY = {"apply_spec_augment": False}
+EVERY = (
+    Family(
+        "wav2vec2_bert",
+        *BERT,
+        {**CONFORMER, **TABLE, "feature_projection_input_dim": 12, "output_hidden_size": 32, **STEADY},
+        _features("feature_projection_input_dim"),
+        STEADY,
+    ),
+    Family(
+        "wav2vec2_bert_relative",
+        *BERT,
+        {
+            **CONFORMER,
+            "feature_projection_input_dim": 12,
+            "output_hidden_size": 32,
+            "position_embeddings_type": "relative",
+            **STEADY,
+        },
+        _features("feature_projection_input_dim"),
+        {"position_embeddings_type": "relative", **STEADY},
+    ),
+    Family(
+        "wav2vec2_conformer",
+        "wav2vec2_conformer",
+        "Wav2Vec2ConformerEncoder",
+        "Wav2Vec2ConformerConfig",
+        {**CONFORMER, "position_embeddings_type": "relative"},
+        _hidden,
+        {
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "hidden_act": "swish",
+            "position_embeddings_type": "relative",
+        },
+    ),
+    Family(
+        "seamless_m4t",
+        "seamless_m4t",
+        "SeamlessM4TSpeechEncoder",
+        "SeamlessM4TConfig",
+        {**SEAMLESS, "position_embeddings_type": "relative"},
+        _features("feature_projection_input_dim"),
+        layers="speech_encoder_layers",
+    ),
+    Family(
+        "seamless_m4t_v2",
+        "seamless_m4t_v2",
+        "SeamlessM4Tv2SpeechEncoder",
+        "SeamlessM4Tv2Config",
+        {**SEAMLESS, **TABLE},
+        _features("feature_projection_input_dim"),
+        layers="speech_encoder_layers",
+        stock="sdpa",  # its eager path adds the bool mask to the logits
+    ),
+    Family(
+        "parakeet",
+        "parakeet",
+        "ParakeetEncoder",
+        "ParakeetEncoderConfig",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "conv_kernel_size": 5,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": 16,
+        },
+        _features("num_mel_bins", 8),
+    ),
+    Family(
+        "vits",
+        "vits",
+        "VitsTextEncoder",
+        "VitsConfig",
+        {"hidden_size": 24, "num_attention_heads": 2, "ffn_dim": 32, "flow_size": 8},
+        _phonemes,
+    ),
+    Family(
+        "inkling",
+        "inkling",
+        "InklingTextModel",
+        "InklingTextConfig",
+        {
+            "vocab_size": 50,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 8,
+            "sliding_window_size": 5,
+            "d_rel": 4,
+            "rel_extent": 9,
+            "log_scaling_n_floor": 4,
+            "local_layer_ids": [0],
+            "mlp_layer_types": ["dense", "dense"],
+            "intermediate_size": 48,
+        },
+        _tokens,
+        # One layer of full attention; the width of a model that fits here, heads as published.
+        {
+            "vocab_size": 1000,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "local_layer_ids": [],
+            "mlp_layer_types": ["dense"],
+            "log_scaling_n_floor": 1024,
+        },
+    ),
+    Family(
+        "gemma4",
+        "gemma4",
+        "Gemma4AudioModel",
+        "Gemma4AudioConfig",
+        {"hidden_size": 32, "num_attention_heads": 4, "subsampling_conv_channels": [16, 4], "output_proj_dims": 16},
+        _spectrogram,
+    ),
+)
+FAMILIES = {family.name: family for family in EVERY}

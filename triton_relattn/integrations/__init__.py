@@ -1,0 +1,1 @@
+"""The operator inside models of other libraries."""

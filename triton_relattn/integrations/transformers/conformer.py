@@ -1,0 +1,85 @@
+"""The self-attention that the Conformers of transformers share: Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import tables
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .heads import join_heads, refuse_weights, split_heads, visible
+
+
+class ConformerAttention:
+    """Mixin: the forward, for each ``position_embeddings_type``.
+
+    .. code-block:: text
+
+        "relative_key"   q_i . E[clamp(j - i, -left, right)], scaled as q_i . k_j; E (left + right + 1, D), shared by the heads
+        "relative"       (q_i + u) . k_j + (q_i + v) . R[j - i], scaled; R, a row per distance and head, projected sinusoids
+        "rotary", None   plain attention
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        relative_position_embeddings: torch.Tensor | None = None,
+        chunks: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: see :func:`attend_in_chunks`."""
+        refuse_weights(kwargs)
+        if self.position_embeddings_type in ("relative", "rotary") and relative_position_embeddings is None:
+            raise ValueError(f'position_embeddings_type="{self.position_embeddings_type}" needs relative_position_embeddings')
+        rotated = hidden_states
+        if self.position_embeddings_type == "rotary":
+            rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
+        query = split_heads(self.linear_q(rotated), self.head_size)
+        key = split_heads(self.linear_k(rotated), self.head_size)
+        value = split_heads(self.linear_v(hidden_states), self.head_size)
+
+        term: dict[str, Any] = {}
+        if self.position_embeddings_type == "relative_key":
+            term["rel_key"] = self.distance_embedding.weight.to(query.dtype)
+            term["positions"] = RelativePositions(-self.left_max_position_embeddings, self.right_max_position_embeddings)
+        elif self.position_embeddings_type == "relative":
+            rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
+            query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.pos_bias_u, self.pos_bias_v, self.scaling)
+            last = hidden_states.shape[1] - 1
+            # u's gradient sums the query's over all queries: its rounding errors would add up (README, Numerics).
+            term = {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(-last, last), "exact_delta": True}
+
+        term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
+        out = attend_in_chunks(query, key, value, visible(attention_mask), chunks, **term)
+        return self.linear_out(join_heads(out)), None
+
+
+def attend_in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    chunks: tuple[int, int] | None,
+    **term: Any,
+) -> torch.Tensor:
+    """Attention; with chunks, (size, left), a query sees its chunk of size keys and left chunks before it (-1: all)."""
+    length = query.shape[2]
+    size, left = (length, -1) if chunks is None else chunks
+    outputs: list[Any] = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = max(start - left * size, 0) if left >= 0 else 0
+        outputs.append(
+            fused_relative_attention(
+                query[:, :, start:stop],
+                key[:, :, first:stop],
+                value[:, :, first:stop],
+                attn_mask=None if attn_mask is None else attn_mask[..., first:stop],
+                query_offset=start - first,
+                **term,
+            )
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

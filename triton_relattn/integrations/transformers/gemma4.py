@@ -1,0 +1,65 @@
+"""The audio encoder of Gemma 4."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from transformers.models.gemma4 import modeling_gemma4 as stock
+
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .heads import join_heads, sees_a_key, split_heads
+from .masks import PADDING, AsksForPadding
+
+
+class Gemma4AudioAttention(stock.Gemma4AudioAttention):
+    """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R of projected sinusoids, zero beyond its ends.
+
+    The stock path computes it in chunks of queries, each with the keys around it.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), position_embeddings (1, R, C), attention_mask bool (B, 1, 1, N): what is no padding."""
+        query, key, value = (
+            split_heads(projection(hidden_states).float(), self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        rel_key = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)[0].to(query.dtype)
+        first = -self.max_past_horizon
+        out, lse = fused_relative_attention(
+            query * (self.q_scale * functional.softplus(self.per_dim_scale)),
+            key * self.k_scale,
+            value,
+            rel_key,
+            positions=RelativePositions(first, first + rel_key.shape[1] - 1, outside="zero"),
+            attn_mask=attention_mask,
+            window_size=(self.max_past_horizon - 1, max(self.max_future_horizon - 1, 0)),
+            scale=1.0,
+            softcap=self.attention_logits_soft_cap,
+            return_lse=True,
+        )
+        if attention_mask is not None:
+            out = torch.where(sees_a_key(lse), out, self._attend_evenly(value))
+        return self.post(join_heads(out).to(hidden_states.dtype)), None
+
+    def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
+        """What queries that see no key get: all logits of their chunk's keys, zeros around the sequence included, are equal."""
+        means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
+        return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
+
+
+class Gemma4AudioModel(AsksForPadding, stock.Gemma4AudioModel):
+    """Its mask is of padding only: the window is in its attention."""
+
+    mask_function = PADDING
+
+    def _convert_4d_mask_to_blocked_5d(self, mask_4d: torch.Tensor) -> torch.Tensor:
+        return mask_4d
+
+
+CLASSES = {
+    stock.Gemma4AudioAttention: Gemma4AudioAttention,
+    stock.Gemma4AudioModel: Gemma4AudioModel,
+}

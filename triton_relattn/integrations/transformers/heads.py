@@ -1,0 +1,35 @@
+"""What the attention modules of the families have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """(B, N, H * D) to (B, H, N, D)."""
+    return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def join_heads(out: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, D) to (B, N, H * D)."""
+    return out.transpose(1, 2).flatten(2)
+
+
+def visible(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask as the operator takes it: of numbers, the lowest one hides."""
+    if attention_mask is None or attention_mask.dtype == torch.bool:
+        return attention_mask
+    return attention_mask.masked_fill(attention_mask == torch.finfo(attention_mask.dtype).min, float("-inf"))
+
+
+def sees_a_key(lse: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, 1), False of queries whose keys are all hidden, of which transformers has its own idea."""
+    return ~torch.isneginf(lse)[..., None]
+
+
+def refuse_weights(asked: dict[str, Any]) -> None:
+    """Raise ValueError if output_attentions is asked for."""
+    if asked.get("output_attentions"):
+        raise ValueError("output_attentions=True needs the weights, Nq x Nk numbers that are never made: disable(model) first")

@@ -1,0 +1,88 @@
+"""The language model of Inkling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.inkling import modeling_inkling as stock
+
+from ... import tables
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .heads import join_heads, refuse_weights, sees_a_key, split_heads, visible
+from .masks import AsksForPadding
+
+
+class InklingAttention(stock.InklingAttention):
+    """q_i . k_j / D + r_i . W[i - j]: r of its own projection, W (d_rel, extent) zero beyond its ends; causal, or in a window.
+
+    In full layers, q_i and r_i are multiplied by a factor that grows with the position.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        conv_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), conv_mask (B, N) and past_key_values as in the stock class."""
+        refuse_weights(kwargs)
+        cache: dict[str, Any] = {"past_key_values": past_key_values, "conv_mask": conv_mask}
+        query = split_heads(self.q_proj(hidden_states), self.head_dim)
+        key = split_heads(self.k_sconv(self.k_proj(hidden_states), **cache), self.head_dim)
+        value = split_heads(self.v_sconv(self.v_proj(hidden_states), **cache), self.head_dim)
+        query, key = self.q_norm(query), self.k_norm(key)
+        rel_query = split_heads(self.r_proj(hidden_states), self.config.d_rel)
+
+        first_query, first_key = 0, 0
+        if past_key_values is not None:
+            _, first_key = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
+            first_query = past_key_values.get_query_offset(self.layer_idx)
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        if not self.is_sliding and self.config.log_scaling_n_floor is not None:
+            seen = torch.arange(1, query.shape[2] + 1, device=query.device) + first_query
+            growth = torch.log((seen.float() / self.config.log_scaling_n_floor).clamp(min=1.0))
+            factor = (1.0 + self.config.log_scaling_alpha * growth)[:, None]
+            query, rel_query = ((each.float() * factor).to(each.dtype) for each in (query, rel_query))
+
+        offset = first_query - first_key
+        is_causal = kwargs.get("is_causal") is not False  # if it is False, transformers has put the window into the mask
+        out, lse = fused_relative_attention(
+            query,
+            key,
+            value,
+            tables.from_future_first(self.rel_logits_proj.proj.T, dim=-2),
+            rel_query=rel_query,
+            rel_scale=1.0,
+            positions=RelativePositions(-(self.rel_extent - 1), 0, outside="zero"),
+            attn_mask=visible(attention_mask),
+            is_causal=is_causal,
+            window_size=(self.sliding_window - 1, 0) if self.is_sliding and is_causal else (-1, -1),
+            query_offset=offset.expand(len(query)) if isinstance(offset, torch.Tensor) else offset,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            scale=self.scaling,
+            enable_gqa=True,
+            return_lse=True,
+        )
+        if attention_mask is not None:  # the lowest number, added to all logits of a query, leaves them equal
+            evenly = stock.repeat_kv(value.mean(2, keepdim=True), self.num_key_value_groups)
+            out = torch.where(sees_a_key(lse), out, evenly)
+        return self.o_proj(join_heads(out)), None
+
+
+class InklingTextModel(AsksForPadding, stock.InklingTextModel):
+    pass
+
+
+class InklingModel(AsksForPadding, stock.InklingModel):
+    pass
+
+
+CLASSES = {
+    stock.InklingAttention: InklingAttention,
+    stock.InklingTextModel: InklingTextModel,
+    stock.InklingModel: InklingModel,
+}

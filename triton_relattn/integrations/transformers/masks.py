@@ -1,0 +1,73 @@
+"""Masks (B, 1, 1, Nk) from transformers, which by itself makes (B, 1, Nq, Nk).
+
+An encoder asks transformers for its mask with its config, which names the attention implementation and by it the function that
+makes masks. The encoders of enabled models have a view of their config that names one of ours; all else in it is the config's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
+
+PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
+
+
+def padding(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int = 0, **_: Any) -> torch.Tensor | None:
+    """(B, 1, 1, Nk), True where a key is none of the padding; None: there is no padding."""
+    mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    return None if mask is None else mask[:, None, None, kv_offset : kv_offset + kv_length]
+
+
+def padding_if_that_is_all(**arguments: Any) -> torch.Tensor | None:
+    """:func:`padding` for attention that is full, causal or in a causal window, of which the attention modules know.
+
+    For all else that is combined (packed sequences, mask functions of a user) the bool mask (B, 1, Nq, Nk) of sdpa.
+    """
+    function, no_more = arguments["mask_function"], arguments.get("allow_is_causal_skip", False)
+    in_causal_window = arguments.get("local_size") is not None and no_more
+    if function is bidirectional_mask_function or function is causal_mask_function or in_causal_window:
+        return padding(**arguments)
+    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+AttentionMaskInterface.register(PADDING, padding)
+AttentionMaskInterface.register(PADDING_IF_THAT_IS_ALL, padding_if_that_is_all)
+
+
+class AsksForPadding:
+    """Mixin of modules that ask transformers for a mask with ``self.config``: it is a view with this mask function."""
+
+    mask_function = PADDING_IF_THAT_IS_ALL
+
+
+@functools.cache
+def _view_class(config_class: type, mask_function: str) -> type:
+    """Of configs that share all attributes of another one, ``stock``, but name mask_function."""
+
+    def get_text_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        text = self.stock.get_text_config(*args, **kwargs)
+        return self if text is self.stock else view(text, mask_function)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return view, (self.stock, mask_function)
+
+    attributes = {
+        "__slots__": ("stock",),
+        "_attn_implementation": mask_function,
+        "get_text_config": get_text_config,
+        "__reduce_ex__": __reduce_ex__,
+    }
+    return type(config_class.__name__, (config_class,), attributes)
+
+
+def view(config: Any, mask_function: str) -> Any:
+    """config with another mask function; whatever is set in one of the two is set in both."""
+    config_class: Any = type(config)
+    made: Any = object.__new__(_view_class(config_class, mask_function))
+    object.__setattr__(made, "__dict__", config.__dict__)
+    object.__setattr__(made, "stock", config)
+    return made

@@ -1,0 +1,127 @@
+"""Parakeet's encoder, a FastConformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.parakeet import modeling_parakeet as stock
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ... import tables
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .heads import join_heads, refuse_weights, split_heads
+
+
+class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
+    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), position_embeddings (B, 2N - 1, C) or one for all, (1, 2N - 1, C).
+
+        attention_mask: bool, (B, 1, 1, N), True of what is no padding, neither as a key nor as a query; or (B, 1, N, N).
+        """
+        refuse_weights(kwargs)
+        query = split_heads(self.q_proj(hidden_states), self.head_dim)
+        key = split_heads(self.k_proj(hidden_states), self.head_dim)
+        value = split_heads(self.v_proj(hidden_states), self.head_dim)
+        rel_keys = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)
+
+        # Dropout of the positions leaves each sequence a table of its own.
+        batches = [slice(None)] if len(rel_keys) == 1 else [slice(b, b + 1) for b in range(len(rel_keys))]
+        out = torch.cat(
+            [
+                self._attend(query[b], key[b], value[b], rel_key, None if attention_mask is None else attention_mask[b])
+                for b, rel_key in zip(batches, rel_keys, strict=True)
+            ]
+        )
+        return self.o_proj(join_heads(out)), None
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rel_key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        last = query.shape[2] - 1
+        query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.bias_u, self.bias_v, self.scaling)
+        out: Any = fused_relative_attention(
+            query,
+            key,
+            value,
+            rel_key,
+            rel_bias=rel_bias,
+            positions=RelativePositions(-last, last),
+            attn_mask=attention_mask,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            scale=self.scaling,
+            enable_gqa=True,
+            exact_delta=True,  # u's gradient sums the query's over all queries: its rounding errors would add up
+        )
+        if attention_mask is None:
+            return out
+        attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
+        return torch.where(attends, out, self._attend_evenly(query, key, value))
+
+    def _attend_evenly(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What queries that see no key get: the lowest number, added to their logits, leaves all of them equal.
+
+        In the stock path the gradient passes that addition, as if the logits were still there. So here: the derivative of the
+        softmax where all logits are equal is the covariance of keys and values.
+        """
+        key, value = (stock.repeat_kv(each, self.num_key_value_groups) for each in (key, value))
+        mean = value.mean(2, keepdim=True)
+        covariance = (key - key.mean(2, keepdim=True)).mT @ (value - mean).detach() / key.shape[2]
+        change = self.scaling * (query @ covariance)
+        return mean + (change - change.detach())
+
+
+class ParakeetEncoder(stock.ParakeetEncoder):
+    """Its mask stays (B, 1, 1, N), and all sequences have one table of positions unless dropout makes them differ."""
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_features: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        output_attention_mask: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """As the stock class: input_features (B, T, mel), attention_mask (B, T)."""
+        hidden_states = self.subsampling(input_features, attention_mask) * self.input_scale
+        positions_differ = self.training and self.dropout_positions > 0
+        position_embeddings = self.encode_positions(hidden_states if positions_differ else hidden_states[:1])
+        hidden_states = nn.functional.dropout(hidden_states, self.dropout, self.training)
+        position_embeddings = nn.functional.dropout(position_embeddings, self.dropout_positions, self.training)
+
+        output_mask = None
+        if attention_mask is not None:
+            output_mask = self._get_output_attention_mask(attention_mask, target_length=hidden_states.shape[1])
+        mask = None if output_mask is None else output_mask[:, None, None, :]
+        for layer in self.layers:
+            skipped = self.training and self.layerdrop > 0 and bool(torch.rand([]) < self.layerdrop)
+            if not skipped:
+                hidden_states = layer(hidden_states, attention_mask=mask, position_embeddings=position_embeddings, **kwargs)
+
+        return stock.ParakeetEncoderModelOutput(
+            last_hidden_state=hidden_states,
+            attention_mask=output_mask.int() if output_mask is not None and output_attention_mask else None,
+        )
+
+
+CLASSES = {
+    stock.ParakeetEncoderAttention: ParakeetEncoderAttention,
+    stock.ParakeetEncoder: ParakeetEncoder,
+}

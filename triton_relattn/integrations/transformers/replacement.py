@@ -1,0 +1,104 @@
+"""Which classes are replaced, by :func:`enable` and :func:`disable`."""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import nn
+
+FAMILIES = {
+    "wav2vec2_bert": "Wav2Vec2-BERT",
+    "wav2vec2_conformer": "Wav2Vec2-Conformer",
+    "seamless_m4t": "Seamless M4T v1, speech encoder",
+    "seamless_m4t_v2": "Seamless M4T v2, speech encoder",
+    "parakeet": "Parakeet",
+    "vits": "VITS, text encoder",
+    "inkling": "Inkling, language model",
+    "gemma4": "Gemma 4, audio encoder",
+}
+"""What :func:`enable` knows: the folder of the model in transformers, which is also the file here, and the model's name."""
+
+
+def _replacements(module: nn.Module) -> dict[type, type]:
+    """The stock classes of the families that occur in module, and the classes here that replace them."""
+    files = {type(each).__module__ for each in module.modules()}
+    found: dict[type, type] = {}
+    for family in FAMILIES:
+        if files & {f"transformers.models.{family}.modeling_{family}", f"{__package__}.{family}"}:
+            found |= importlib.import_module(f"{__package__}.{family}").CLASSES
+    return found
+
+
+def enable(module: nn.Module) -> dict[str, str]:
+    """Let the relative attention in a model of Hugging Face transformers run on :func:`triton_relattn.fused_relative_attention`.
+
+    Args:
+        module: a model, or any part of it: an encoder, a layer, one attention. Models of the families in ``FAMILIES`` can be
+            anywhere inside. Other models of the same class stay as they are.
+
+    Returns:
+        What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
+        of it already was.
+
+    Outputs and gradients are those of the model's own eager path, its masks, dropout and training mode included, and no tensor
+    of the size Nq x Nk is made on the way: padding stays a mask (B, 1, 1, Nk). A 4-d mask that is given is used as it is.
+
+    What differs:
+
+    - Which probabilities dropout drops: as many, of other random numbers.
+    - Weights are not returned. ``output_attentions=True`` is an error where the model passes it to its attention; where
+      transformers collects them, there are none, as with its sdpa implementation.
+    - A sequence that is padding only gives zeros, not the mean of the padding's values.
+    - Seamless M4T v2: as in its sdpa implementation, which masks padding; its eager one adds its bool mask to the logits.
+    - Parakeet: the probabilities of queries that are padding (the even ones of eager) are not dropped in training.
+
+    Call it before the model is sharded or gets hooks that replace ``forward`` (accelerate's ``device_map``).
+
+    Raises:
+        ValueError: nothing in module is of a known family, or a module to replace has a ``forward`` of its own.
+
+    Example:
+        >>> from transformers import VitsConfig, VitsModel
+        >>> model = VitsModel(VitsConfig(num_hidden_layers=1, hidden_size=32, flow_size=32, num_attention_heads=2))
+        >>> enable(model)
+        {'text_encoder.encoder': 'VitsEncoder', 'text_encoder.encoder.layers.0.attention': 'VitsAttention'}
+        >>> disable(model) == {}
+        False
+    """
+    classes = _replacements(module)
+    if not any(type(each) in {*classes, *classes.values()} for each in module.modules()):
+        known = ", ".join(f"{name} ({family})" for family, name in FAMILIES.items())
+        raise ValueError(f"{type(module).__name__} has no relative attention of a known family: {known}")
+    replaced = {name: each for name, each in module.named_modules() if type(each) in classes}
+    for name, each in replaced.items():
+        if "forward" in vars(each):
+            raise ValueError(
+                f"{name} ({type(each).__name__}) has a forward of its own, as hooks leave it: call enable before that"
+            )
+    for each in replaced.values():
+        _change_class(each, classes[type(each)])
+    return {name: type(each).__name__ for name, each in replaced.items()}
+
+
+def disable(module: nn.Module) -> dict[str, str]:
+    """Undo :func:`enable` in module and all inside it.
+
+    Returns:
+        The names of the modules that are stock again, and of their classes; empty if none was enabled.
+    """
+    classes = {ours: stock for stock, ours in _replacements(module).items()}
+    replaced = {name: each for name, each in module.named_modules() if type(each) in classes}
+    for each in replaced.values():
+        _change_class(each, classes[type(each)])
+    return {name: type(each).__name__ for name, each in replaced.items()}
+
+
+def _change_class(module: nn.Module, new: type) -> None:
+    """Instances of both classes have the same attributes, but for the view of its config that one which asks for masks has."""
+    from . import masks
+
+    if isinstance(module, masks.AsksForPadding):
+        module.config = module.config.stock  # type: ignore[assignment, union-attr]
+    module.__class__ = new
+    if isinstance(module, masks.AsksForPadding):
+        module.config = masks.view(module.config, module.mask_function)  # type: ignore[arg-type]

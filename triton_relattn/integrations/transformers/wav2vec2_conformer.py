@@ -1,0 +1,22 @@
+"""Wav2Vec2-Conformer."""
+
+from __future__ import annotations
+
+from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer as stock
+
+from .conformer import ConformerAttention
+from .masks import AsksForPadding
+
+
+class Wav2Vec2ConformerSelfAttention(ConformerAttention, stock.Wav2Vec2ConformerSelfAttention):
+    pass
+
+
+class Wav2Vec2ConformerEncoder(AsksForPadding, stock.Wav2Vec2ConformerEncoder):
+    pass
+
+
+CLASSES = {
+    stock.Wav2Vec2ConformerSelfAttention: Wav2Vec2ConformerSelfAttention,
+    stock.Wav2Vec2ConformerEncoder: Wav2Vec2ConformerEncoder,
+}
