@@ -3,6 +3,7 @@
 list      cases, methods and configurations
 speed     time of every method, checked first, in turn
 memory    peak memory against the sequence length
+models    models of transformers, stock and on the operator: checked, time and peak memory
 tune      the best configurations for this GPU, as a profile that the package reads
 compile   what the compiled kernels take, for GPUs that are not there
 plot      figures, from CSV files alone
@@ -20,6 +21,7 @@ VERBS = {
     "list": "listing",
     "speed": "speed",
     "memory": "memory",
+    "models": "models",
     "tune": "tune",
     "compile": "compile",
     "plot": "plot",

@@ -18,8 +18,8 @@ class Family:
     """One kind of model, of real width or small.
 
     model, config: their names in ``transformers.models.<folder>``. layers: the name of their number in the config. real, small:
-    what differs from the defaults of the config, which are those of a published model. stock: the implementation that computes
-    what the model means to compute.
+    what differs from the defaults of the config, which are those of a published model. stock: the implementations that the model
+    has, first the one that computes what the model means to.
     """
 
     name: str
@@ -30,20 +30,22 @@ class Family:
     inputs: Callable[[Any, int, torch.Tensor], dict[str, Any]]
     real: Sizes = field(default_factory=dict)
     layers: str = "num_hidden_layers"
-    stock: str = "eager"
+    stock: tuple[str, ...] = ("eager", "sdpa")
 
     def build(self, *, small: bool = False, layers: int = 1, implementation: str | None = None, **changes: Any) -> nn.Module:
         """A model in eval mode; torch's generator decides its parameters. changes: further ones of the config."""
         sizes = {**(self.small if small else self.real), self.layers: layers, **changes}
-        config = self._find(f"configuration_{self.folder}", self.config)(**sizes)
-        modeling = self._find(f"modeling_{self.folder}", self.model)
-        if hasattr(modeling, "_from_config"):
-            return modeling._from_config(config, attn_implementation=implementation or self.stock).eval()
-        config._attn_implementation = implementation or self.stock
-        return modeling(config).eval()
+        config = self._find("configuration", self.config)(**sizes)
+        config._attn_implementation = implementation or self.stock[0]
+        model = ALONE[self.model](config) if self.model in ALONE else self._find("modeling", self.model)(config)
+        if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
+            for module in model.modules():  # a part of a model, which its own initialisation does not reach
+                if isinstance(module, nn.Embedding):
+                    nn.init.normal_(module.weight, std=config.initializer_range)
+        return model.eval()
 
-    def _find(self, file: str, name: str) -> Any:
-        return getattr(importlib.import_module(f"transformers.models.{self.folder}.{file}"), name)
+    def _find(self, kind: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"transformers.models.{self.folder}.{kind}_{self.folder}"), name)
 
     def make(self, model: nn.Module, length: int, lengths: list[int]) -> dict[str, Any]:
         """The arguments of the model's forward for sequences of these lengths, padded to length, as its attention counts them."""
@@ -87,6 +89,27 @@ def _phonemes(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]
     return {**arguments, "padding_mask": arguments["attention_mask"][..., None].float()}
 
 
+def _one_parakeet_attention(config: Any) -> nn.Module:
+    """One attention layer of Parakeet with its positions, and nothing else."""
+    from transformers.modeling_outputs import BaseModelOutput
+    from transformers.models.parakeet import modeling_parakeet as parakeet
+
+    class OneAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            self.positions = parakeet.ParakeetEncoderRelPositionalEncoding(config)
+            self.attention = parakeet.ParakeetEncoderAttention(config, 0)
+            nn.init.normal_(self.attention.bias_u, std=0.1)
+            nn.init.normal_(self.attention.bias_v, std=0.1)
+
+        def forward(self, hidden_states: torch.Tensor) -> BaseModelOutput:
+            return BaseModelOutput(self.attention(hidden_states, self.positions(hidden_states))[0])
+
+    return OneAttention()
+
+
+ALONE: dict[str, Callable[[Any], nn.Module]] = {"one attention": _one_parakeet_attention}
 CONFORMER = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "conv_depthwise_kernel_size": 7}
 SEAMLESS = {
     "hidden_size": 32,
@@ -154,7 +177,7 @@ EVERY = (
         {**SEAMLESS, **TABLE},
         _features("feature_projection_input_dim"),
         layers="speech_encoder_layers",
-        stock="sdpa",  # its eager path adds the bool mask to the logits
+        stock=("sdpa", "eager"),  # eager adds the bool mask to the logits
     ),
     Family(
         "parakeet",
@@ -172,12 +195,21 @@ EVERY = (
         _features("num_mel_bins", 8),
     ),
     Family(
+        "parakeet_attention",
+        "parakeet",
+        "one attention",
+        "ParakeetEncoderConfig",
+        {"hidden_size": 32, "num_attention_heads": 4},
+        lambda config, length, lengths: {"hidden_states": torch.randn(len(lengths), length, config.hidden_size)},
+    ),
+    Family(
         "vits",
         "vits",
         "VitsTextEncoder",
         "VitsConfig",
         {"hidden_size": 24, "num_attention_heads": 2, "ffn_dim": 32, "flow_size": 8},
         _phonemes,
+        stock=("eager",),
     ),
     Family(
         "inkling",
@@ -219,6 +251,7 @@ EVERY = (
         "Gemma4AudioConfig",
         {"hidden_size": 32, "num_attention_heads": 4, "subsampling_conv_channels": [16, 4], "output_proj_dims": 16},
         _spectrogram,
+        stock=("eager",),
     ),
 )
 FAMILIES = {family.name: family for family in EVERY}

@@ -51,6 +51,13 @@ def existing_device(name: str) -> str:
     return name
 
 
+def positive_numbers(text: str) -> list[int]:
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return numbers
+
+
 def gibibytes(text: str) -> int:
     return int(float(text) * 2**30)
 
@@ -79,10 +86,15 @@ def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None)
     """What speed and memory have in common."""
     add_cases(parser, default)
     add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
+    add_machine(parser)
+    add_no_verify(parser)
+    add_files(parser)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """``--device`` and ``--memory-limit``."""
     parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
     limit = int(SHARE * available_bytes())
     parser.add_argument(
         "--memory-limit", type=gibibytes, default=limit, metavar="GiB", help="of a CPU (default: most of what is free)"
     )
-    add_no_verify(parser)
-    add_files(parser)

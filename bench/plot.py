@@ -1,4 +1,4 @@
-"""Figures and tables from the CSV files of speed and memory, and from nothing else."""
+"""Figures and tables from the CSV files of speed, memory and models, and from nothing else."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ ALL_STYLES: dict[str, dict[str, Any]] = {
     "disentangled_flash": {"color": "#8d5a97", "marker": "X"},
     "flashdeberta": {"color": "#5b8e7d", "marker": "h"},
 }
+MODEL_STYLES = {OURS: STYLES[OURS], "eager": STYLES["gather"], "sdpa": STYLES["dense_bias"]}
 WORDS = {"forward": "Forward", "forward+backward": "Forward + backward"}
 PANEL_HEIGHT, PANEL_WIDTH = 3.9, 5.2  # inches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("csv", type=Path, nargs="+", help="files that speed and memory have written")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for memory.png and speed.png (%(default)s)")
+    parser.add_argument("csv", type=Path, nargs="+", help="files that speed, memory and models have written")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figures, VERB.png (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,12 +47,14 @@ def run(options: argparse.Namespace) -> int:
         return 2
     rows = [row for path in options.csv for row in read(path)]
     options.out.mkdir(parents=True, exist_ok=True)
-    for verb, draw in (("memory", draw_memory), ("speed", draw_speed)):
+    for verb, draw in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):
         of_verb = [row for row in rows if row["verb"] == verb]
         if of_verb:
             draw(of_verb, options.out / f"{verb}.png")
             print(options.out / f"{verb}.png")
-    for of_kind in kinds(rows):
+    if models := [row for row in rows if row["verb"] == "models"]:
+        print(f"\n{summary.models(models)}")
+    for of_kind in kinds([row for row in rows if row["verb"] != "models"]):
         print(f"\n{title_of(of_kind[0])}\n\n{summary.markdown(of_kind)}")
     return 0
 
@@ -155,3 +158,33 @@ def draw_speed(rows: Sequence[Row], path: Path) -> None:
         axes[2].axhline(1, color=ALL_STYLES[OURS]["color"], linewidth=1.6, zorder=2)
 
     draw(rows, panels, 3, "Medians of interleaved runs. Dotted: without a relative term, lower bounds.", path)
+
+
+def draw_models(rows: Sequence[Row], path: Path) -> None:
+    """Peak memory and time of forward and backward against the length: two small panels for each model."""
+    import matplotlib.pyplot as plt
+
+    measured = [row for row in rows if row["status"] == "ok"]
+    names = list(dict.fromkeys(row["case"] for row in measured))
+    columns = 3 if len(names) > 2 else len(names)
+    lines_of_panels = -(-len(names) // columns)
+    with plt.rc_context({"font.size": 9, "font.family": "DejaVu Sans", "text.color": INK}):
+        size = (2 * 3.3 * columns, 3.2 * lines_of_panels + 1.3)
+        figure, axes = plt.subplots(lines_of_panels, 2 * columns, figsize=size, squeeze=False)
+        panels = axes.reshape(-1, 2)
+        for name, (memory, times) in zip(names, panels, strict=False):
+            of_model = [row for row in measured if row["case"] == name]
+            for axis, column, quantity in ((memory, "peak_bytes", "bytes"), (times, "p50_ms", "time")):
+                points = {method: summary.points(of_model, method, "forward+backward", column) for method in MODEL_STYLES}
+                shown = {method: values for method, values in points.items() if values}
+                draw_panel(axis, shown, MODEL_STYLES, quantity, f"{name}: {'memory' if quantity == 'bytes' else 'time'}")
+        for axis in panels[len(names) :].flat:
+            axis.set_visible(False)
+        figure.tight_layout(rect=(0.01, 0.7 / size[1], 0.99, 1 - 0.5 / size[1]), h_pad=2, w_pad=1.5)
+        handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        ordered = [method for method in MODEL_STYLES if method in handles]
+        figure.legend([handles[name] for name in ordered], ordered, loc="upper left", ncols=3, frameon=False)
+        what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence; peak above model and inputs."
+        figure.text(0.02, 0.12 / size[1], caption(measured, what, 2 * columns), fontsize=8, color=MUTED, va="bottom")
+        figure.savefig(path, dpi=110, facecolor="white")
+        plt.close(figure)

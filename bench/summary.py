@@ -72,6 +72,22 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def models(rows: Sequence[Row], direction: str = "forward+backward") -> str:
+    """Time and memory of every model at its longest length, a line for each, as Markdown."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = [["model", "length", *methods], ["---"] * (len(methods) + 2)]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = [row for row in rows if row["case"] == case and row["direction"] == direction]
+        length = max((int(row["seqlen"]) for row in of_case if row["method"] == OURS), default=0)
+        cells = []
+        for method in methods:
+            row = next((row for row in of_case if (row["method"], int(row["seqlen"])) == (method, length)), None)
+            ok = row is not None and row["status"] == "ok"
+            cells.append(f"{short_time(float(row['p50_ms']))}<br>{short_bytes(float(row['peak_bytes']))}" if row and ok else "-")
+        lines.append([case, str(length), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + remarks(rows)
+
+
 def show_time(milliseconds: float, ours: float | None) -> str:
     return short_time(milliseconds) + (f" ({milliseconds / ours:.2g})" if ours else "")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from torch.nn.attention.flex_attention import flex_attention
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from bench import cases, memory, methods, speed, summary, timing, verify
+from bench import cases, memory, methods, models, speed, summary, timing, verify
 from bench.__main__ import VERBS, main
 from bench.cases import Case
+from bench.families import FAMILIES
 from bench.methods import METHODS, OURS, Method
 from bench.rows import STAMP, read
-from triton_relattn import fused_relative_attention
+from triton_relattn import RelativePositions, fused_relative_attention
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")
 SMALL = ["--cases", "small", "--no-verify", "--device", "cpu"]
@@ -258,3 +261,49 @@ def test_golden_is_the_reference() -> None:
     expected: Any = fused_relative_attention(*exact[:4], positions=CASE.positions, implementation="reference")
     assert against == "float64" and out.dtype == torch.float64
     torch.testing.assert_close(out, expected)
+
+
+def models_of(*words: str) -> list[str]:
+    return ["models", "--small", "--device", "cpu", "--seconds", "0", *words]
+
+
+def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stock and ours, in a process of their own: rows for every direction, checked, and a figure and a table of them."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "models.csv"
+    assert main(models_of("--families", "parakeet_attention", "--lengths", "48,24", "--csv", str(path))) == 0
+    rows = read(path)
+    assert [(row["seqlen"], row["method"], row["direction"]) for row in rows] == [
+        (length, method, direction)
+        for length in ("24", "48")
+        for method in models.METHODS
+        for direction in ("forward", "forward+backward")
+    ]
+    for row in rows:
+        assert row["status"] == "ok" and all(row[name] for name in STAMP), row
+        assert 0 < float(row["error"]) < 1e-5 and row["checked_against"] == "float64"
+        assert 0 < float(row["p20_ms"]) <= float(row["p80_ms"])
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+    assert "| parakeet_attention | 48 |" in capsys.readouterr().out
+
+
+def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One row too far to the past, and sdpa that is missing."""
+    pytest.importorskip("transformers")
+    from triton_relattn.integrations.transformers import vits
+
+    def shifted(first: int, last: int, outside: Any) -> RelativePositions:
+        return RelativePositions(first - 1, last - 1, outside=outside)
+
+    def in_this_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+        return models.measure(FAMILIES[name], options)
+
+    monkeypatch.setattr(vits, "RelativePositions", shifted)
+    monkeypatch.setattr(models, "in_own_process", in_this_process)
+    path = tmp_path / "models.csv"
+    assert main(models_of("--families", "vits", "--lengths", "24", "--directions", "forward", "--csv", str(path))) == 1
+    ours, eager, sdpa = read(path)
+    assert ours["status"].startswith("wrong: out is off by") and not ours["p50_ms"]
+    assert eager["status"] == "ok" and eager["p20_ms"]
+    assert sdpa["status"] == "does not apply: the model has none" and not sdpa["p50_ms"]

@@ -12,6 +12,7 @@ import torch
 
 from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
 from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
+from triton_relattn.integrations.transformers import FAMILIES, replacement
 from triton_relattn.nn import attention, table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -20,6 +21,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as one would type them."""
     pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -29,12 +31,14 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         shapes.append(names["out"].shape)
     assert names["table"].grad.any()
     heads, model = (1, 8, 1024, 64), (2, 100, 512)
-    assert shapes == [heads, heads, model, (2, 60, 512), heads, heads]
+    assert shapes == [heads, heads, model, (2, 60, 512), heads, (1, 100, 1024), heads]
     assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention])
+@pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention, replacement])
 def test_docstring_examples(module: Any) -> None:
+    if module is replacement:
+        pytest.importorskip("transformers")
     torch.manual_seed(0)
     names = {"torch": torch, "fused_relative_attention": fused_relative_attention}
     result = doctest.testmod(module, extraglobs=names)
@@ -54,6 +58,12 @@ def test_readme_support_table() -> None:
     assert rows["float16, bfloat16, float32"] == ["yes", "yes", "yes"] and rows["float64"] == ["no", "yes", "yes"]
     assert rows["widths of query and value"][0] == f"up to {MAX_TRITON_WIDTH} each"
     assert rows["width of rel_query"][0] == f"up to {MAX_TRITON_WIDTH}"
+
+
+def test_readme_names_every_family() -> None:
+    section = README.split("## With transformers")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")]
+    assert rows == ["family", *FAMILIES.values()]
 
 
 @pytest.mark.parametrize("name", ["query", "value", "rel_query"])

@@ -1,0 +1,254 @@
+"""Models of Hugging Face transformers, of real width: as they are, and with their relative attention on the operator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from triton_relattn.demo.measure import LARGEST_MMAP_THRESHOLD, PAGE, map_blocks_from, peak_cpu, peak_cuda
+from triton_relattn.demo.report import short_bytes
+from triton_relattn.integrations.transformers import disable, enable
+
+from . import summary, timing
+from .families import EVERY, FAMILIES, Family
+from .memory_limit import limit_memory
+from .methods import OURS
+from .options import add_files, add_list, add_machine, positive_numbers
+from .rows import ROOT, Table, progress, stamp
+
+COLUMNS = (
+    *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),
+    *("p20_ms", "p50_ms", "p80_ms", "rounds", "peak_bytes", "error", "checked_against"),
+)
+"""error: of the output and of the gradients of all parameters, see :func:`apart`."""
+DIRECTIONS = ("forward", "forward+backward")
+METHODS = (OURS, "eager", "sdpa")
+LENGTHS = (256, 512, 1024, 2048, 4096)
+WARM_UP_LENGTH, CHECKED_LENGTH = 64, 200
+LONGEST_IN_TURN = 8192  # longer ones are timed once, while their memory is measured
+PADDING = 8  # one in so many frames
+ROUNDS = 20
+FACTOR, ROUNDING = 3, 1e-6
+"""Ours may be off by FACTOR times what the stock model is in float32, and a few units in the last place."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = [family.name for family in EVERY if family.name != "parakeet_attention"]
+    add_list(parser, "families", tuple(FAMILIES), default)
+    usual = ",".join(map(str, LENGTHS))
+    parser.add_argument("--lengths", type=positive_numbers, default=usual, metavar="A,B", help="frames or tokens (%(default)s)")
+    add_list(parser, "methods", METHODS, METHODS)
+    add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
+    parser.add_argument("--layers", type=int, default=1, help="of each model (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="small models, to try it out")
+    parser.add_argument("--seconds", type=float, default=10.0, help="timing of one model at one length (%(default)s)")
+    add_machine(parser)
+    add_files(parser)
+    parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one family
+
+
+def make(family: Family, length: int, options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its inputs."""
+    torch.manual_seed(0)
+    model = family.build(small=options.small, layers=options.layers).to(options.device)
+    return model, inputs(family, model, length, options)
+
+
+def inputs(family: Family, model: nn.Module, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a model's forward: one sequence, whose end is padding if the model takes a mask."""
+    arguments = family.make(model, length, [length - length // PADDING])
+    return {name: value.to(options.device) for name, value in arguments.items()}
+
+
+def use(model: nn.Module, method: str) -> None:
+    disable(model)
+    if method == OURS:
+        enable(model)
+    else:
+        model.config._attn_implementation = method  # type: ignore[union-attr]
+
+
+def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
+    """Of one direction; it returns the output, or the output and the gradients of all parameters, which stay allocated."""
+
+    def output() -> torch.Tensor:
+        # Wav2Vec2-Conformer writes zeros into its input.
+        out: torch.Tensor = model(**{name: value.clone() for name, value in arguments.items()}).last_hidden_state
+        return out
+
+    def forward(_: None) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return (output(),)
+
+    def both(_: None) -> Sequence[torch.Tensor]:
+        model.zero_grad(set_to_none=False)
+        out = output()
+        # A cotangent that is the same for all: sines of the position in memory.
+        torch.autograd.backward(out, torch.arange(out.numel(), device=out.device).to(out.dtype).sin_().view_as(out))
+        return (out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+
+    return timing.Step(lambda: use(model, method), forward if direction == "forward" else both)
+
+
+def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Columns of each method: how far it is off from the stock model in float64, and a status if that is too far.
+
+    Ours may be off, in each tensor, by FACTOR times what the stock model is in float32. Without padding: in float64, the mask of
+    some models overflows.
+    """
+    model = make(family, CHECKED_LENGTH, options)[0]
+    arguments = {name: value.to(options.device) for name, value in family.make(model, CHECKED_LENGTH, [CHECKED_LENGTH]).items()}
+
+    def results(method: str) -> list[torch.Tensor]:
+        return [each.clone() for each in step(model, method, arguments, DIRECTIONS[1]).run()]
+
+    every = {method: results(method) for method in (*family.stock, OURS)}
+    model.double()
+    arguments = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # what a model computes in float32 on purpose
+        golden = results(family.stock[0])
+    found: dict[str, dict[str, Any]] = {}
+    for method, result in every.items():
+        off = apart(result, golden)
+        found[method] = {"error": off, "checked_against": "float64"}
+        if off > timing.TOLERANCE["fp32"]:
+            found[method]["status"] = f"wrong: off by {off:.3g}"
+    names = ["out", *(name for name, parameter in model.named_parameters() if parameter.grad is not None)]
+    if problem := over_budget(names, every[OURS], golden, every[family.stock[0]]):
+        found[OURS]["status"] = f"wrong: {problem}"
+    return found
+
+
+def norm(*tensors: torch.Tensor) -> float:
+    return float(sum(tensor.double().square().sum() for tensor in tensors)) ** 0.5
+
+
+def over_budget(names: Sequence[str], *results: Sequence[torch.Tensor]) -> str:
+    """The tensors that are off by too much, in words: those of ours, golden and reference."""
+    of_all = norm(*results[1])
+    problems = []
+    for name, ours, golden, reference in zip(names, *results, strict=True):
+        allowed = FACTOR * norm(reference - golden) + ROUNDING * norm(golden) + ROUNDING**1.5 * of_all
+        if not norm(ours - golden) <= allowed:
+            problems.append(f"{name} is off by {norm(ours - golden):.2g}, {allowed:.2g} is allowed")
+    return "; ".join(problems)
+
+
+def apart(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Distance in norm over the norm: of the output, or of all gradients together if that is more."""
+    differences = [a.double() - b.double() for a, b in zip(results, expected, strict=True)]
+    return max(norm(*differences[part]) / norm(*expected[part]) for part in (slice(0, 1), slice(1, None)))
+
+
+def measure(family: Family, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for every length, method and direction: first all peaks, while the heap has no holes, then the times, in turn."""
+    lengths = sorted(options.lengths)
+    points = [(length, method, direction) for length in lengths for method in options.methods for direction in options.directions]
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    failed = {method: "does not apply: the model has none" for method in METHODS if method not in (*family.stock, OURS)}
+    model = make(family, WARM_UP_LENGTH, options)[0]
+    for point in progress(points, lambda point: f"{family.name}: memory, {point[0]}, {point[1]}", lambda point: point[0] ** 2):
+        length, method, direction = point
+        found[point] = {"status": failed.get(method, "ok")}
+        if method not in failed:
+            timing.attempt(partial(peak, family, model, *point, found[point], options), found[point])
+        if found[point]["status"] == timing.OUT_OF_MEMORY:
+            found[point]["status"] += f": more than {short_bytes(options.memory_limit)}"
+            failed[method] = f"not tried: {found[point]['status']} at {length}"
+    del model
+
+    map_blocks_from(LARGEST_MMAP_THRESHOLD)
+    checks = check(family, options)
+    for length in progress(lengths, lambda length: f"{family.name}: time, {length}", lambda length: length**2):
+        in_turn(family, length, found, checks, options)
+        for method in options.methods:
+            for direction in options.directions:
+                row = {"case": family.name, "method": method, "direction": direction, "seqlen": length, "layers": options.layers}
+                of_point, checked = found[length, method, direction], checks.get(method, {})
+                # What is wrong has no figures, what has no figures was not checked.
+                yield row | checked | (of_point if of_point["status"] != "ok" or "status" not in checked else {})
+
+
+def peak(
+    family: Family,
+    model: nn.Module,
+    length: int,
+    method: str,
+    direction: str,
+    found: dict[str, Any],
+    options: argparse.Namespace,
+) -> None:
+    """peak_bytes above model, inputs and gradients of the parameters, and the milliseconds of that pass."""
+    map_blocks_from(PAGE)
+    step(model, method, inputs(family, model, WARM_UP_LENGTH, options), direction).run()
+    measured = step(model, method, inputs(family, model, length, options), direction)
+    started = time.perf_counter()
+    found["peak_bytes"] = (peak_cuda if options.device == "cuda" else peak_cpu)(measured.run)
+    found |= {"p50_ms": 1e3 * (time.perf_counter() - started), "rounds": 1}
+
+
+def in_turn(
+    family: Family,
+    length: int,
+    found: dict[tuple[int, str, str], dict[str, Any]],
+    checks: dict[str, dict[str, Any]],
+    options: argparse.Namespace,
+) -> None:
+    """Times of what has a peak and is not wrong, instead of the one of the pass that its memory was measured in."""
+    if length > LONGEST_IN_TURN:
+        return
+    model, arguments = make(family, length, options)
+    every = [timing.Timed(method, direction) for method in options.methods for direction in options.directions]
+    every = [each for each in every if found[length, each.method, each.direction]["status"] == "ok"]
+    every = [each for each in every if "status" not in checks[each.method]]
+    for each in every:
+        each.step = step(model, each.method, arguments, each.direction)
+        if length < LONGEST_IN_TURN // 2:
+            each.step.run()
+    timing.time_in_turn(every, options.device, options.seconds, ROUNDS, fewest=1)
+    for each in every:
+        found[length, each.method, each.direction] |= timing.percentiles(each.milliseconds)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.alone:
+        if options.device == "cpu":
+            limit_memory(options.memory_limit)
+        for row in measure(FAMILIES[options.families[0]], options):
+            print(json.dumps(row), flush=True)
+        return 0
+    table = Table(COLUMNS, stamp(options.device), options.csv, options.json, append=options.append)
+    try:
+        for name in options.families:
+            for row in in_own_process(name, options):
+                table.add({"verb": "models", "batch": 1, "dtype": "fp32", **row})
+    except KeyboardInterrupt:
+        print("interrupted; what has been measured is kept")
+    print(summary.models(table.rows))
+    ours = [row["status"] for row in table.rows if row["method"] == OURS]
+    return 1 if any(status.startswith(("wrong", "failed")) for status in ours) else 0
+
+
+def in_own_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of one family as they come: its heap starts without holes, and a lack of memory ends only it."""
+    words = {"families": name, "device": options.device, "layers": options.layers, "seconds": options.seconds}
+    words |= {"memory-limit": options.memory_limit / 2**30}
+    words |= {each: ",".join(map(str, getattr(options, each))) for each in ("lengths", "methods", "directions")}
+    command = [sys.executable, "-m", "bench", "models", "--alone", *(["--small"] * options.small)]
+    command += [word for option, value in words.items() for word in (f"--{option}", str(value))]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout or ():
+            yield json.loads(line)
+    if child.returncode != 0:
+        yield {"case": name, "method": OURS, "status": f"failed: ended with {child.returncode}, see above"}
