@@ -9,7 +9,7 @@ import torch
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .heads import join_heads, refuse_weights, split_heads, visible
+from .heads import added, join_heads, refuse_weights, split_heads
 
 
 class ConformerAttention:
@@ -53,7 +53,7 @@ class ConformerAttention:
             term = {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(-last, last), "exact_delta": True}
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
-        out = attend_in_chunks(query, key, value, visible(attention_mask), chunks, **term)
+        out = attend_in_chunks(query, key, value, added(attention_mask, query.dtype), chunks, **term)
         return self.linear_out(join_heads(out)), None
 
 

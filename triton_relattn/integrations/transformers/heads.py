@@ -17,11 +17,14 @@ def join_heads(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def visible(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask as the operator takes it: of numbers, the lowest one hides."""
-    if attention_mask is None or attention_mask.dtype == torch.bool:
+def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as transformers' eager attention adds it to the logits: the lowest number where a key is hidden.
+
+    Beside it all logits vanish: a query of which all keys are hidden sees them evenly. The operator computes that as softmax does.
+    """
+    if attention_mask is None or attention_mask.dtype != torch.bool:
         return attention_mask
-    return attention_mask.masked_fill(attention_mask == torch.finfo(attention_mask.dtype).min, float("-inf"))
+    return torch.zeros((), dtype=dtype, device=attention_mask.device).where(attention_mask, torch.finfo(dtype).min)
 
 
 def sees_a_key(lse: torch.Tensor) -> torch.Tensor:

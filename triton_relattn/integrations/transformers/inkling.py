@@ -10,7 +10,7 @@ from transformers.models.inkling import modeling_inkling as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .heads import join_heads, refuse_weights, sees_a_key, split_heads, visible
+from .heads import join_heads, refuse_weights, sees_a_key, split_heads
 from .masks import AsksForPadding
 
 
@@ -49,7 +49,9 @@ class InklingAttention(stock.InklingAttention):
             query, rel_query = ((each.float() * factor).to(each.dtype) for each in (query, rel_query))
 
         offset = first_query - first_key
-        is_causal = kwargs.get("is_causal") is not False  # if it is False, transformers has put the window into the mask
+        # A mask with a row for each query says all that a query sees, also of causality and windows.
+        all_in_mask = attention_mask is not None and attention_mask.shape[2] > 1
+        is_causal = not all_in_mask and kwargs.get("is_causal") is not False
         out, lse = fused_relative_attention(
             query,
             key,
@@ -58,7 +60,7 @@ class InklingAttention(stock.InklingAttention):
             rel_query=rel_query,
             rel_scale=1.0,
             positions=RelativePositions(-(self.rel_extent - 1), 0, outside="zero"),
-            attn_mask=visible(attention_mask),
+            attn_mask=attention_mask,
             is_causal=is_causal,
             window_size=(self.sliding_window - 1, 0) if self.is_sliding and is_causal else (-1, -1),
             query_offset=offset.expand(len(query)) if isinstance(offset, torch.Tensor) else offset,

@@ -48,7 +48,6 @@ def enable(module: nn.Module) -> dict[str, str]:
     - Which probabilities dropout drops: as many, of other random numbers.
     - Weights are not returned. ``output_attentions=True`` is an error where the model passes it to its attention; where
       transformers collects them, there are none, as with its sdpa implementation.
-    - A sequence that is padding only gives zeros, not the mean of the padding's values.
     - Seamless M4T v2: as in its sdpa implementation, which masks padding; its eager one adds its bool mask to the logits.
     - Parakeet: the probabilities of queries that are padding (the even ones of eager) are not dropped in training.
 

@@ -9,7 +9,7 @@ from transformers.models.vits import modeling_vits as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .heads import join_heads, refuse_weights, split_heads, visible
+from .heads import added, join_heads, refuse_weights, split_heads
 from .masks import AsksForPadding
 
 
@@ -33,7 +33,7 @@ class VitsAttention(stock.VitsAttention):
             split_heads(self.q_proj(hidden_states), self.head_dim),
             split_heads(self.k_proj(hidden_states), self.head_dim),
             split_heads(self.v_proj(hidden_states), self.head_dim),
-            attn_mask=visible(attention_mask),
+            attn_mask=added(attention_mask, hidden_states.dtype),
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,
             **term,
