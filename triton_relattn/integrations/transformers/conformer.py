@@ -9,7 +9,7 @@ import torch
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .heads import added, join_heads, refuse_weights, split_heads
+from .heads import added, attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
 
 
 class ConformerAttention:
@@ -30,7 +30,7 @@ class ConformerAttention:
         chunks: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: see :func:`attend_in_chunks`."""
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of :func:`attend_in_chunks`."""
         refuse_weights(kwargs)
         if self.position_embeddings_type in ("relative", "rotary") and relative_position_embeddings is None:
             raise ValueError(f'position_embeddings_type="{self.position_embeddings_type}" needs relative_position_embeddings')
@@ -43,7 +43,8 @@ class ConformerAttention:
 
         term: dict[str, Any] = {}
         if self.position_embeddings_type == "relative_key":
-            term["rel_key"] = self.distance_embedding.weight.to(query.dtype)
+            rows = torch.arange(self.distance_embedding.num_embeddings, device=query.device)
+            term["rel_key"] = self.distance_embedding(rows).to(query.dtype)
             term["positions"] = RelativePositions(-self.left_max_position_embeddings, self.right_max_position_embeddings)
         elif self.position_embeddings_type == "relative":
             rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
@@ -53,7 +54,10 @@ class ConformerAttention:
             term = {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(-last, last), "exact_delta": True}
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
-        out = attend_in_chunks(query, key, value, added(attention_mask, query.dtype), chunks, **term)
+        if chunks is None or chunks[0] >= query.shape[2]:
+            out: Any = fused_relative_attention(query, key, value, attn_mask=added(attention_mask, query.dtype), **term)
+        else:
+            out = attend_in_chunks(query, key, value, attention_mask, *chunks, **term)
         return self.linear_out(join_heads(out)), None
 
 
@@ -61,25 +65,31 @@ def attend_in_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    chunks: tuple[int, int] | None,
+    attention_mask: torch.Tensor | None,
+    size: int,
+    left: int,
     **term: Any,
 ) -> torch.Tensor:
-    """Attention; with chunks, (size, left), a query sees its chunk of size keys and left chunks before it (-1: all)."""
+    """Attention in which a query sees its chunk of size keys and left chunks before it; left = -1: all before it.
+
+    A query that sees no key for padding sees all keys evenly, those of other chunks, too.
+    """
     length = query.shape[2]
-    size, left = (length, -1) if chunks is None else chunks
-    outputs: list[Any] = []
+    parts: list[Any] = []
     for start in range(0, length, size):
-        stop = min(start + size, length)
-        first = max(start - left * size, 0) if left >= 0 else 0
-        outputs.append(
+        stop, first = min(start + size, length), max(start - left * size, 0) if left >= 0 else 0
+        seen = slice(first, stop)
+        mask = None if attention_mask is None else attention_mask[..., seen]
+        parts.append(
             fused_relative_attention(
                 query[:, :, start:stop],
-                key[:, :, first:stop],
-                value[:, :, first:stop],
-                attn_mask=None if attn_mask is None else attn_mask[..., first:stop],
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=mask,
                 query_offset=start - first,
+                return_lse=True,
                 **term,
             )
         )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return out if attention_mask is None else torch.where(sees_a_key(lse), out, attend_evenly(query, key, value, term["scale"]))

@@ -8,8 +8,9 @@ from transformers.models.gemma4 import modeling_gemma4 as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from .encoder import Encoder
 from .heads import join_heads, sees_a_key, split_heads
-from .masks import PADDING, AsksForPadding
+from .masks import PADDING
 
 
 class Gemma4AudioAttention(stock.Gemma4AudioAttention):
@@ -28,6 +29,8 @@ class Gemma4AudioAttention(stock.Gemma4AudioAttention):
         )
         rel_key = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)[0].to(query.dtype)
         first = -self.max_past_horizon
+        if first > -1:
+            raise ValueError("attention_context_left must be at least 2, or no frame sees itself; call disable(model)")
         out, lse = fused_relative_attention(
             query * (self.q_scale * functional.softplus(self.per_dim_scale)),
             key * self.k_scale,
@@ -50,9 +53,10 @@ class Gemma4AudioAttention(stock.Gemma4AudioAttention):
         return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 
 
-class Gemma4AudioModel(AsksForPadding, stock.Gemma4AudioModel):
+class Gemma4AudioModel(Encoder, stock.Gemma4AudioModel):
     """Its mask is of padding only: the window is in its attention."""
 
+    attention = Gemma4AudioAttention
     mask_function = PADDING
 
     def _convert_4d_mask_to_blocked_5d(self, mask_4d: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,23 @@ def join_heads(out: torch.Tensor) -> torch.Tensor:
 def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A mask as transformers' eager attention adds it to the logits: the lowest number where a key is hidden.
 
-    Beside it all logits vanish: a query of which all keys are hidden sees them evenly. The operator computes that as softmax does.
+    Beside it all logits vanish: a query of which all keys are hidden sees them evenly. The operator does as softmax does.
     """
     if attention_mask is None or attention_mask.dtype != torch.bool:
         return attention_mask
     return torch.zeros((), dtype=dtype, device=attention_mask.device).where(attention_mask, torch.finfo(dtype).min)
+
+
+def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """What queries get whose logits are all replaced by the lowest number: the mean of the values.
+
+    Where q.k is added to that number instead, it vanishes, but its gradient passes the addition. So here: the derivative of the
+    softmax where all logits are equal is the covariance of keys and values.
+    """
+    mean = value.mean(2, keepdim=True)
+    covariance = (key - key.mean(2, keepdim=True)).mT @ (value - mean).detach() / key.shape[2]
+    change = scale * (query @ covariance)
+    return mean + (change - change.detach())
 
 
 def sees_a_key(lse: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from transformers.models.inkling import modeling_inkling as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from .encoder import Encoder
 from .heads import join_heads, refuse_weights, sees_a_key, split_heads
-from .masks import AsksForPadding
 
 
 class InklingAttention(stock.InklingAttention):
@@ -75,12 +76,17 @@ class InklingAttention(stock.InklingAttention):
         return self.o_proj(join_heads(out)), None
 
 
-class InklingTextModel(AsksForPadding, stock.InklingTextModel):
-    pass
+class InklingTextModel(Encoder, stock.InklingTextModel):
+    attention = InklingAttention
 
 
-class InklingModel(AsksForPadding, stock.InklingModel):
-    pass
+class InklingModel(Encoder, stock.InklingModel):
+    attention = InklingAttention
+
+    @functools.wraps(stock.InklingModel.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("is_causal", None)  # the masks that it makes for its language model are causal whatever this says
+        return super().forward(*args, **kwargs)
 
 
 CLASSES = {

@@ -6,6 +6,7 @@ makes masks. The encoders of enabled models have a view of their config that nam
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -38,12 +39,6 @@ AttentionMaskInterface.register(PADDING, padding)
 AttentionMaskInterface.register(PADDING_IF_THAT_IS_ALL, padding_if_that_is_all)
 
 
-class AsksForPadding:
-    """Mixin of modules that ask transformers for a mask with ``self.config``: it is a view with this mask function."""
-
-    mask_function = PADDING_IF_THAT_IS_ALL
-
-
 @functools.cache
 def _view_class(config_class: type, mask_function: str) -> type:
     """Of configs that share all attributes of another one, ``stock``, but name mask_function."""
@@ -52,13 +47,17 @@ def _view_class(config_class: type, mask_function: str) -> type:
         text = self.stock.get_text_config(*args, **kwargs)
         return self if text is self.stock else view(text, mask_function)
 
+    def set_implementation(self: Any, value: Any) -> None:
+        self.stock._attn_implementation = value
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return view, (self.stock, mask_function)
 
     attributes = {
         "__slots__": ("stock",),
-        "_attn_implementation": mask_function,
+        "_attn_implementation": property(lambda self: mask_function, set_implementation),
         "get_text_config": get_text_config,
+        "__copy__": lambda self: view(copy.copy(self.stock), mask_function),
         "__reduce_ex__": __reduce_ex__,
     }
     return type(config_class.__name__, (config_class,), attributes)

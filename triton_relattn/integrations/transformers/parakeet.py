@@ -13,7 +13,8 @@ from transformers.utils.output_capturing import capture_outputs
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .heads import join_heads, refuse_weights, split_heads
+from .encoder import Encoder
+from .heads import attend_evenly, join_heads, refuse_weights, split_heads
 
 
 class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
@@ -72,23 +73,15 @@ class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
         if attention_mask is None:
             return out
         attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
-        return torch.where(attends, out, self._attend_evenly(query, key, value))
-
-    def _attend_evenly(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What queries that see no key get: the lowest number, added to their logits, leaves all of them equal.
-
-        In the stock path the gradient passes that addition, as if the logits were still there. So here: the derivative of the
-        softmax where all logits are equal is the covariance of keys and values.
-        """
         key, value = (stock.repeat_kv(each, self.num_key_value_groups) for each in (key, value))
-        mean = value.mean(2, keepdim=True)
-        covariance = (key - key.mean(2, keepdim=True)).mT @ (value - mean).detach() / key.shape[2]
-        change = self.scaling * (query @ covariance)
-        return mean + (change - change.detach())
+        return torch.where(attends, out, attend_evenly(query, key, value, self.scaling))
 
 
-class ParakeetEncoder(stock.ParakeetEncoder):
+class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
     """Its mask stays (B, 1, 1, N), and all sequences have one table of positions unless dropout makes them differ."""
+
+    attention = ParakeetEncoderAttention
+    mask_function = None
 
     @merge_with_config_defaults
     @capture_outputs

@@ -49,8 +49,10 @@ def enable(module: nn.Module) -> dict[str, str]:
     - Weights are not returned. ``output_attentions=True`` is an error where the model passes it to its attention; where
       transformers collects them, there are none, as with its sdpa implementation.
     - Seamless M4T v2: as in its sdpa implementation, which masks padding; its eager one adds its bool mask to the logits.
-    - Parakeet: the probabilities of queries that are padding (the even ones of eager) are not dropped in training.
+    - Parakeet, Inkling, Seamless M4T v2 in chunks: queries that see no key, as those of padding, see all keys evenly, as in
+      eager; but dropout leaves their probabilities alone, and in Inkling their gradients do not reach the logits.
 
+    Enable and disable a model as a whole: an encoder of which only some attention is enabled raises ValueError when it is called.
     Call it before the model is sharded or gets hooks that replace ``forward`` (accelerate's ``device_map``).
 
     Raises:
@@ -94,10 +96,10 @@ def disable(module: nn.Module) -> dict[str, str]:
 
 def _change_class(module: nn.Module, new: type) -> None:
     """Instances of both classes have the same attributes, but for the view of its config that one which asks for masks has."""
-    from . import masks
-
-    if isinstance(module, masks.AsksForPadding):
-        module.config = module.config.stock  # type: ignore[assignment, union-attr]
+    if getattr(type(module), "mask_function", None):
+        module.config = getattr(module.config, "stock", module.config)  # unless it was replaced meanwhile
     module.__class__ = new
-    if isinstance(module, masks.AsksForPadding):
-        module.config = masks.view(module.config, module.mask_function)  # type: ignore[arg-type]
+    if function := getattr(new, "mask_function", None):
+        from .masks import view
+
+        module.config = view(module.config, function)  # type: ignore[assignment]

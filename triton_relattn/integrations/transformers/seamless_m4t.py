@@ -5,19 +5,19 @@ from __future__ import annotations
 from transformers.models.seamless_m4t import modeling_seamless_m4t as stock
 
 from .conformer import ConformerAttention
-from .masks import AsksForPadding
+from .encoder import Encoder
 
 
 class SeamlessM4TConformerSelfAttention(ConformerAttention, stock.SeamlessM4TConformerSelfAttention):
     pass
 
 
-class SeamlessM4TConformerEncoder(AsksForPadding, stock.SeamlessM4TConformerEncoder):
-    pass
+class SeamlessM4TConformerEncoder(Encoder, stock.SeamlessM4TConformerEncoder):
+    attention = SeamlessM4TConformerSelfAttention
 
 
-class SeamlessM4TConformerAdapterLayer(AsksForPadding, stock.SeamlessM4TConformerAdapterLayer):
-    pass
+class SeamlessM4TConformerAdapterLayer(Encoder, stock.SeamlessM4TConformerAdapterLayer):
+    attention = SeamlessM4TConformerSelfAttention
 
 
 CLASSES = {

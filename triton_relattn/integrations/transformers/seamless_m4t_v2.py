@@ -8,15 +8,17 @@ import torch
 from transformers.models.seamless_m4t_v2 import modeling_seamless_m4t_v2 as stock
 
 from .conformer import ConformerAttention
-from .masks import AsksForPadding
+from .encoder import Encoder
 
 
 class SeamlessM4Tv2ConformerSelfAttention(ConformerAttention, stock.SeamlessM4Tv2ConformerSelfAttention):
     pass
 
 
-class SeamlessM4Tv2ConformerEncoder(AsksForPadding, stock.SeamlessM4Tv2ConformerEncoder):
+class SeamlessM4Tv2ConformerEncoder(Encoder, stock.SeamlessM4Tv2ConformerEncoder):
     """Tells its attention of the chunks, which the stock encoder makes a mask (B, 1, N, N) of."""
+
+    attention = SeamlessM4Tv2ConformerSelfAttention
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
         size, left = self.config.speech_encoder_chunk_size, self.config.speech_encoder_left_chunk_num
@@ -27,8 +29,8 @@ class SeamlessM4Tv2ConformerEncoder(AsksForPadding, stock.SeamlessM4Tv2Conformer
         return attention_mask
 
 
-class SeamlessM4Tv2ConformerAdapterLayer(AsksForPadding, stock.SeamlessM4Tv2ConformerAdapterLayer):
-    pass
+class SeamlessM4Tv2ConformerAdapterLayer(Encoder, stock.SeamlessM4Tv2ConformerAdapterLayer):
+    attention = SeamlessM4Tv2ConformerSelfAttention
 
 
 CLASSES = {

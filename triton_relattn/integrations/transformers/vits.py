@@ -9,8 +9,8 @@ from transformers.models.vits import modeling_vits as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from .encoder import Encoder
 from .heads import added, join_heads, refuse_weights, split_heads
-from .masks import AsksForPadding
 
 
 class VitsAttention(stock.VitsAttention):
@@ -41,8 +41,8 @@ class VitsAttention(stock.VitsAttention):
         return self.out_proj(join_heads(out)), None
 
 
-class VitsEncoder(AsksForPadding, stock.VitsEncoder):
-    pass
+class VitsEncoder(Encoder, stock.VitsEncoder):
+    attention = VitsAttention
 
 
 CLASSES = {stock.VitsAttention: VitsAttention, stock.VitsEncoder: VitsEncoder}

@@ -5,19 +5,19 @@ from __future__ import annotations
 from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert as stock
 
 from .conformer import ConformerAttention
-from .masks import AsksForPadding
+from .encoder import Encoder
 
 
 class Wav2Vec2BertSelfAttention(ConformerAttention, stock.Wav2Vec2BertSelfAttention):
     pass
 
 
-class Wav2Vec2BertEncoder(AsksForPadding, stock.Wav2Vec2BertEncoder):
-    pass
+class Wav2Vec2BertEncoder(Encoder, stock.Wav2Vec2BertEncoder):
+    attention = Wav2Vec2BertSelfAttention
 
 
-class Wav2Vec2BertAdapterLayer(AsksForPadding, stock.Wav2Vec2BertAdapterLayer):
-    pass
+class Wav2Vec2BertAdapterLayer(Encoder, stock.Wav2Vec2BertAdapterLayer):
+    attention = Wav2Vec2BertSelfAttention
 
 
 CLASSES = {

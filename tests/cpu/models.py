@@ -1,0 +1,148 @@
+"""Small models of Hugging Face transformers, stock and enabled, and their outputs and gradients side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bench.families import FAMILIES
+from triton_relattn.dropout import keep_scale
+from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn.testing import dropout_mask
+
+LENGTH = 37
+"""Frames, or tokens: no width of the small models, no multiple of a chunk, more than all windows and tables."""
+PADDED = [LENGTH, 22]
+Results = dict[str, torch.Tensor]
+# What makes a family's attention easier to get wrong: a limit of the logits that is felt.
+SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -> Any:
+    """A small model of a family, no parameter of which is zero."""
+    torch.manual_seed(0)
+    model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def arguments(name: str, model: nn.Module, lengths: list[int], length: int = LENGTH) -> dict[str, Any]:
+    """Of the model's forward, in the dtype of its parameters."""
+    torch.manual_seed(1)
+    made = FAMILIES[name].make(model, length, lengths)
+    dtype = next(model.parameters()).dtype
+    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in made.items()}
+
+
+def real(lengths: list[int], length: int = LENGTH) -> torch.Tensor:
+    """(B, length, 1), 1 where there is no padding."""
+    return (torch.arange(length) < torch.tensor(lengths)[:, None])[..., None]
+
+
+def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+    copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
+    found: torch.Tensor = model(**copies).last_hidden_state
+    return found
+
+
+def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return forward(model, given)
+
+
+def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
+    """The output and the gradients of all parameters for a random gradient of the output; counts: where that is not zero."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    out = forward(model, given)
+    d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    out.backward(d_out if counts is None else d_out * counts)
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {"out": out.detach(), **gradients}
+
+
+def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:
+    """Results of the enabled model and of the stock one, which it is again afterwards."""
+    stock = results(model, given, counts)
+    assert enable(model)
+    ours = results(model, given, counts)
+    disable(model)
+    return ours, stock
+
+
+def assert_same(ours: Results, stock: Results, tolerance: float = 1e-12) -> None:
+    """Relative to the largest number of each tensor; of gradients that cancel to nothing, to that of the largest gradient."""
+    assert ours.keys() == stock.keys()
+    assert len(stock) > 4, "no gradients"
+    largest = max(float(each.abs().max()) for name, each in stock.items() if name != "out")
+    for name, expected in stock.items():
+        assert expected.isfinite().all(), f"{name} of the stock model is not finite"
+        error = float((ours[name] - expected).abs().max())
+        budget = tolerance * max(float(expected.abs().max()), 1e-2 * largest)
+        assert error <= budget, f"{name}: {error:.3e} off, {budget:.3e} allowed"
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """transformers' casts to float32 leave float64 as it is, so that all families compute in float64."""
+    to, to_float, softmax = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax
+
+    def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rounds = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return tensor if rounds else to(tensor, *args, **kwargs)
+
+    def leave_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return softmax(tensor, dim, dtype=None if tensor.dtype == torch.float64 else dtype, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", leave)
+        patch.setattr(torch.Tensor, "float", lambda each: each if each.dtype == torch.float64 else to_float(each))
+        patch.setattr(nn.functional, "softmax", leave_softmax)
+        yield
+
+
+@contextmanager
+def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
+    """Stock attention drops the probabilities that the operator does; one_by_one: as if called for each sequence."""
+    original = nn.functional.dropout
+
+    def dropout(states: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        square = states.dim() > 2 and states.shape[-1] == states.shape[-2]
+        if not (square and training and p > 0):
+            return original(states, p, training, inplace)
+        probabilities = states if states.dim() == 4 else states.unflatten(0, (-1, heads))
+        batch, _, queries, keys = probabilities.shape
+        keep = [dropout_mask(each, heads, queries, keys, p) for each in ([1] * batch if one_by_one else [batch])]
+        return (probabilities * torch.cat(keep) * keep_scale(p)).view_as(states)
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """scaled_dot_product_attention, whose dropout would be out of reach."""
+        assert not is_causal
+        logits = scale * query @ key.mT
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, torch.finfo(logits.dtype).min)
+        elif attn_mask is not None:
+            logits = logits + attn_mask
+        return dropout(logits.softmax(-1), dropout_p, dropout_p > 0) @ value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "dropout", dropout)
+        patch.setattr(nn.functional, "scaled_dot_product_attention", attend)
+        yield

@@ -1,0 +1,464 @@
+"""The numbers of transformers' models, enabled, are those of the stock models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from bench.families import FAMILIES
+from tests.cpu.models import (
+    LENGTH,
+    PADDED,
+    Results,
+    arguments,
+    assert_same,
+    both,
+    build,
+    in_float64,
+    operators_dropout,
+    output,
+    real,
+    results,
+)
+from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn.testing import assert_within_budget
+
+WHOLE = [LENGTH, LENGTH]
+CONFORMER = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1, "conformer_conv_dropout": 0.1}
+SEAMLESS = {"speech_encoder_dropout": 0.2, "adaptor_dropout": 0.1}
+DROPOUT: dict[str, dict[str, Any]] = {
+    "wav2vec2_bert": {**CONFORMER, "feat_proj_dropout": 0.1},
+    "wav2vec2_bert_relative": {**CONFORMER, "feat_proj_dropout": 0.1},
+    "wav2vec2_conformer": CONFORMER,
+    "seamless_m4t": SEAMLESS,
+    "seamless_m4t_v2": SEAMLESS,
+    "parakeet": {"attention_dropout": 0.2, "dropout": 0.1, "activation_dropout": 0.1, "dropout_positions": 0.0},
+    "parakeet_attention": {"attention_dropout": 0.2},
+    "vits": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1},
+    "inkling": {"attention_dropout": 0.2},
+    "gemma4": {},  # has none
+}
+LAYERDROP = {
+    "wav2vec2_bert": "layerdrop",
+    "wav2vec2_bert_relative": "layerdrop",
+    "wav2vec2_conformer": "layerdrop",
+    "seamless_m4t": "speech_encoder_layerdrop",
+    "seamless_m4t_v2": "speech_encoder_layerdrop",
+    "parakeet": "layerdrop",
+    "vits": "layerdrop",
+}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
+
+
+def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
+    """Positions whose gradients are compared. Inkling's queries that see no key have only their output in common."""
+    return real(lengths) if name == "inkling" else None
+
+
+def heads(model: Any) -> int:
+    config = model.config
+    return getattr(config, "speech_encoder_attention_heads", None) or config.num_attention_heads
+
+
+@every_padding
+@every_family
+def test_the_same_in_float64(name: str, lengths: list[int]) -> None:
+    model = build(name, torch.float64)
+    with in_float64():
+        ours, stock = both(model, arguments(name, model, lengths), counting(name, lengths))
+    assert_same(ours, stock)
+
+
+@every_padding
+@every_family
+def test_as_exact_in_float32(name: str, lengths: list[int]) -> None:
+    model = build(name)
+    given, counts = arguments(name, model, lengths), counting(name, lengths)
+    ours, stock = both(model, given, counts)
+    exact = copy.deepcopy(model).double()
+    with in_float64():
+        golden = results(exact, {k: v.double() if v.is_floating_point() else v for k, v in given.items()}, counts)
+    assert_as_exact(ours, stock, golden)
+
+
+def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
+    """The output, and all gradients at once, each relative to its largest number or, if it cancels to nothing, to the others'."""
+    assert_within_budget("out", ours["out"], golden["out"], stock["out"], factor=2)
+    names = golden.keys() - {"out"}
+    largest = max(float(golden[name].abs().max()) for name in names)
+    size = {name: max(float(golden[name].abs().max()), 1e-2 * largest) for name in names}
+    together = [torch.cat([each[name].flatten() / size[name] for name in names]) for each in (ours, golden, stock)]
+    assert_within_budget("gradients", *together, factor=3)
+    error, usual = ((each - together[1]).norm() for each in (together[0], together[2]))
+    assert error <= 2 * usual, f"norm of the gradients' errors {error:.3e}, of stock {usual:.3e}"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layerdrop"), [(WHOLE, 0.0), (PADDED, 0.0), (PADDED, 0.5)], ids=["whole", "padded", "layerdrop"]
+)
+@every_family
+def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -> None:
+    """With all kinds of dropout, of which the attention's drops what the operator does."""
+    if layerdrop and name not in LAYERDROP:
+        pytest.skip("no layerdrop")
+    changes = {**DROPOUT[name], **({LAYERDROP[name]: layerdrop} if name in LAYERDROP else {})}
+    model = build(name, torch.float64, layers=6 if layerdrop else 2, **changes).train()
+    given = arguments(name, model, lengths)
+    # The even probabilities of queries that see no key are not dropped.
+    counts = real(lengths) if name in ("inkling", "parakeet") else None
+    with in_float64():
+        with operators_dropout(heads(model), one_by_one=name == "parakeet_attention"):
+            stock = results(model, given, counts)
+        enable(model)
+        ours = results(model, given, counts)
+        if name != "gemma4":
+            assert (results(model, given, counts, seed=5)["out"] - ours["out"]).abs().max() > 0.1, "nothing is dropped"
+    skipped = {each for each, _ in model.named_parameters() if "layers." in each} - stock.keys()
+    assert bool(skipped) == (layerdrop > 0)
+    if counts is not None:
+        ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
+    # Batch normalisation takes the gradient of a bias before it away.
+    assert_same(ours, stock, tolerance=1e-11)
+
+
+@every_padding
+def test_parakeet_with_dropout_of_positions(lengths: list[int]) -> None:
+    """Each sequence has a table of its own, and its own call of the operator."""
+    model = build("parakeet", torch.float64, **{**DROPOUT["parakeet"], "dropout_positions": 0.2, "layerdrop": 0.0}).train()
+    given, counts = arguments("parakeet", model, lengths), real(lengths)
+    with in_float64():
+        with operators_dropout(heads(model), one_by_one=True):
+            stock = results(model, given, counts)
+        enable(model)
+        ours = results(model, given, counts)
+    ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
+    assert_same(ours, stock, tolerance=1e-11)
+
+
+def test_parakeet_drops_no_even_probabilities() -> None:
+    """Queries that are padding get the mean of all values, in training too."""
+    model = build("parakeet", attention_dropout=0.5, dropout=0.0, activation_dropout=0.0, dropout_positions=0.0, layerdrop=0.0)
+    attention = model.get_submodule("layers.0.self_attn").train()
+    enable(attention)
+    states = torch.randn(1, 9, 32)
+    mask = (torch.arange(9) < 6)[None, None, None]
+    positions = torch.randn(1, 17, 32)
+    trained = attention(states, position_embeddings=positions, attention_mask=mask)[0]
+    attention.eval()
+    steady = attention(states, position_embeddings=positions, attention_mask=mask)[0]
+    torch.testing.assert_close(trained[:, 6:], steady[:, 6:])
+    assert not torch.allclose(trained[:, :6], steady[:, :6])
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert, no positions": ("wav2vec2_bert", {"position_embeddings_type": None}),
+    "bert, rotary": ("wav2vec2_bert", {"position_embeddings_type": "rotary"}),
+    "bert, adapter": ("wav2vec2_bert", {"add_adapter": True}),
+    "bert, adapters": (
+        "wav2vec2_bert_relative",
+        {"add_adapter": True, "num_adapter_layers": 2, "use_intermediate_ffn_before_adapter": True},
+    ),
+    "bert, table beyond the ends": ("wav2vec2_bert", {"left_max_position_embeddings": 64, "right_max_position_embeddings": 50}),
+    "bert, table to the left": ("wav2vec2_bert", {"left_max_position_embeddings": 3, "right_max_position_embeddings": 0}),
+    "conformer, no positions": ("wav2vec2_conformer", {"position_embeddings_type": None}),
+    "conformer, rotary": ("wav2vec2_conformer", {"position_embeddings_type": "rotary"}),
+    "conformer, few positions": ("wav2vec2_conformer", {"max_source_positions": 8}),
+    "seamless, adapter": ("seamless_m4t", {"add_adapter": True}),
+    "seamless, rotary": ("seamless_m4t", {"add_adapter": True, "position_embeddings_type": "rotary"}),
+    "seamless 2, adapter": ("seamless_m4t_v2", {"add_adapter": True}),
+    "seamless 2, chunks": ("seamless_m4t_v2", {"speech_encoder_chunk_size": 10, "speech_encoder_left_chunk_num": 1}),
+    "seamless 2, all to the left": ("seamless_m4t_v2", {"speech_encoder_chunk_size": 10, "speech_encoder_left_chunk_num": -1}),
+    "seamless 2, chunks alone": ("seamless_m4t_v2", {"speech_encoder_chunk_size": 10, "speech_encoder_left_chunk_num": 0}),
+    "parakeet, shared keys": ("parakeet", {"num_key_value_heads": 2, "attention_bias": False, "scale_input": False}),
+    "vits, wide window": ("vits", {"window_size": 50}),
+    "vits, no bias": ("vits", {"window_size": 1, "use_bias": False}),
+    "inkling, no log scaling": ("inkling", {"log_scaling_n_floor": None}),
+    "inkling, experts": (
+        "inkling",
+        {
+            "mlp_layer_types": ["dense", "sparse"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "n_shared_experts": 1,
+            "experts_implementation": "eager",
+        },
+    ),
+    "inkling, wide": ("inkling", {"sliding_window_size": 50, "rel_extent": 60}),
+    "inkling, shared keys in the window": ("inkling", {"swa_num_key_value_heads": 1}),
+    "gemma4, into the future": ("gemma4", {"attention_context_right": 3}),
+    "gemma4, chunks longer than the past": ("gemma4", {"attention_chunk_size": 16, "attention_context_left": 5}),
+    "gemma4, short": ("gemma4", {"attention_chunk_size": 4, "attention_context_left": 2, "attention_context_right": 7}),
+    "gemma4, one frame": ("gemma4", {"attention_chunk_size": 3, "attention_context_left": 2}),
+    "gemma4, clipped": ("gemma4", {"use_clipped_linears": True}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_other_settings(case: str) -> None:
+    name, changes = CHANGES[case]
+    model = build(name, torch.float64, **changes)
+    with in_float64():
+        ours, stock = both(model, arguments(name, model, PADDED), counting(name, PADDED))
+    assert_same(ours, stock)
+
+
+@pytest.mark.parametrize("length", [1, 9, 24])
+@every_family
+def test_other_lengths(name: str, length: int) -> None:
+    """Shorter than windows and tables, and a multiple of Gemma's chunk."""
+    model = build(name, torch.float64)
+    with in_float64():
+        ours, stock = both(model, arguments(name, model, [length, length], length))
+    assert_same(ours, stock)
+
+
+@pytest.mark.parametrize("add_adapter", [False, True])
+def test_chunks_that_are_all_padding(add_adapter: bool) -> None:
+    """Their queries see no key; the adapter's convolution carries what they get to real frames beside them."""
+    changes = {"speech_encoder_chunk_size": 10, "speech_encoder_left_chunk_num": 0, "add_adapter": add_adapter}
+    model = build("seamless_m4t_v2", torch.float64, **changes)
+    given = arguments("seamless_m4t_v2", model, [LENGTH, 20])
+    stock = output(model, given)
+    enable(model)
+    ours = output(model, given)
+    real_frames = 5 if add_adapter else 20
+    torch.testing.assert_close(ours[0], stock[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours[1, :real_frames], stock[1, :real_frames], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "wav2vec2_bert_relative", "wav2vec2_conformer", "seamless_m4t_v2", "vits"])
+def test_padding_anywhere(name: str) -> None:
+    """Frames that are hidden first and in between, not only last."""
+    model = build(name, torch.float64)
+    given = arguments(name, model, PADDED)
+    hidden = torch.rand(given["attention_mask"].shape) < 0.3
+    given["attention_mask"] = given["attention_mask"].masked_fill(hidden, 0)
+    assert_same(*both(model, given))
+
+
+def test_gemma4_without_a_past() -> None:
+    """A window that hides even a frame from itself: what the stock model makes of it, or an error."""
+    model = build("gemma4", torch.float64, attention_chunk_size=3, attention_context_left=1)
+    given = arguments("gemma4", model, PADDED)
+    with in_float64():
+        stock = results(model, given)
+        try:
+            enable(model)
+            ours = results(model, given)
+        except ValueError:
+            return
+    assert_same(ours, stock)
+
+
+@every_family
+def test_without_a_mask(name: str) -> None:
+    model = build(name, torch.float64)
+    given = arguments(name, model, WHOLE)
+    given.pop("attention_mask", None)
+    with in_float64():
+        assert_same(*both(model, given))
+
+
+@every_family
+def test_a_sequence_of_padding(name: str) -> None:
+    """Nothing in it sees a key; what the stock model makes of that, and the other sequence as if it were alone."""
+    model = build(name, torch.float64)
+    given = arguments(name, model, [LENGTH, 0])
+    with in_float64():
+        assert_same(*both(model, given, counting(name, [LENGTH, 0])))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_inkling_padded_on_the_left(holes: bool) -> None:
+    """Padding first, or anywhere."""
+    model = build("inkling", torch.float64)
+    given = arguments("inkling", model, WHOLE)
+    mask = torch.arange(LENGTH) >= torch.tensor([0, 14])[:, None]
+    if holes:
+        mask = mask & (torch.rand(2, LENGTH) > 0.3)
+    given["attention_mask"] = mask.long()
+    with in_float64():
+        assert_same(*both(model, given, mask[..., None]))
+
+
+QUERY, KEY = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+MASKS = {
+    "causal": KEY <= QUERY,  # in sliding layers, too: nobody has asked for their window
+    "window": (KEY <= QUERY) & (QUERY - KEY < 5),
+    "prefix": (KEY <= QUERY) | (KEY < 12),  # a prefix that is seen from all positions
+    "everything": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
+    "documents": (KEY <= QUERY) & ((KEY < 20) == (QUERY < 20)),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool], ids=["float", "bool"])
+def test_a_mask_of_the_users(kind: str, dtype: torch.dtype) -> None:
+    """(B, 1, Nq, Nk), used as it is in all layers; a bool mask, which stock eager adds to the logits, as that of numbers."""
+    model = build("inkling", torch.float64)
+    given = arguments("inkling", model, WHOLE)
+    seen = MASKS[kind].expand(2, 1, -1, -1)
+    numbers = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    with in_float64():
+        stock = results(model, {**given, "attention_mask": numbers})
+        enable(model)
+        ours = results(model, {**given, "attention_mask": seen if dtype == torch.bool else numbers})
+    assert_same(ours, stock)
+
+
+def test_numbers_in_a_mask_of_the_users() -> None:
+    """They are added to the logits."""
+    model = build("inkling", torch.float64)
+    given = arguments("inkling", model, WHOLE)
+    numbers = torch.randn(2, 1, LENGTH, LENGTH, dtype=torch.float64)
+    seen = {"full_attention": MASKS["causal"], "sliding_attention": MASKS["window"]}
+    masks = {layers: numbers.masked_fill(~each, torch.finfo(numbers.dtype).min) for layers, each in seen.items()}
+    with in_float64():
+        assert_same(*both(model, {**given, "attention_mask": {**masks, "linear_attention": None}}))
+
+
+@pytest.mark.parametrize("ends", [[20], [7, 9, 30]])
+def test_packed_sequences(ends: list[int]) -> None:
+    """Positions that start again start another sequence."""
+    model = build("inkling", torch.float64)
+    given = arguments("inkling", model, WHOLE)
+    pieces = torch.tensor([0, *ends, LENGTH]).diff().tolist()
+    positions = torch.cat([torch.arange(piece) for piece in pieces])
+    packed = {"input_ids": given["input_ids"], "position_ids": positions.expand(2, -1)}
+    with in_float64():
+        ours, stock = both(model, packed)
+        apart = results(model, {"input_ids": given["input_ids"]})
+    assert_same(ours, stock)
+    assert (apart["out"] - stock["out"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("place", ["call", "config"])
+def test_attention_in_both_directions(place: str, is_causal: bool) -> None:
+    model = build("inkling", torch.float64)
+    given = {**arguments("inkling", model, PADDED), **({"is_causal": is_causal} if place == "call" else {})}
+    if place == "config":
+        model.config.is_causal = is_causal
+    with in_float64():
+        assert_same(*both(model, given, real(PADDED)))
+
+
+def causal_model() -> Any:
+    from transformers import InklingForCausalLM, InklingTextConfig
+
+    torch.manual_seed(0)
+    config = InklingTextConfig(**FAMILIES["inkling"].small, num_hidden_layers=2)
+    model = InklingForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("how", [{}, {"use_cache": False}, {"num_beams": 2}], ids=["cache", "no cache", "beams"])
+def test_generation(how: dict[str, Any], padding: int) -> None:
+    """The same tokens, one at a time with keys of the past, in batches that are padded on the left."""
+    model = causal_model()
+    tokens = torch.randint(1, 50, (2, 12))
+    mask = (torch.arange(12) >= torch.tensor([[padding], [0]])).long()
+    how = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **how}
+    stock = model.generate(tokens, **how)
+    enable(model)
+    ours = model.generate(tokens, **how)
+    assert torch.equal(ours, stock)
+    assert len(set(ours[0, 12:].tolist())) > 3, "always the same token"
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_parts_of_a_sequence_with_a_cache(padding: int) -> None:
+    """Logits of pieces of several tokens, each after what came before."""
+    model = causal_model()
+    tokens = torch.randint(1, 50, (2, LENGTH))
+    mask = (torch.arange(LENGTH) >= torch.tensor([[padding], [0]])).long()
+
+    def in_pieces() -> torch.Tensor:
+        past: Any = None
+        logits: list[torch.Tensor] = []
+        for start, stop in ((0, 9), (9, 10), (10, 25), (25, LENGTH)):
+            made = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=past, use_cache=True)
+            past = made.past_key_values
+            logits.append(made.logits)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        stock = in_pieces()
+        enable(model)
+        ours, whole = in_pieces(), model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
+    torch.testing.assert_close(ours[:, padding:], whole[:, padding:], rtol=0, atol=1e-5 * float(stock.abs().max()))
+
+
+@pytest.fixture
+def composite(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Inkling's whole model, for text: what looks at images is left out."""
+    from transformers import InklingConfig, InklingForConditionalGeneration
+    from transformers.models.inkling import modeling_inkling
+
+    monkeypatch.setattr(modeling_inkling, "InklingVisionModel", lambda config: torch.nn.Identity())
+    audio = {"n_mel_bins": 4, "mel_vocab_size": 8, "text_hidden_size": 32}
+    text = {**FAMILIES["inkling"].small, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = InklingConfig(text_config=text, audio_config=audio)
+    model = InklingForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("case", ["nothing", "padding", "packed", "both directions"])
+def test_inkling_inside_the_whole_model(composite: Any, case: str) -> None:
+    tokens = torch.randint(1, 50, (2, LENGTH))
+    cases: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "padding": {"attention_mask": (torch.arange(LENGTH) >= torch.tensor([[9], [0]])).long()},
+        "packed": {"position_ids": torch.cat([torch.arange(20), torch.arange(LENGTH - 20)]).expand(2, -1)},
+        "both directions": {"is_causal": False},  # which the whole model does not look at: its masks are causal
+    }
+    given = cases[case]
+    with torch.no_grad():
+        stock = composite(tokens, **given).logits
+        enabled = enable(composite)
+        ours = composite(tokens, **given).logits
+    assert list(enabled.values()) == ["InklingModel", "InklingTextModel", "InklingAttention", "InklingAttention"]
+    torch.testing.assert_close(ours, stock, rtol=0, atol=2e-6 * float(stock.abs().max()))
+
+
+def test_generation_by_the_whole_model(composite: Any) -> None:
+    tokens, how = torch.randint(1, 50, (2, 9)), {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    stock = composite.generate(tokens, **how)
+    enable(composite)
+    assert torch.equal(composite.generate(tokens, **how), stock)
+
+
+def test_all_of_vits() -> None:
+    """Speech from the enabled text encoder."""
+    from transformers import VitsConfig, VitsModel
+
+    torch.manual_seed(0)
+    small = {**FAMILIES["vits"].small, "num_hidden_layers": 2, "upsample_initial_channel": 16, "spectrogram_bins": 9}
+    small |= {"upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4], "resblock_kernel_sizes": [3]}
+    small |= {"resblock_dilation_sizes": [[1, 2]], "prior_encoder_num_flows": 1, "prior_encoder_num_wavenet_layers": 1}
+    model = VitsModel(VitsConfig(**small, noise_scale=0.0, noise_scale_duration=0.0)).eval().double()
+    tokens = torch.randint(1, 38, (2, 11))
+    mask = (torch.arange(11) < torch.tensor([[11], [7]])).long()
+    with torch.no_grad():
+        stock = model(tokens, attention_mask=mask)
+        assert enable(model)
+        ours = model(tokens, attention_mask=mask)
+    assert torch.equal(ours.sequence_lengths, stock.sequence_lengths)
+    torch.testing.assert_close(ours.waveform, stock.waveform, rtol=0, atol=1e-11)
+    disable(model)

@@ -1,0 +1,454 @@
+"""Enabled models of transformers: which they are, what they need, and that the rest of transformers still works with them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from bench.families import FAMILIES
+from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, output, results
+from triton_relattn.integrations.transformers import FAMILIES as KNOWN
+from triton_relattn.integrations.transformers import disable, enable
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+# One whose parts are plain modules, one that is itself what asks for masks, and one with a forward of its own.
+three_families = pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "parakeet"])
+ROOT = Path(__file__).parents[2]
+
+
+def classes(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Of all modules; by name, as some are made for each model."""
+    return [(name, f"{type(each).__module__}.{type(each).__qualname__}") for name, each in model.named_modules()]
+
+
+def configs(model: torch.nn.Module) -> list[Any]:
+    return [each.config for each in model.modules() if hasattr(each, "config")]
+
+
+@every_family
+def test_disable_gives_everything_back(name: str) -> None:
+    model = build(name)
+    given, before, held = arguments(name, model, PADDED), classes(model), configs(model)
+    types = [type(each) for each in model.modules()]
+    settings = [copy.deepcopy(each.to_dict()) for each in held]
+    stock = results(model, given)
+    enabled = enable(model)
+    changed = dict(before).items() - dict(classes(model)).items()
+    assert {each: kind.rpartition(".")[2] for each, kind in changed} == enabled
+    ours = results(model, given)
+    assert enable(model) == {}
+    assert any(not torch.equal(ours[each], stock[each]) for each in stock), "bit for bit what the stock path computes"
+    assert disable(model) == enabled
+    assert disable(model) == {}
+    assert [type(each) for each in model.modules()] == types
+    assert all(now is then for now, then in zip(configs(model), held, strict=True))
+    assert [each.to_dict() for each in held] == settings
+    again = results(model, given)
+    assert all(torch.equal(again[each], stock[each]) for each in stock)
+
+
+def test_what_enable_returns() -> None:
+    attention = {f"encoder.layers.{i}.self_attn": "Wav2Vec2BertSelfAttention" for i in range(2)}
+    assert enable(build("wav2vec2_bert")) == {"encoder": "Wav2Vec2BertEncoder", **attention}
+    assert enable(build("parakeet").get_submodule("layers.0.self_attn")) == {"": "ParakeetEncoderAttention"}
+
+
+@every_family
+def test_other_models_stay_as_they_are(name: str) -> None:
+    """One of the same class, one that shares the config, one that is made later, one that was enabled and no more is."""
+    model, other = build(name), build(name)
+    given = arguments(name, model, PADDED)
+    stock = output(model, given)
+    sharing = type(model)(model.config) if name != "parakeet_attention" else copy.deepcopy(model)
+    sharing.load_state_dict(model.state_dict())
+    sharing.eval()
+    before = classes(other)
+    enable(model)
+    assert classes(other) == before and classes(build(name)) == before and classes(sharing) == classes(other)
+    for stranger in (other, sharing, build(name)):
+        assert torch.equal(output(stranger, given), stock)
+    assert not torch.equal(output(model, given), stock)
+    enable(sharing)
+    disable(model)
+    assert torch.equal(output(model, given), stock)
+    assert not torch.equal(output(sharing, given), stock)
+
+
+@pytest.mark.parametrize("part", ["encoder.layers.1", "encoder.layers.0.self_attn", "encoder.layers", "encoder"])
+def test_a_part_of_wav2vec2_bert(part: str) -> None:
+    model = build("wav2vec2_bert", torch.float64)
+    given = arguments("wav2vec2_bert", model, PADDED)
+    stock = results(model, given)
+    before = dict(classes(model))
+    enabled = enable(model.get_submodule(part))
+    changed = [name for name, kind in classes(model) if kind != before[name]]
+    assert changed == [f"{part}.{name}".rstrip(".") for name in enabled]
+    assert_same(results(model, given), stock)
+    disable(model.get_submodule(part))
+    assert dict(classes(model)) == before
+
+
+@pytest.mark.parametrize("part", ["layers.1", "layers.0.self_attn", "layers"])
+def test_a_part_of_parakeet(part: str) -> None:
+    model = build("parakeet", torch.float64)
+    given = arguments("parakeet", model, PADDED)
+    with in_float64():
+        stock = results(model, given)
+        assert enable(model.get_submodule(part))
+        assert_same(results(model, given), stock)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "parakeet_attention"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_stock_attention_in_an_enabled_encoder(name: str, masked: bool) -> None:
+    """A layer that is disabled by itself, or of a class that enable does not know, gives the stock numbers or an error."""
+    chunks = {"speech_encoder_chunk_size": 10, "speech_encoder_left_chunk_num": 1} if name == "seamless_m4t_v2" else {}
+    model = build(name, torch.float64, **chunks)
+    given = arguments(name, model, PADDED if masked else [LENGTH, LENGTH])
+    if not masked:
+        del given["attention_mask"]
+    with in_float64():
+        stock = output(model, given)
+        enable(model)
+        attention = next(each for key, each in model.named_modules() if key.endswith((".self_attn", ".attention")))
+        try:
+            disable(attention)
+            ours = output(model, given)
+        except (ValueError, RuntimeError):
+            return
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-11)
+
+
+def test_unknown_models() -> None:
+    with pytest.raises(ValueError, match="Linear has no relative attention") as caught:
+        enable(torch.nn.Linear(2, 2))
+    assert all(family in str(caught.value) and known in str(caught.value) for family, known in KNOWN.items())
+    with pytest.raises(ValueError, match="Wav2Vec2BertFeedForward has no"):
+        enable(build("wav2vec2_bert").get_submodule("encoder.layers.0.ffn1"))
+    assert disable(torch.nn.Linear(2, 2)) == {}
+
+
+def test_a_forward_of_its_own() -> None:
+    """It would hide the new class's. Nothing is changed."""
+    model = build("wav2vec2_bert")
+    attention = model.get_submodule("encoder.layers.1.self_attn")
+    attention.forward = attention.forward
+    before = classes(model)
+    with pytest.raises(ValueError, match=r"encoder\.layers\.1\.self_attn \(Wav2Vec2BertSelfAttention\) has a forward"):
+        enable(model)
+    assert classes(model) == before
+
+
+def test_weights_are_refused() -> None:
+    model = build("vits")
+    given = {**arguments("vits", model, PADDED), "output_attentions": True}
+    enable(model)
+    with pytest.raises(ValueError, match="output_attentions"):
+        output(model, given)
+    attention = build("wav2vec2_bert").get_submodule("encoder.layers.0.self_attn")
+    enable(attention)
+    with pytest.raises(ValueError, match="output_attentions"):
+        attention(torch.randn(1, 5, 32), output_attentions=True)
+
+
+class Sizes(TorchDispatchMode):
+    """Shapes of all tensors that are made, but for what the operator makes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.operators.add(str(func))
+        if not func.is_view:  # a mask that is expanded takes no memory
+            each = made if isinstance(made, (tuple, list)) else [made]
+            self.shapes += [tuple(tensor.shape) for tensor in each if isinstance(tensor, torch.Tensor)]
+        return made
+
+
+def sizes(name: str, length: int, *, enabled: bool) -> Sizes:
+    model = build(name)
+    if enabled:
+        enable(model)
+    given = arguments(name, model, [length, length - 7], length)
+    with Sizes() as found:
+        results(model, given)
+    return found
+
+
+def is_square(shape: tuple[int, ...], length: int) -> bool:
+    return sum(each >= length - 1 for each in shape) > 1
+
+
+@every_family
+def test_nothing_quadratic(name: str) -> None:
+    """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
+    short, long = 150, 300  # longer than all widths
+    found = {length: sizes(name, length, enabled=True) for length in (short, long)}
+    for length, each in found.items():
+        assert any("triton_relattn" in operator for operator in each.operators)
+        assert not [shape for shape in each.shapes if is_square(shape, length)]
+    largest = {length: max(math.prod(shape) for shape in each.shapes) for length, each in found.items()}
+    assert largest[long] <= 2.01 * largest[short]
+    assert any(is_square(shape, short) for shape in sizes(name, short, enabled=False).shapes), "nor has the stock model one"
+
+
+CHILD = """
+import sys
+import torch
+from bench.families import FAMILIES
+from triton_relattn.integrations.transformers import enable
+
+def status(field):
+    with open("/proc/self/status") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith(field + ":"))
+
+def run(model, given):
+    model.zero_grad()
+    model(**given).last_hidden_state.sum().backward()
+
+torch.set_num_threads(1)
+for name, enabled, length in ((name, *each) for name in sys.argv[1:] for each in ((False, 512), (True, 512), (True, 2048))):
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    model = family.build(small=True)
+    if enabled:
+        enable(model)
+    run(model, family.make(model, 64, [64]))
+    given = family.make(model, length, [length - length // 8])
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    run(model, given)
+    print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
+def test_peak_memory_grows_linearly() -> None:
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, "-c", CHILD, "parakeet", "wav2vec2_bert_relative"]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert child.returncode == 0, child.stderr
+    peaks = list(map(int, child.stdout.split()))
+    assert len(peaks) == 6
+    for stock, short, long in (peaks[:3], peaks[3:]):
+        assert short >= 512 * 32 * 4 * 10, "the measurement misses the activations"
+        assert long <= 4.5 * short, f"{short} bytes at length 512, {long} at 2048"
+        assert stock >= 2 * short, f"{stock} bytes of the stock model, {short} of ours"
+
+
+@every_family
+def test_copies_stay_enabled_and_independent(name: str) -> None:
+    if name == "parakeet_attention":
+        pytest.skip("of a class inside a function, which cannot be pickled")
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    stock = output(model, given)
+    state = {key: each.clone() for key, each in model.state_dict().items()}
+    enabled = enable(model)
+    ours = output(model, given)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(each, state[key]) for key, each in model.state_dict().items())
+    copies = [copy.deepcopy(model)]
+    if name != "wav2vec2_conformer":  # weight normalisation cannot be pickled
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies += [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))]
+    for copied in copies:
+        assert classes(copied) == classes(model)
+        assert torch.equal(output(copied, given), ours)
+        assert not {id(each) for each in configs(copied)} & {id(each) for each in configs(model)}
+        copied.config.layerdrop = 0.123
+        assert getattr(model.config, "layerdrop", None) != 0.123
+        assert disable(copied) == enabled
+        assert torch.equal(output(copied, given), stock)
+        assert torch.equal(output(model, given), ours)
+
+
+@three_families
+def test_save_pretrained(name: str, tmp_path: Path) -> None:
+    """What an enabled model saves is a stock model."""
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    stock = output(model, given)
+    model.save_pretrained(tmp_path / "stock")
+    enable(model)
+    model.save_pretrained(tmp_path / "ours")
+    saved, expected = ((tmp_path / each / "config.json").read_text() for each in ("ours", "stock"))
+    assert saved == expected
+    assert json.loads(saved)["architectures"] == [type(model).__name__]
+    loaded = type(build(name)).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert disable(loaded) == {}
+    assert torch.equal(output(loaded, given), stock)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "seamless_m4t", "seamless_m4t_v2", "parakeet", "inkling"])
+def test_gradient_checkpointing(name: str) -> None:
+    model = build(name, torch.float64).train()
+    given = arguments(name, model, PADDED)
+    with in_float64():
+        enable(model)
+        plain = results(model, given)
+        model.gradient_checkpointing_enable()
+        checkpointed = results(model, given)
+    assert_same(checkpointed, plain)
+
+
+def test_settings_that_are_changed_later() -> None:
+    """A model's config is its encoder's, enabled or not."""
+    model = build("wav2vec2_bert", layers=3).train()
+    given = arguments("wav2vec2_bert", model, PADDED)
+    enable(model)
+    model.config.layerdrop = 1.0
+    skipped = set(dict(model.named_parameters())) - results(model, given).keys()
+    assert any("layers.2" in each for each in skipped)
+    model.get_submodule("encoder").config.layerdrop = 0.0
+    assert model.config.layerdrop == 0.0
+    skipped = set(dict(model.named_parameters())) - results(model, given).keys()
+    assert not any("layers" in each for each in skipped)
+
+    inkling = build("inkling")
+    given = arguments("inkling", inkling, PADDED)
+    enable(inkling)
+    for use_cache in (True, False):
+        inkling.config.use_cache = use_cache
+        assert (inkling(**given).past_key_values is not None) == use_cache
+    inkling.config.is_causal = False
+    ours = output(inkling, given)
+    disable(inkling)
+    assert inkling.config.use_cache is False and inkling.config.is_causal is False
+    torch.testing.assert_close(ours, output(inkling, given), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling"])
+def test_config_that_is_replaced(name: str) -> None:
+    """The stock one does as well, and is not lost."""
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    stock = output(model, given)
+    enable(model)
+    ours = output(model, given)
+    other = copy.deepcopy(configs(build(name))[0])
+    for each in model.modules():
+        if hasattr(each, "config"):
+            each.config = other
+    torch.testing.assert_close(output(model, given), ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    assert disable(model)
+    assert all(each is other for each in configs(model))
+    assert torch.equal(output(model, given), stock)
+
+
+@three_families
+def test_implementation_that_is_changed_later(name: str) -> None:
+    """It waits until the model is stock again."""
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    stock = output(model, given)
+    enable(model)
+    ours = output(model, given)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(output(model, given), ours)
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(output(model, given)[0], stock[0], rtol=0, atol=1e-4)
+    assert not torch.equal(output(model, given), stock)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("parakeet_attention", "wav2vec2_conformer")])
+def test_hidden_states(name: str) -> None:
+    model = build(name)
+    given = {**arguments(name, model, PADDED), "output_hidden_states": True}
+    with torch.no_grad():
+        stock = model(**given).hidden_states
+    enable(model)
+    with torch.no_grad():
+        ours = model(**given).hidden_states
+    assert len(ours) == len(stock) > 2
+    for each, expected in zip(ours, stock, strict=True):
+        torch.testing.assert_close(each, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+    assert not torch.equal(ours[-1], stock[-1])
+
+
+@every_family
+def test_autocast(name: str) -> None:
+    """As near to float32 as the stock model's."""
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    golden = output(model, given)
+
+    def rounded() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return results(model, given)["out"].float()
+
+    stock = rounded()
+    enable(model)
+    ours = rounded()
+    errors = [float((each - golden).norm()) for each in (ours, stock)]
+    assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_family
+def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    model = build(name, dtype)
+    given = arguments(name, model, PADDED)
+    exact = copy.deepcopy(model).float()
+    golden = output(exact, {key: each.float() if each.is_floating_point() else each for key, each in given.items()})
+    stock = results(model, given)
+    enable(model)
+    ours = results(model, given)
+    assert ours["out"].dtype == stock["out"].dtype
+    assert {key: each.dtype for key, each in ours.items()} == {key: each.dtype for key, each in stock.items()}
+    assert all(ours[each].isfinite().all() for each in ours if stock[each].isfinite().all())
+    errors = [float((each["out"].float() - golden).norm()) for each in (ours, stock)]
+    assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet"])
+def test_compiled(name: str) -> None:
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    enable(model)
+    eager = output(model, given)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**given).last_hidden_state, eager, rtol=0, atol=1e-5 * float(eager.abs().max()))
+
+
+@every_family
+def test_sdpa_models(name: str) -> None:
+    """What a model's config asks for does not matter."""
+    if "sdpa" not in FAMILIES[name].stock:
+        pytest.skip("has none")
+    model = build(name)
+    sdpa = build(name, implementation="sdpa")
+    given = arguments(name, model, PADDED)
+    enable(model)
+    enable(sdpa)
+    assert torch.equal(output(model, given), output(sdpa, given))
+
+
+def test_both(length: int = LENGTH) -> None:
+    """The helper leaves a stock model behind."""
+    model = build("vits", torch.float64)
+    both(model, arguments("vits", model, [length]))
+    assert disable(model) == {}

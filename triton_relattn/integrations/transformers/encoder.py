@@ -1,0 +1,42 @@
+"""What the modules have in common that hand masks and positions to attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from .masks import PADDING_IF_THAT_IS_ALL
+
+
+class Encoder:
+    """Mixin. Its attention must be ours: stock attention would misread the mask (B, 1, 1, Nk), or look in it for causality.
+
+    ``attention`` is our class of it, derived from the stock one last. With a ``mask_function`` the module asks transformers for
+    masks by its config, which becomes a view that names this function; None: it makes them itself.
+    """
+
+    attention: type
+    mask_function: str | None = PADDING_IF_THAT_IS_ALL
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What output_hidden_states and the like may record is looked up by class, and entered when a model is made.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._require_our_attention()
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def _require_our_attention(self: Any) -> None:
+        stock = self.attention.__bases__[-1]
+        names = [name for name, each in nn.Module.named_modules(self) if isinstance(each, stock)]
+        strange = [name for name in names if not isinstance(self.get_submodule(name), self.attention)]
+        if strange:
+            raise ValueError(
+                f"this {type(self).__name__} is enabled, but of its attention {', '.join(strange)} is not: enable or disable "
+                "the model as a whole (a class of your own in place of stock attention cannot be enabled)"
+            )
