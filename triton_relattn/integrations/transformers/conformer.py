@@ -30,7 +30,7 @@ class ConformerAttention:
         chunks: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of :func:`attend_in_chunks`."""
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of attend_in_chunks."""
         refuse_weights(kwargs)
         if self.position_embeddings_type in ("relative", "rotary") and relative_position_embeddings is None:
             raise ValueError(f'position_embeddings_type="{self.position_embeddings_type}" needs relative_position_embeddings')
