@@ -30,7 +30,7 @@ class Music:
         return int((self.tokens < HOLD).sum())
 
 
-def _voice(part: Any, steps: int) -> list[int]:
+def voice_tokens(part: Any, steps: int) -> list[int]:
     """One token per step: the pitch that began since the step before, HOLD if it only goes on, REST if nothing sounds."""
     tokens = [REST] * steps
     for element in part.flatten().notesAndRests:
@@ -59,7 +59,7 @@ def _chorales() -> Iterator[tuple[str, list[int]]]:
         score = corpus.parse(files[f"bwv{number}"])
         if len(score.parts) == VOICES:
             steps = int(score.highestTime / STEP)
-            voices = [_voice(part, steps) for part in score.parts]
+            voices = [voice_tokens(part, steps) for part in score.parts]
             yield f"BWV {number}", [token for step in zip(*voices, strict=True) for token in step]
 
 

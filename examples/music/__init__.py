@@ -1,0 +1,1 @@
+"""Parts of music_transformer.py: data, baseline, figures and tables."""

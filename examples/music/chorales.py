@@ -1,0 +1,174 @@
+"""Bach's four-part chorales from music21's corpus: tokens, their split, windows of them, and MIDI files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from triton_relattn.demo.music import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
+
+EDGE = VOCABULARY  # stands before the first token of a chorale; it is read, never predicted
+IGNORED = -100  # targets behind the last token
+PARTS = ("Soprano", "Alto", "Tenor", "Bass")
+TUNE = 8  # so many intervals of the soprano tell one hymn tune from another
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets, (windows, length) int64: the token before, and the token."""
+
+
+@dataclass(frozen=True)
+class Chorale:
+    """Name in the catalogue, as in bwv66.6, and soprano, alto, tenor and bass of one eighth note after the other."""
+
+    name: str
+    tokens: torch.Tensor
+
+    @property
+    def number(self) -> int:
+        """Its number in the catalogue of Bach's works (BWV)."""
+        return int(re.findall(r"\d+", self.name)[0])
+
+    @property
+    def tune(self) -> tuple[int, ...]:
+        """The first intervals of the soprano: Bach set many hymn tunes several times."""
+        soprano = self.tokens[::VOICES]
+        return tuple(soprano[soprano < HOLD].diff()[:TUNE].tolist())
+
+
+@dataclass(frozen=True)
+class Split:
+    train: list[Chorale]
+    validation: list[Chorale]
+    test: list[Chorale]
+
+
+def cache_folder() -> Path:
+    """The folder that the package keeps the user's files in."""
+    if folder := os.environ.get("TRITON_RELATTN_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triton_relattn"
+
+
+def load(count: int = 0) -> list[Chorale]:
+    """The first so many chorales, 0: all 365. Parsing all takes a minute or two, so their tokens are kept in the cache folder."""
+    cache = cache_folder() / f"chorales-{count or 'all'}-music21-{metadata.version('music21')}.json"
+    if not cache.exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write(cache, json.dumps(_parse(count)).encode())
+    return [Chorale(name, torch.tensor(tokens)) for name, tokens in json.loads(cache.read_text()).items()]
+
+
+def _parse(count: int) -> dict[str, list[int]]:
+    """Tokens of the works that are in four parts and have nobody else play."""
+    from music21 import corpus
+
+    paths = sorted(path for path in corpus.getComposer("bach") if re.fullmatch(r"bwv\d.*\.(mxl|xml)", path.name))
+    found: dict[str, list[int]] = {}
+    for path in tqdm(paths, desc="reading chorales", disable=bool(count)):
+        score = corpus.parse(path)
+        if tuple(part.partName for part in score.parts) == PARTS:
+            steps = int(score.highestTime / STEP)
+            voices = [voice_tokens(part, steps) for part in score.parts]
+            found[path.stem] = [token for step in zip(*voices, strict=True) for token in step]
+        if count and len(found) == count:
+            break
+    return found
+
+
+def write(path: Path, content: bytes) -> None:
+    """All of it or nothing: a file that is there is whole."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+def split(chorales: Sequence[Chorale]) -> Split:
+    """By catalogue number, that of the first setting of its tune, so that no tune is in two parts; 8:1:1."""
+    first: dict[tuple[int, ...], int] = {}
+    for chorale in chorales:
+        first[chorale.tune] = min(chorale.number, first.get(chorale.tune, chorale.number))
+    parts: tuple[list[Chorale], list[Chorale], list[Chorale]] = ([], [], [])
+    for chorale in chorales:
+        parts[{8: 1, 9: 2}.get(first[chorale.tune] % 10, 0)].append(chorale)
+    return Split(*parts)
+
+
+def _window(tokens: torch.Tensor, start: int, length: int) -> Batch:
+    before = tokens[start - 1 : start] if start else torch.tensor([EDGE])
+    targets = tokens[start : start + length]
+    inputs = torch.cat((before, targets[:-1]))
+    missing = (0, length - len(targets))
+    return torch.nn.functional.pad(inputs, missing, value=EDGE), torch.nn.functional.pad(targets, missing, value=IGNORED)
+
+
+def windows(chorales: Iterable[Chorale], length: int, *, first: int = 0, every: int = 0) -> Batch:
+    """Every chorale cut into windows that begin at first, first + every, ...; every: by default the length.
+
+    Raises:
+        ValueError: none of them has a token there.
+    """
+    cut = [
+        _window(chorale.tokens, start, length)
+        for chorale in chorales
+        for start in range(first, len(chorale.tokens), every or length)
+    ]
+    if not cut:
+        raise ValueError(f"none of these chorales has more than {first} tokens")
+    inputs, targets = zip(*cut, strict=True)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+def training_batch(chorales: Sequence[Chorale], length: int, size: int, transpose: bool, seed: int, step: int) -> Batch:
+    """Random windows, transposed at random by -5 .. 6 semitones: a function of seed and step, so nothing else need be kept.
+
+    A third or so of the windows begin where the chorale begins, as those do that models are judged by.
+    """
+    generator = random.Random(f"{seed} {step}")
+    drawn = []
+    for chorale in generator.choices(chorales, [len(chorale.tokens) for chorale in chorales], k=size):
+        tokens = chorale.tokens
+        last = max(len(tokens) - length, 0) // VOICES
+        margin = length // VOICES // 2
+        start = VOICES * min(max(generator.randint(-margin, last + margin), 0), last)
+        semitones = generator.randint(-5, 6) * transpose
+        drawn.append(_window(torch.where(tokens < HOLD, tokens + semitones, tokens), start, length))
+    inputs, targets = zip(*drawn, strict=True)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+def write_midi(tokens: Sequence[int], path: Path, beats_per_minute: int = 72) -> None:
+    """Four parts; a HOLD with nothing to hold is silence."""
+    from music21 import note, stream, tempo
+
+    score = stream.Score()
+    for voice, name in enumerate(PARTS):
+        sounds: list[list[int]] = []  # token and how many eighths it lasts
+        for token in tokens[voice::VOICES]:
+            if token == HOLD and sounds:
+                sounds[-1][1] += 1
+            else:
+                sounds.append([token, 1])
+        part: Any = stream.Part(id=name)
+        if voice == 0:
+            part.append(tempo.MetronomeMark(number=beats_per_minute))
+        for token, steps in sounds:
+            duration = steps * STEP
+            part.append(note.Note(token, quarterLength=duration) if token < HOLD else note.Rest(quarterLength=duration))
+        score.insert(0, part)
+    score.write("midi", fp=str(path))
+
+
+def names(tokens: Sequence[int]) -> list[str]:
+    """Tokens as one reads them: C#4, -- (goes on), .. (silence)."""
+    pitches = "C C# D Eb E F F# G Ab A Bb B".split()
+    signs = {HOLD: "--", REST: ".."}
+    return [signs.get(token) or f"{pitches[token % 12]}{token // 12 - 1}" for token in tokens]
