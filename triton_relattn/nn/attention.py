@@ -197,7 +197,11 @@ class RelativeMultiheadAttention(nn.Module):
     def music_transformer(
         cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = True, **options: Any
     ) -> RelativeMultiheadAttention:
-        """A row for each distance to the past, below ``length``; call it with is_causal=True. Huang et al., 2018."""
+        """A row for each distance to the past, below ``length``, the last one for all beyond; call it with is_causal=True.
+
+        Huang et al., 2018. For use beyond the training length choose a smaller ``length``: few pairs train the last rows of a
+        table that is as long as the training sequences.
+        """
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
             return encodings.music_transformer(head_dim, length, num_heads if per_head else None, **factory)
