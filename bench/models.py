@@ -235,7 +235,7 @@ def run(options: argparse.Namespace) -> int:
                 table.add({"verb": "models", "batch": 1, "dtype": "fp32", **row})
     except KeyboardInterrupt:
         print("interrupted; what has been measured is kept")
-    print(summary.models(table.rows))
+    print(summary.models(table.rows) + summary.remarks(table.rows))
     ours = [row["status"] for row in table.rows if row["method"] == OURS]
     return 1 if any(status.startswith(("wrong", "failed")) for status in ours) else 0
 

@@ -177,7 +177,9 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
             for axis, column, quantity in ((memory, "peak_bytes", "bytes"), (times, "p50_ms", "time")):
                 points = {method: summary.points(of_model, method, "forward+backward", column) for method in MODEL_STYLES}
                 shown = {method: values for method, values in points.items() if values}
-                draw_panel(axis, shown, MODEL_STYLES, quantity, f"{name}: {'memory' if quantity == 'bytes' else 'time'}")
+                draw_panel(axis, shown, MODEL_STYLES, quantity, "")
+                axis.set_title(f"{name}\n{'memory' if quantity == 'bytes' else 'time'}", loc="left", fontsize=10, color=INK)
+                axis.set_visible(max(map(len, shown.values()), default=0) > 1)
         for axis in panels[len(names) :].flat:
             axis.set_visible(False)
         figure.tight_layout(rect=(0.01, 0.7 / size[1], 0.99, 1 - 0.5 / size[1]), h_pad=2, w_pad=1.5)
@@ -185,6 +187,6 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
         ordered = [method for method in MODEL_STYLES if method in handles]
         figure.legend([handles[name] for name in ordered], ordered, loc="upper left", ncols=3, frameon=False)
         what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence; peak above model and inputs."
-        figure.text(0.02, 0.12 / size[1], caption(measured, what, 2 * columns), fontsize=8, color=MUTED, va="bottom")
+        figure.text(0.02, 0.12 / size[1], caption(measured, what, columns + 1), fontsize=8, color=MUTED, va="bottom")
         figure.savefig(path, dpi=110, facecolor="white")
         plt.close(figure)

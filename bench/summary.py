@@ -85,7 +85,7 @@ def models(rows: Sequence[Row], direction: str = "forward+backward") -> str:
             ok = row is not None and row["status"] == "ok"
             cells.append(f"{short_time(float(row['p50_ms']))}<br>{short_bytes(float(row['peak_bytes']))}" if row and ok else "-")
         lines.append([case, str(length), *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + remarks(rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def show_time(milliseconds: float, ours: float | None) -> str:

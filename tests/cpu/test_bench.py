@@ -214,6 +214,22 @@ def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
     assert summary.markdown([row for path in paths for row in read(path)]) in readme
 
 
+def test_committed_results_of_models(tmp_path: Path) -> None:
+    """Every family, ours right and the leanest at the longest length, and the table of the README."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "models.csv"
+    rows = read(path)
+    assert {row["case"] for row in rows} == set(FAMILIES)
+    for name in FAMILIES:
+        ours, *others = (
+            summary.points([row for row in rows if row["case"] == name], method, "forward+backward", "peak_bytes")
+            for method in models.METHODS
+        )
+        assert all(dict(ours)[points[-1][0]] < points[-1][1] for points in others if points)
+    assert {row["status"] for row in rows if row["method"] == OURS} == {"ok"}
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
+    assert summary.models(rows) in (path.parents[3] / "README.md").read_text()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9)], ids=str)
 def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
