@@ -12,7 +12,7 @@ from .positions import LARGEST_POSITION, RelativePositions
 from .spec import AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LARGEST_NUMBER = torch.finfo(torch.float32).max
+LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
 
 
@@ -28,8 +28,10 @@ def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], m
 def _require_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{name} must be a strided tensor, got {'a nested one' if tensor.is_nested else f'layout {tensor.layout}'}"
+        )
     _require(tensor.device == query.device, f"{name} must be on query's device {query.device}, got {tensor.device}")
 
 
@@ -280,8 +282,8 @@ def resolve(
         raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
     if softcap is not None:
         softcap = _number("softcap", softcap)
-        if not softcap > 0:
-            raise ValueError(f"softcap must be positive, got {softcap}")
+        if not softcap >= SMALLEST_NUMBER:
+            raise ValueError(f"softcap must be positive, got {softcap} (float32 begins at {SMALLEST_NUMBER:.3g})")
     positions = _resolve_positions(positions, num_rows)
     window_left, window_right = _window(window_size, is_causal)
     spec = AttentionSpec(

@@ -125,6 +125,11 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "key_dtype": ({"key": zeros(2, 3, 7, 8).half()}, TypeError, ["key", "torch.float32", "torch.float16"]),
     "value_dtype": ({"value": zeros(2, 3, 7, 4).double()}, TypeError, ["value", "torch.float32", "torch.float64"]),
     "table_dtype": ({"rel_key": zeros(9, 8).bfloat16()}, TypeError, ["rel_key", "torch.float32", "torch.bfloat16"]),
+    "nested": (
+        {"query": torch.nested.nested_tensor([zeros(3, 5, 8)])},
+        TypeError,
+        ["query must be a strided tensor, got a nested"],
+    ),
     "sparse": ({"key": zeros(2, 3, 7, 8).to_sparse()}, TypeError, ["key must be a strided tensor", "torch.sparse_coo"]),
     "key_device": ({"key": zeros(2, 3, 7, 8, device="meta")}, ValueError, ["key", "device cpu", "got meta"]),
     "value_device": ({"value": zeros(2, 3, 7, 4, device="meta")}, ValueError, ["value", "device cpu", "got meta"]),
@@ -203,6 +208,7 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "dropout_type": ({"dropout_p": None}, TypeError, ["dropout_p must be a float, got None"]),
     "softcap_zero": ({"softcap": 0.0}, ValueError, ["softcap must be positive, got 0.0"]),
     "softcap_negative": ({"softcap": -5}, ValueError, ["softcap must be positive, got -5"]),
+    "softcap_tiny": ({"softcap": 1e-46}, ValueError, ["softcap must be positive, got 1e-46"]),  # 0 in float32
     "softcap_inf": ({"softcap": math.inf}, ValueError, ["softcap must be finite, got inf"]),
     "softcap_type": ({"softcap": True}, TypeError, ["softcap must be a float, got True"]),
     "window_int": ({"window_size": 3}, TypeError, ["window_size must be a pair (left, right), got 3"]),
