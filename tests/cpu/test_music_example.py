@@ -249,3 +249,11 @@ def test_summary(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert figure.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="differ in width"):
         example.report.table([*runs, write_run(example, tmp_path / "d", "none", 2, [1.0], width=7)])
+
+
+def test_readme_shows_the_results(example: Any) -> None:
+    """Its table is that of the runs in the folder of results."""
+    folder = Path(__file__).parents[2] / "examples"
+    runs = sorted(path for path in (folder / "results").iterdir() if path.is_dir())
+    assert len(runs) == 9
+    assert example.report.table(runs) in (folder / "README.md").read_text()
