@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: setup demo test test-slow lint bench gpu
+.PHONY: setup demo test test-slow lint bench gpu mutants
 
 setup: .venv/installed
 
@@ -35,6 +35,10 @@ bench: setup
 	$(BIN)/python -m bench speed --csv $(or $(RESULTS),out/bench)/speed.csv
 	$(BIN)/python -m bench memory --csv $(or $(RESULTS),out/bench)/memory.csv
 	$(BIN)/python -m bench plot $(or $(RESULTS),out/bench)/speed.csv $(or $(RESULTS),out/bench)/memory.csv --out $(or $(RESULTS),out/bench)
+
+# Known faults, each put into a copy of the repository: which test notices it? ONLY=names, JOBS=2.
+mutants: setup
+	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY))
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it.
 gpu:

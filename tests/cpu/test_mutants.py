@@ -1,0 +1,195 @@
+"""The faults of tests/mutants apply, and what tries them tells what became of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from tests.mutants import __main__ as command
+from tests.mutants import runner
+from tests.mutants.catalogue import FAULTS
+from tests.mutants.fault import Change, Fault, StaleFault
+from tests.mutants.runner import BROKEN, CAUGHT, ROOT, STALE, SURVIVED, Outcome, Runner, TestRun
+
+
+def test_names() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(names) == len(set(names)) >= 25
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
+    assert all(fault.effect and "\n" not in fault.effect for fault in FAULTS)
+
+
+@functools.cache
+def compiled(file: str) -> CodeType:
+    return compile((ROOT / file).read_text(), file, "exec")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_applies(fault: Fault) -> None:
+    """Its texts are there as often as they should be, and what takes their place is Python, and something else."""
+    for file, text in fault.changed(ROOT).items():
+        assert compile(text, file, "exec") != compiled(file)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_tests_to_begin_with_are_there(fault: Fault) -> None:
+    paths = [argument.partition("::") for argument in fault.tests if argument.startswith("tests/")]
+    assert paths and fault.folder in ("tests/cpu", "tests/interpreter")
+    for file, _, test in paths:
+        assert file.startswith(f"{fault.folder}/")
+        assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
+
+
+# A small repository: one function, a test of the right name, and one beside it.
+
+SOURCE = "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n"
+FIRST = "from triton_relattn import double\n\n\ndef test_first():\n    assert double(2) == 4, 'not twice two'\n"
+OTHER = """from triton_relattn import half
+
+
+def test_other():
+    assert half(4) == 2
+
+
+def test_wrong():
+    assert half(1) == 1
+"""
+IN_FIRST = ("tests/cpu/test_first.py",)
+
+
+def fault(name: str, old: str, new: str, tests: tuple[str, ...] = IN_FIRST, **others: Any) -> Fault:
+    return Fault(name, "something", tests, (Change("triton_relattn/__init__.py", old, new, **others),))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Runner:
+    for file, text in {
+        "triton_relattn/__init__.py": SOURCE,
+        "tests/cpu/test_first.py": FIRST,
+        "tests/cpu/test_other.py": OTHER,
+        "tests/cpu/test_mutants.py": "raise AssertionError\n",
+        "ignored.py": "",
+        ".gitignore": "ignored.py\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    return Runner(root=tmp_path)
+
+
+def test_stale_faults(small: Runner) -> None:
+    for each, message in (
+        (fault("gone", "3 * x", "4 * x"), "has 0 times, not 1: '3 \\* x'"),
+        (fault("twice", "return", "yield"), "has 2 times, not 1"),
+        (Fault("no_file", "something", IN_FIRST, (Change("gone.py", "a", "b"),)), "there is no gone.py"),
+    ):
+        outcome = small.attempt(each)
+        assert outcome.status == STALE and re.search(message, outcome.detail)
+        with pytest.raises(StaleFault):
+            each.apply(small.root)
+    assert fault("both", "return", "yield", times=2).changed(small.root) == {
+        "triton_relattn/__init__.py": SOURCE.replace("return", "yield")
+    }
+
+
+def test_copies_are_of_the_source_alone_and_are_imported(small: Runner) -> None:
+    with runner.copied(small.root) as copy:
+        assert (copy / "triton_relattn/__init__.py").read_text() == SOURCE and not (copy / "ignored.py").exists()
+        assert small.imported_from(copy) == copy / "triton_relattn/__init__.py"
+
+
+def test_caught_and_confirmed(small: Runner) -> None:
+    """By a test that says what is wrong; the repository stays as it is."""
+    outcome = small.attempt(fault("thrice", "2 * x", "3 * x"))
+    assert (outcome.status, outcome.test) == (CAUGHT, "tests/cpu/test_first.py::test_first")
+    assert "not twice two" in outcome.detail and outcome.seconds > 0
+    assert (small.root / "triton_relattn/__init__.py").read_text() == SOURCE
+    wrong = "tests/cpu/test_other.py::test_wrong"
+    assert small.failing_anyway([outcome.test, wrong]) == {wrong}
+
+
+class Replayed(Runner):
+    """Pytest ends as the test says, by what it runs."""
+
+    ends: dict[str, TestRun]
+
+    def pytest(self, arguments: Any, cwd: Path, folder: str, seconds: float) -> TestRun:
+        return self.ends[list(arguments)[-1]]
+
+    def check_imports(self) -> None:
+        pass
+
+
+PASSED, FAILED = TestRun(0, {}, "1 passed"), TestRun(1, {"tests/cpu/test_first.py::test_first": "wrong"}, "1 failed")
+
+
+@pytest.mark.parametrize(
+    ("quick", "folder", "status", "detail"),
+    [
+        (FAILED, PASSED, CAUGHT, "wrong"),
+        (PASSED, FAILED, CAUGHT, "wrong"),
+        (PASSED, PASSED, SURVIVED, "all of tests/cpu"),
+        (TestRun(-11, {}, ""), PASSED, CAUGHT, "ended by signal 11"),
+        (TestRun(-11, FAILED.failures, "1 failed"), PASSED, CAUGHT, "wrong"),
+        (TestRun(4, {}, "ERROR: not found: test_first"), PASSED, BROKEN, "ERROR: not found: test_first"),
+        (PASSED, TestRun(None, {}, "no end after 3600 s"), BROKEN, "no end after 3600 s"),
+    ],
+    ids=["first", "folder", "survived", "crash", "failed_and_crash", "no_test", "no_end"],
+)
+def test_what_becomes_of_a_fault(small: Runner, quick: TestRun, folder: TestRun, status: str, detail: str) -> None:
+    replayed = Replayed(root=small.root)
+    replayed.ends = {IN_FIRST[0]: quick, "tests/cpu": folder}
+    outcome = replayed.attempt(fault("thrice", "2 * x", "3 * x"))
+    assert (outcome.status, outcome.detail) == (status, detail)
+
+
+def test_too_long(small: Runner) -> None:
+    status, output = small.run(("-c", "import time; time.sleep(60)"), small.root, "tests/cpu", 0.1)
+    assert status is None and output == "no end after 0 s" and not small.processes
+
+
+@pytest.mark.parametrize(
+    ("status", "failing_anyway", "expected"),
+    [(CAUGHT, set(), 0), (CAUGHT, {"test_a"}, 1), (SURVIVED, set(), 1), (STALE, set(), 1), (BROKEN, set(), 1)],
+)
+def test_exit_status(
+    status: str, failing_anyway: set[str], expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 only if every fault was caught by a test that passes without it."""
+    faults = [fault("one", "a", "b"), fault("two", "a", "b")]
+    ends = {"one": Outcome(faults[0], CAUGHT, "test_b"), "two": Outcome(faults[1], status, "test_a" if status == CAUGHT else "")}
+    replayed = Replayed()
+    monkeypatch.setattr(replayed, "attempt", lambda fault: ends[fault.name])
+    monkeypatch.setattr(replayed, "failing_anyway", lambda tests: failing_anyway & set(tests))
+    assert command.main([], replayed, faults) == expected
+    output = capsys.readouterr().out
+    assert f"{2 - expected} of 2 caught" in output and (expected == 0 or status in output or "fails without" in output)
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows so far stay."""
+    faults = [fault("one", "a", "b"), fault("two", "a", "b")]
+    replayed = Replayed()
+
+    def attempt(each: Fault) -> Outcome:
+        if each.name == "two":
+            raise KeyboardInterrupt
+        return Outcome(each, CAUGHT, "test_a")
+
+    monkeypatch.setattr(replayed, "attempt", attempt)
+    assert command.main([], replayed, faults) == 130
+    output = capsys.readouterr().out
+    assert "test_a" in output and "1 of 2 caught, interrupted" in output and replayed.stopped
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "--only", "sign-of-r,future-first"]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sign-of-r", "future-first"]
+    with pytest.raises(SystemExit):
+        command.main(["--only", "nonsense"])

@@ -1,0 +1,25 @@
+"""What faults of tests/mutants showed to be missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from triton_relattn import blockwise, validation
+from triton_relattn.testing import make_inputs
+
+
+@pytest.mark.parametrize("num_rows", [None, 9])
+def test_lengths_beyond_the_keys_are_limited(num_rows: int | None, block_size: None) -> None:
+    """Elsewhere than on a CPU key_lengths are not checked: they are limited to [0, Nk]."""
+    inputs = make_inputs(2, 1, 40, 21, 8, num_rows=num_rows, dtype=torch.float64, seed=4)
+    tensors, spec = validation.resolve(inputs.query, inputs.key, inputs.value, inputs.rel_key)
+
+    def results(*lengths: int) -> list[torch.Tensor | None]:
+        limited = tensors._replace(key_lengths=torch.tensor(lengths))
+        out, lse = blockwise.forward(limited, spec)
+        return [out, lse, *blockwise.backward(inputs.d_out, torch.zeros_like(lse), lse, limited, spec)]
+
+    for result, expected in zip(results(1000, -7), results(21, 0), strict=True):
+        assert (result is None) == (expected is None)
+        assert result is None or expected is None or torch.equal(result, expected)

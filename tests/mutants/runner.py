@@ -1,0 +1,192 @@
+"""Runs tests in copies of the repository, one copy for each fault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .fault import Fault, StaleFault
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "triton_relattn"
+OF_FAULTS = "tests/cpu/test_mutants.py"
+"""Fails with any fault, because the fault is there already."""
+PYTEST = ("-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--ignore={OF_FAULTS}")
+QUICK_SECONDS, FOLDER_SECONDS = 300.0, 3600.0
+"""The longest that the first tests, and a whole folder, may take: with a fault, loops may not end."""
+
+CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
+"""How a process ends whose kernels have written where they should not."""
+
+CAUGHT, SURVIVED, STALE, BROKEN = "caught", "SURVIVED", "STALE", "BROKEN"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a fault: CAUGHT; SURVIVED; STALE, it does not apply; BROKEN, the tests could not tell."""
+
+    fault: Fault
+    status: str
+    test: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """How pytest ended, None after too long, the tests that failed with what they said, and all output."""
+
+    __test__ = False
+    status: int | None
+    failures: dict[str, str]
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1] if self.output.strip() else ""
+
+
+def source_files(root: Path) -> list[str]:
+    """What git tracks, or would if it were added."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted({name for name in listed if name and (root / name).is_file()})
+
+
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A temporary copy of the repository's source files."""
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+        for name in source_files(root):
+            target = Path(folder, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, target)
+        yield Path(folder).resolve()
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Of the tests in a folder: Triton's interpreter for those that need it, and no plugin but pytest's own."""
+    others = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    interpreted = {"TRITON_INTERPRET": "1"} if folder == "tests/interpreter" else {}
+    alike = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
+    return others | alike | interpreted
+
+
+def failures(output: str) -> dict[str, str]:
+    """The tests that failed, and why, of pytest's summary."""
+    lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return {test: why for test, _, why in (line.partition(" - ") for line in lines) if "::" in test}  # else no test has run
+
+
+@dataclass
+class Runner:
+    """Tries faults of the repository at root."""
+
+    root: Path = ROOT
+    quick_seconds: float = QUICK_SECONDS
+    folder_seconds: float = FOLDER_SECONDS
+    only_quick: bool = False
+    processes: set[subprocess.Popen[str]] = field(default_factory=set)
+    stopped: bool = False
+
+    def run(self, arguments: Iterable[str], cwd: Path, folder: str, seconds: float) -> tuple[int | None, str]:
+        """Exit status of Python, None after too long, and output. What it has started ends with it."""
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.add(process)
+        if self.stopped:
+            end(process)
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            return None, f"no end after {seconds:.0f} s"
+        finally:
+            end(process)
+            self.processes.discard(process)
+
+    def stop(self) -> None:
+        """End all tests under way, and begin no others."""
+        self.stopped = True
+        for process in list(self.processes):
+            end(process)
+
+    def pytest(self, arguments: Iterable[str], cwd: Path, folder: str, seconds: float) -> TestRun:
+        status, output = self.run((*PYTEST, *arguments), cwd, folder, seconds)
+        return TestRun(status, failures(output), output)
+
+    def imported_from(self, cwd: Path) -> Path:
+        """Where tests that run in a copy get the package from."""
+        _, output = self.run(("-c", f"import {PACKAGE}; print({PACKAGE}.__file__)"), cwd, "", self.quick_seconds)
+        return Path(output.strip().splitlines()[-1]).resolve()
+
+    def check_imports(self) -> None:
+        """Copies shall be tested, not the package that is installed.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        with copied(self.root) as copy:
+            if copy not in (origin := self.imported_from(copy)).parents:
+                raise RuntimeError(f"a copy in {copy} imports {origin}")
+
+    def attempt(self, fault: Fault) -> Outcome:
+        """Put a fault into a copy and run its tests there, and if they pass all of their folder."""
+        started = time.monotonic()
+        with copied(self.root) as copy:
+            try:
+                fault.apply(copy)
+            except StaleFault as error:
+                return Outcome(fault, STALE, detail=str(error))
+            stages = [(fault.tests, self.quick_seconds)]
+            if not self.only_quick:
+                stages.append(((fault.folder,), self.folder_seconds))
+            for tests, limit in stages:
+                result = self.pytest(("-x", *tests), copy, fault.folder, limit)
+                seconds = time.monotonic() - started
+                if result.failures:
+                    test, why = next(iter(result.failures.items()))
+                    return Outcome(fault, CAUGHT, test, why, seconds)
+                if result.status is not None and result.status in CRASHES:
+                    return Outcome(fault, CAUGHT, detail=f"ended by signal {-result.status}", seconds=seconds)
+                if result.status != 0:  # no such test, an error of the import, or no end
+                    return Outcome(fault, BROKEN, detail=result.last_line, seconds=seconds)
+        return Outcome(
+            fault, SURVIVED, detail="its first tests" if self.only_quick else f"all of {fault.folder}", seconds=seconds
+        )
+
+    def failing_anyway(self, tests: Collection[str]) -> set[str]:
+        """Those of the tests that fail in a copy without a fault."""
+        failing: set[str] = set()
+        for folder in sorted({"/".join(test.split("/")[:2]) for test in tests}):
+            chosen = sorted(test for test in tests if test.startswith(f"{folder}/"))
+            with copied(self.root) as copy:
+                result = self.pytest(chosen, copy, folder, self.folder_seconds)
+            failing |= set(result.failures) if result.status in (0, 1) else set(chosen)
+        return failing
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process and what it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
