@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: setup demo test test-slow lint bench gpu mutants
+.PHONY: setup demo test test-slow lint bench gpu mutants fuzz
 
 setup: .venv/installed
 
@@ -24,7 +24,7 @@ lint: setup
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
 test: lint
 	$(PYTEST) tests --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py
 
 test-slow: setup
 	$(PYTEST) -m slow tests --ignore tests/interpreter
@@ -35,6 +35,11 @@ bench: setup
 	$(BIN)/python -m bench speed --csv $(or $(RESULTS),out/bench)/speed.csv
 	$(BIN)/python -m bench memory --csv $(or $(RESULTS),out/bench)/memory.csv
 	$(BIN)/python -m bench plot $(or $(RESULTS),out/bench)/speed.csv $(or $(RESULTS),out/bench)/memory.csv --out $(or $(RESULTS),out/bench)
+
+# Calls that hypothesis thinks of, for SECONDS each on blockwise and kernels; a failure is shrunk and printed as a command.
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
+	TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0) --kernels
 
 # Known faults, each put into a copy of the repository: which test notices it? ONLY=names, JOBS=2.
 mutants: setup

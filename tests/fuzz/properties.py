@@ -1,0 +1,220 @@
+"""What holds for every call: the right result, and nothing else changed; or one of three errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import poisoned
+from tests.fuzz.budget import assert_within, expected
+from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal
+from triton_relattn import blocks
+from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn.testing import dropout_mask
+
+DOCUMENTED = (ValueError, TypeError, NotImplementedError)
+BLOCKS = ((128, 1 << 18), (16, 1), (7, 1 << 13), (1, 1 << 18), (16, 1 << 18))
+"""Queries of a block and elements of a band, of blockwise."""
+TILES: tuple[dict[str, tuple[int, int, str | None]] | None, ...] = (
+    None,
+    {"forward": (32, 16, "scores"), "rows": (32, 16, "both"), "columns": (16, 16, "scores"), "table": (32, 16, "scores")},
+    {"forward": (16, 16, None), "rows": (32, 32, None), "columns": (32, 16, "scores"), "table": (32, 32, "scores")},
+    {"forward": (32, 32, "scores"), "rows": (16, 16, "scores"), "columns": (32, 32, "scores"), "table": (16, 16, "scores")},
+)
+"""Queries and keys (or table rows) of a tile and what is carried, of the kernels; None: the default."""
+
+
+@contextmanager
+def environment(case: Case) -> Iterator[None]:
+    """Blocks or tiles, default dtype and mode of the case; memory that is not written to holds NaN."""
+    default = torch.get_default_dtype()
+    mode = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[case.mode]
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), mode():
+        for owner, names in (
+            (torch, ("empty", "empty_like", "empty_strided")),
+            (torch.Tensor, ("new_empty", "new_empty_strided")),
+        ):
+            for name in names:
+                patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        if case.implementation == "triton":
+            cut_tiles(patch, TILES[case.blocks % len(TILES)])
+        else:
+            queries, elements = BLOCKS[case.blocks % len(BLOCKS)]
+            patch.setattr(blocks, "BLOCK_QUERIES", queries)
+            patch.setattr(blocks, "BAND_ELEMENTS_PER_THREAD", elements)
+        torch.set_default_dtype(getattr(torch, case.default_dtype))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, tuple[int, int, str | None]] | None) -> None:
+    """These tiles, in Triton's interpreter made fast."""
+    from triton.runtime import interpreter
+
+    from tests.interpreter.conftest import call_device_function, numpy_dtype_of
+    from triton_relattn.kernels import configs
+
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
+    if tiles is not None:
+
+        def select(kernel: str, *_: Any, **__: Any) -> configs.TileConfig:
+            block_m, block_n, carry = tiles[kernel]
+            return configs.TileConfig(block_m, block_n, 4, 1, carry)
+
+        patch.setattr(configs, "select", select)
+
+
+def global_state() -> dict[str, Any]:
+    """What a call must leave as it is, but for torch's generator."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "TF32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "reduced precision": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "random": random.getstate(),
+    }
+
+
+def assert_same_state(before: dict[str, Any]) -> None:
+    moved = [name for name, value in global_state().items() if value != before[name]]
+    assert not moved, f"the call changed global state: {', '.join(moved)}"
+
+
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage, padding included."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def kept(case: Case, call: dict[str, Any]) -> torch.Tensor | None:
+    """What dropout keeps; draws from torch's generator what the call draws."""
+    dropout_p = call.get("dropout_p", 0.0)
+    if not dropout_p:
+        return None
+    if case.sequences is None:
+        batch, heads, num_queries, _ = call["query"].shape
+        return dropout_mask(batch, heads, num_queries, call["key"].shape[2], dropout_p)
+    longest = max(len(call["query"]), len(call["key"]))
+    return dropout_mask(len(call["cu_seqlens_q"]) - 1, call["query"].shape[1], longest, longest, dropout_p)
+
+
+def run(case: Case, function: Callable[..., Any], call: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+    """out, lse, and the gradient of each tensor, None where there is none, and the cotangents d_out and d_lse."""
+    leaves: dict[int, torch.Tensor] = {}
+    for name in DIFFERENTIABLE:
+        tensor = call.get(name)
+        if tensor is not None:
+            leaves.setdefault(id(tensor), tensor.detach().requires_grad_(name in case.requires_grad))
+    given = {name: leaves.get(id(value), value) if name in DIFFERENTIABLE else value for name, value in call.items()}
+    torch.manual_seed(case.seed)
+    outs = function(**given)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    cotangents = [normal(case, name, tuple(out.shape), out.dtype) for name, out in zip(("d_out", "d_lse"), outs, strict=False)]
+    for which, silent in enumerate(("lse", "out")):
+        if len(outs) == 2 and case.cotangents == silent:
+            cotangents[which] = torch.zeros_like(cotangents[which])
+    results = dict(zip(("out", "lse"), outs, strict=False))
+    differentiable = case.mode == "grad" and any(leaf.requires_grad for leaf in leaves.values())
+    assert all(out.requires_grad == differentiable for out in outs), "requires_grad of the results is wrong"
+    if differentiable:
+        wanted = {"both": (0, 1), "out": (0,), "lse": (1,)}[case.cotangents if len(outs) == 2 else "out"]
+        torch.autograd.backward([outs[which] for which in wanted], [cotangents[which] for which in wanted])
+    gradients = {f"d_{name}": given[name].grad for name in DIFFERENTIABLE if given.get(name) is not None}
+    return {**results, **gradients, **dict(zip(("of out", "of lse"), cotangents, strict=False))}
+
+
+def check_call(case: Case, function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """The result is right, and the same again; inputs, global state and, without dropout, the generator are as before."""
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+    stored = {name: memory(tensor).clone() for name, tensor in tensors.items()}
+    torch.manual_seed(case.seed)
+    keep = kept(case, call)
+    drawn = torch.get_rng_state()
+    with environment(case):
+        before = global_state()
+        results = run(case, function, call)
+        assert torch.equal(torch.get_rng_state(), drawn), "torch's generator is not where it should be"
+        assert_same_state(before)
+        again = results if case.implementation == "triton" else run(case, function, call)  # the interpreter has no races
+    for name, tensor in tensors.items():
+        assert torch.equal(memory(tensor), stored[name]), f"{name} was written to"
+    check_results(case, call, results, keep)
+    for name, result in results.items():
+        other = again[name]
+        assert (result is None) == (other is None), f"{name}: there in one run only"
+        assert result is None or other is None or torch.equal(result, other), f"{name}: not the same in a second run"
+
+
+def check_results(case: Case, call: dict[str, Any], results: dict[str, torch.Tensor | None], keep: torch.Tensor | None) -> None:
+    out, d_out, d_lse = results["out"], results["of out"], results.get("of lse")
+    assert out is not None and d_out is not None
+    query = call["query"]
+    lse_shape = (*query.shape[:3],) if case.sequences is None else (query.shape[1], query.shape[0])
+    golden = expected(call, d_out, torch.zeros(lse_shape, dtype=torch.float64) if d_lse is None else d_lse, keep)
+    dtypes = {"out": query.dtype, "lse": torch.promote_types(query.dtype, torch.float32)}
+    for name, result in results.items():
+        if name in ("of out", "of lse"):
+            continue
+        tensor = call.get(name.removeprefix("d_"))
+        if tensor is not None:
+            wanted = case.mode == "grad" and any(call.get(other) is tensor for other in case.requires_grad)
+            assert (result is not None) == wanted, f"{name}: {'missing' if wanted else 'not asked for'}"
+        if result is None:
+            continue
+        exact, budget = golden[name]
+        others = [golden[f"d_{other}"] for other in DIFFERENTIABLE if tensor is not None and call.get(other) is tensor]
+        if len(others) > 1:
+            exact = sum((other.golden for other in others), torch.zeros(()))
+            rounding = 2 * torch.finfo(result.dtype).eps
+            budget = sum((other.budget + rounding * other.golden.abs() for other in others), torch.zeros(()))
+        dtype = dtypes[name] if tensor is None else tensor.dtype
+        assert result.dtype == dtype, f"{name}: {result.dtype}, expected {dtype}"
+        assert_within(name, result, exact, budget)
+
+
+def check(case: Case) -> None:
+    """A valid call."""
+    check_call(case, function_of(case), arguments_of(case))
+
+
+def check_broken(broken: Broken) -> str:
+    """A call that may not be valid is refused, by a documented error and before anything is drawn, or right: says which.
+
+    Raises:
+        NotApplicable: the changes cannot be made to this call.
+    """
+    case, call = broken.case, changed(broken)
+    function = function_of(case)
+    torch.manual_seed(case.seed)
+    seeded = torch.get_rng_state()
+    with environment(case):
+        before = global_state()
+        try:
+            function(**call)
+        except DOCUMENTED as error:
+            assert str(error), f"{type(error).__name__} says nothing"
+            assert torch.equal(torch.get_rng_state(), seeded), "refused, but torch's generator moved"
+            assert_same_state(before)
+            return type(error).__name__
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            raise AssertionError(f"{type(error).__name__} instead of a documented error: {first_line}") from error
+    check_call(case, function, call)
+    return "accepted"
