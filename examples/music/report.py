@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triton_relattn.demo.plot import GRID, INK, MUTED
+from triton_relattn.demo.plot import MUTED, style
 
 from .chorales import write
 
@@ -60,14 +60,8 @@ def curve(rows: Sequence[Row], column: str) -> tuple[list[int], list[float]]:
 
 
 def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=12)
-    axes.set_xlabel("step", color=MUTED)
+    style(axes, title, "step")
     axes.set_ylabel("nats per token", color=MUTED)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, length=0, pad=6)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(MUTED)
     if axes.has_data():
         axes.legend(frameon=False)
 

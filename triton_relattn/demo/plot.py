@@ -50,6 +50,17 @@ QUANTITIES: dict[str, tuple[float, float, Callable[[float], str]]] = {
 """Base and unit of the ticks of a vertical axis, and how a value is written; times are in milliseconds."""
 
 
+def style(axes: Any, title: str, xlabel: str) -> None:
+    """Title, label, grid and spines of a panel."""
+    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=12)
+    axes.set_xlabel(xlabel, color=MUTED)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, length=0, pad=6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+
+
 def draw_panel(axes: Any, points: Mapping[str, Points], styles: Mapping[str, dict[str, Any]], quantity: str, title: str) -> None:
     """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
     for name, values in points.items():
@@ -65,13 +76,7 @@ def draw_panel(axes: Any, points: Mapping[str, Points], styles: Mapping[str, dic
         axes.set_ylim(ticks[0], ticks[-1])
         axes.set_xticks(lengths, [_length(length) for length in lengths])
     axes.minorticks_off()
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=12)
-    axes.set_xlabel("sequence length n (tokens)", color=MUTED)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, length=0, pad=6)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(MUTED)
+    style(axes, title, "sequence length n (tokens)")
 
 
 def _draw_measured(axes: Any, rows: Sequence[sweep.Row], column: str, title: str) -> None:
