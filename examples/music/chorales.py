@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from triton_relattn.cache import cache_folder
 from triton_relattn.demo.music import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
 
 EDGE = VOCABULARY  # stands before the first token of a chorale; it is read, never predicted
@@ -49,13 +50,6 @@ class Split:
     train: list[Chorale]
     validation: list[Chorale]
     test: list[Chorale]
-
-
-def cache_folder() -> Path:
-    """The folder that the package keeps the user's files in."""
-    if folder := os.environ.get("TRITON_RELATTN_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triton_relattn"
 
 
 def load(count: int = 0) -> list[Chorale]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import triton
 
+from ..cache import cache_folder
 from .tile_config import KERNELS, TileConfig
 
 try:
@@ -60,13 +61,6 @@ _TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int), 
 def length_bucket(length: int) -> int:
     """The smallest of LENGTH_BUCKETS that is not below a length; the last one also stands for everything longer."""
     return LENGTH_BUCKETS[bisect.bisect_left(LENGTH_BUCKETS[:-1], length)]
-
-
-def cache_folder() -> Path:
-    """The folder of the user's profiles; it need not exist."""
-    if folder := os.environ.get("TRITON_RELATTN_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "triton_relattn"
 
 
 def user_profile_path(arch: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .masks import PADDING_IF_THAT_IS_ALL
@@ -33,8 +32,8 @@ class Encoder:
 
     def _require_our_attention(self: Any) -> None:
         stock = self.attention.__bases__[-1]
-        names = [name for name, each in nn.Module.named_modules(self) if isinstance(each, stock)]
-        strange = [name for name in names if not isinstance(self.get_submodule(name), self.attention)]
+        ours = self.attention
+        strange = [name for name, each in self.named_modules() if isinstance(each, stock) and not isinstance(each, ours)]
         if strange:
             raise ValueError(
                 f"this {type(self).__name__} is enabled, but of its attention {', '.join(strange)} is not: enable or disable "
