@@ -4,6 +4,7 @@ list      cases, methods and configurations
 speed     time of every method, checked first, in turn
 memory    peak memory against the sequence length
 models    models of transformers, stock and on the operator: checked, time and peak memory
+accuracy  errors against float64, beside those of plain torch
 tune      the best configurations for this GPU, as a profile that the package reads
 compile   what the compiled kernels take, for GPUs that are not there
 plot      figures, from CSV files alone
@@ -22,6 +23,7 @@ VERBS = {
     "speed": "speed",
     "memory": "memory",
     "models": "models",
+    "accuracy": "accuracy",
     "tune": "tune",
     "compile": "compile",
     "plot": "plot",
