@@ -60,7 +60,7 @@ def function_of(method: str, options: argparse.Namespace) -> Callable[..., torch
     if method == OURS:
         return partial(fused_relative_attention, implementation=options.implementation)  # type: ignore[return-value]
     baseline = BASELINES["skewing" if method == EAGER else "dense_bias"]
-    return lambda *tensors: baseline(*tensors, False)
+    return lambda query, key, value, table: baseline(query, key, value, table, False)
 
 
 def results(function: Callable[..., torch.Tensor], given: Inputs) -> list[torch.Tensor]:
