@@ -1,13 +1,16 @@
-"""Triton's interpreter in a third of its time."""
+"""Triton's interpreter in a third of its time, and a fixture that guards all kernels of a test."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.interpreter.guard import Launch, guarded
 
 call_and_patch = interpreter.InterpretedFunction.__call__
 called: set[int] = set()
@@ -41,8 +44,15 @@ def numpy_dtype_of(dtype: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without its checks that no integer overflows; test_addresses has them."""
+    """Also without its checks that no integer overflows; guarded kernels have them."""
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+@pytest.fixture
+def guarded_kernels() -> Iterator[list[Launch]]:
+    """All launches of the test; it fails if one of them accessed what it should not."""
+    with guarded() as launches:
+        yield launches

@@ -1,92 +1,238 @@
-"""A guard around kernels in the interpreter: which addresses they read and write."""
+"""Guards around kernels in the interpreter: what they read and write, in which order programs run, what lies around tensors."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
 
+Order = Literal["reversed", "shuffled"]
+"""Of programs; not the one in which the interpreter goes through a grid."""
+NOBODY, SEVERAL = -1, -2
+"""Instead of a program's number."""
+EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+MOST_VIOLATIONS = 100
+"""A launch with so many is stopped: lengths that are read from the wrong place could keep it going for ever."""
+
 
 def element_addresses(tensor: torch.Tensor) -> np.ndarray:
     """The addresses of a view's elements, sorted; what lies between them or around them is not among these."""
     offsets: Any = np.zeros(1, dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        steps: Any = np.arange(1 if stride == 0 else size, dtype=np.int64) * stride
+        steps: Any = np.arange(min(size, 1) if stride == 0 else size, dtype=np.int64) * stride
         offsets = (offsets[:, None] + steps).reshape(-1)
     return np.unique(offsets * tensor.element_size() + tensor.data_ptr())
 
 
-def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, (tuple, list)):
-        for argument in arguments:
-            yield from tensors_in(argument)
+def tensors_in(argument: Any) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for part in argument:
+            yield from tensors_in(part)
+
+
+def poison_of(dtype: Any) -> Any:
+    """NaN, True or the largest integer, for dtypes of torch and of numpy; for what is uint16 to numpy it is bfloat16's NaN."""
+    if isinstance(dtype, torch.dtype):
+        return math.nan if dtype.is_floating_point else True if dtype == torch.bool else torch.iinfo(dtype).max
+    return math.nan if dtype.kind == "f" else True if dtype.kind == "b" else np.iinfo(dtype).max
 
 
 @dataclass
 class Launch:
-    """What one launch accessed, and what of that it should not have."""
+    """What one launch accesses, and what of that it should not.
+
+    Args:
+        kernel: its name.
+        views: the tensors that it was given, by the names of its arguments.
+    """
 
     kernel: str
-    allowed: np.ndarray
+    views: dataclasses.InitVar[list[tuple[str, torch.Tensor]]]
     loads: int = 0
     stores: int = 0
-    writers: dict[int, int] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
 
-    def access(self, kind: str, program: int, addresses: np.ndarray) -> None:
-        where = np.searchsorted(self.allowed, addresses).clip(max=len(self.allowed) - 1)
-        outside = int((self.allowed[where] != addresses).sum())
-        if outside:
-            self.violations.append(f"{self.kernel}, program {program}: {outside} {kind}s outside all views")
+    def __post_init__(self, views: list[tuple[str, torch.Tensor]]) -> None:
+        # Address 0 stands for a view without elements, so that there is always one.
+        addresses = [np.zeros(1, dtype=np.int64), *(element_addresses(tensor) for _, tensor in views)]
+        self.names = ["null", *(name for name, _ in views)]
+        sizes = np.array([0, *(tensor.element_size() for _, tensor in views)])
+        self.allowed, first = np.unique(np.concatenate(addresses), return_index=True)
+        self.owner = np.repeat(np.arange(len(addresses)), [len(each) for each in addresses])[first]
+        self.size = sizes[self.owner]
+        self.reader, self.writer = (np.full(len(self.allowed), NOBODY) for _ in range(2))
+
+    def report(self, program: int, what: str) -> None:
+        self.violations.append(f"{self.kernel}, program {program}: {what}")
+        if len(self.violations) >= MOST_VIOLATIONS:
+            raise AssertionError("stopped after too many violations: " + "\n".join(self.violations[:10]))
+
+    def nearest(self, address: int, size: int) -> str:
+        """Where an address lies that no element of this size has."""
+        place = int(np.searchsorted(self.allowed, address))
+        around = [index for index in (place - 1, place) if 0 <= index < len(self.allowed)]
+        index = min(around, key=lambda each: abs(int(self.allowed[each]) - address))
+        distance, name = address - int(self.allowed[index]), self.names[self.owner[index]]
+        if distance == 0:
+            return f"{size} bytes wide, at an element of {name}, which has {self.size[index]}"
+        return f"{abs(distance)} bytes {'behind' if distance > 0 else 'before'} an element of {name}"
+
+    def access(self, kind: str, program: int, pointers: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
+        """Record an access of elements of so many bytes; which of them are in the views, and may be made."""
+        addresses: Any = pointers.astype(np.int64)
+        index = np.searchsorted(self.allowed, addresses).clip(max=len(self.allowed) - 1)
+        inside = (self.allowed[index] == addresses) & (self.size[index] == size)
+        outside = addresses[mask & ~inside]
+        if outside.size:
+            where = self.nearest(int(outside[0]), size)
+            self.report(program, f"{outside.size} {kind}s outside all views, the first {where}")
+        index = index[mask & inside]
         if kind == "load":
-            self.loads += len(addresses)
-            return
-        self.stores += len(addresses)
-        if len(np.unique(addresses)) < len(addresses):
-            self.violations.append(f"{self.kernel}, program {program}: stores twice to an address at once")
-        for address in addresses.tolist():
-            writer = self.writers.setdefault(address, program)
-            if writer != program:
-                self.violations.append(f"{self.kernel}: programs {writer} and {program} store to the same address")
+            self.loads += index.size
+            self.conflicts(index, program, self.writer, "loads what program {} stores")
+            before = self.reader[index]
+            self.reader[index] = np.where((before == NOBODY) | (before == program), program, SEVERAL)
+        else:
+            self.stores += index.size
+            if len(np.unique(index)) < index.size:
+                self.report(program, f"stores twice at once to an address, of {self.names[self.owner[index[0]]]}")
+            self.conflicts(index, program, self.writer, "stores where program {} stores")
+            self.conflicts(index, program, self.reader, "stores what program {} loads")
+            self.writer[index] = program
+        return inside
+
+    def conflicts(self, index: np.ndarray, program: int, others: np.ndarray, what: str) -> None:
+        wrong = index[(others[index] != NOBODY) & (others[index] != program)]
+        if wrong.size:
+            other = others[wrong[0]]
+            what = what.format("more than one" if other == SEVERAL else other)
+            self.report(program, f"{what}, at {wrong.size} addresses, the first of {self.names[self.owner[wrong[0]]]}")
+
+
+class GuardedMemory:
+    """The interpreter's access to memory, all of it: what is outside a launch's views is reported, and not done.
+
+    A load from there gives poison_of its dtype. Atomic operations are reported and not done, wherever they are: they make
+    results depend on the order of programs. What else a Triton may have is an AttributeError.
+    """
+
+    def __init__(self, memory: Any, launches: list[Launch]) -> None:
+        self.memory, self.launches = memory, launches
+
+    @property
+    def program(self) -> int:
+        """Its number in the order in which the interpreter goes through a grid."""
+        builder = interpreter.interpreter_builder
+        return int(np.ravel_multi_index(builder.grid_idx, builder.grid_dim))
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> np.ndarray:
+        asked = np.broadcast_to(np.asarray(mask, dtype=bool), pointers.shape)
+        inside = self.launches[-1].access("load", self.program, pointers, asked, dtype.itemsize)
+        loaded = self.memory.load(pointers, asked & inside, other, dtype)
+        return np.where(asked & ~inside, poison_of(dtype), loaded).astype(dtype) if (asked & ~inside).any() else loaded
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> None:
+        asked = np.broadcast_to(np.asarray(mask, dtype=bool), pointers.shape)
+        inside = self.launches[-1].access("store", self.program, pointers, asked, value.itemsize)
+        self.memory.store(pointers, value, asked & inside)
+
+    def atomic_cas(self, pointers: Any, compared: Any, value: Any, semantics: Any) -> np.ndarray:
+        self.launches[-1].report(self.program, "an atomic compare-and-swap")
+        return np.full_like(value, poison_of(value.dtype))
+
+    def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any) -> np.ndarray:
+        self.launches[-1].report(self.program, f"an atomic {operation.name}")
+        return np.full_like(value, poison_of(value.dtype))
+
+    def arithmetic(self, left: Any, right: Any, operation: Any) -> None:
+        """Instead of Triton's own check that no sum, difference or product of integers overflows, which takes longer."""
+        dtype = left.handle.data.dtype
+        if dtype.itemsize < 8:
+            exact = EXACT[operation.__name__](left.handle.data.astype(np.int64), right.handle.data.astype(np.int64))
+            if not np.array_equal(exact, exact.astype(dtype)):
+                self.launches[-1].report(self.program, f"an overflow of {dtype} in {operation.__name__}")
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Record every access of all launches within, and do those only that are elements of the views which the launch was given.
+
+    The violations: an access to anything else, an address to which two programs store, or that one loads and another stores,
+    atomic operations, and integers of up to 32 bits that overflow.
+    """
+    launches: list[Launch] = []
+    function = interpreter.InterpretedFunction
+    run = function.run
+
+    def recorded_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = [*zip(self.arg_names, args, strict=False), *kwargs.items()]
+        launches.append(Launch(self.fn.__name__, [(name, tensor) for name, each in named for tensor in tensors_in(each)]))
+        return run(self, *args, **kwargs)
+
+    memory = GuardedMemory(interpreter._interpreter, launches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "run", recorded_run)
+        patch.setattr(interpreter, "_interpreter", memory)
+        patch.setattr(interpreter.TritonSemantic, "binary_op_sanitize_overflow_impl", memory.arithmetic)
+        yield launches
 
 
 @contextmanager
 def guarded() -> Iterator[list[Launch]]:
-    """Check every load and store of all launches within against the views that the launch was given, and record them.
+    """The same, and an AssertionError at the end that names the violations, if there are any."""
+    with recorded() as launches:
+        yield launches
+    violations = [violation for launch in launches for violation in launch.violations]
+    if violations:
+        more = [f"and {len(violations) - 10} more"] if len(violations) > 10 else []
+        raise AssertionError(f"{len(violations)} violations: " + "\n".join([*violations[:10], *more]))
 
-    The violations: an access to something that is no element of those views, and two programs that store to one address.
-    """
-    launches: list[Launch] = []
-    builder, function = interpreter.InterpreterBuilder, interpreter.InterpretedFunction
-    run, load, store = function.run, builder.create_masked_load, builder.create_masked_store
 
-    def guarded_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        views = [element_addresses(tensor) for tensor in tensors_in([*args, *kwargs.values()])]
-        launches.append(Launch(self.fn.__name__, np.unique(np.concatenate(views))))
-        return run(self, *args, **kwargs)
+@contextmanager
+def programs_in_order(order: Order, seed: int = 0) -> Iterator[list[list[int]]]:
+    """Run the programs of each launch within in this order. Yields the launches: the programs' numbers, as they ran."""
+    launches: list[list[int]] = []
+    builder = interpreter.interpreter_builder
+    set_grid_idx = builder.set_grid_idx
+    generator = np.random.default_rng(seed)
+    programs: Any = None
 
-    def access(kind: str, self: Any, pointers: Any, mask: Any) -> None:
-        addresses = pointers.data.astype(np.int64)[np.broadcast_to(mask.data, pointers.data.shape)]
-        launches[-1].access(kind, self.grid_idx[0], addresses)
-
-    def guarded_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        access("load", self, pointers, mask)
-        return load(self, pointers, mask, *rest)
-
-    def guarded_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        access("store", self, pointers, mask)
-        return store(self, pointers, value, mask, *rest)
+    def elsewhere(*place: int) -> None:
+        nonlocal programs
+        if not any(place):
+            programs = np.arange(math.prod(builder.grid_dim))
+            programs = programs[::-1] if order == "reversed" else generator.permutation(programs)
+            launches.append([])
+        program = int(programs[np.ravel_multi_index(place, builder.grid_dim)])
+        launches[-1].append(program)
+        set_grid_idx(*map(int, np.unravel_index(program, builder.grid_dim)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function, "run", guarded_run)
-        patch.setattr(builder, "create_masked_load", guarded_load)
-        patch.setattr(builder, "create_masked_store", guarded_store)
+        patch.setattr(builder, "set_grid_idx", elsewhere)
         yield launches
+
+
+def in_poisoned_storage(tensor: torch.Tensor, choose: random.Random) -> torch.Tensor:
+    """The same numbers as a view of larger storage, with poison_of its dtype before, behind and between them.
+
+    Dimensions lie in any order in memory, each padded at both ends, elements next to each other or not; those of a vector are.
+    """
+    order = choose.sample(range(tensor.dim()), tensor.dim())
+    margins = [(choose.randint(1, 3), choose.randint(1, 3)) for _ in order]
+    step = choose.choice((1, 1, 2, 3)) if tensor.dim() > 1 else 1
+    sizes = [before + tensor.shape[dim] + behind for dim, (before, behind) in zip(order, margins, strict=True)]
+    view = tensor.new_full([*sizes, step], poison_of(tensor.dtype))[..., 0]
+    for place, (dim, (before, _)) in enumerate(zip(order, margins, strict=True)):
+        view = view.narrow(place, before, tensor.shape[dim])
+    return view.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from tests.blind import BATCH, BLIND, KEYS, QUERIES, bool_mask
 from tests.cases import by_sequence, random_case, random_varlen_case
-from tests.interpreter.guard import guarded
+from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
-    SEED,
     all_gradients,
     check_every_term,
     check_results,
@@ -249,6 +247,7 @@ def test_packed(kind: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch) ->
     assert not results["d_query"][WITHOUT_KEYS].any() and not results["d_key"][:5].any()
 
 
+@pytest.mark.usefixtures("guarded_kernels")
 def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed tensors that are longer than their sequences are refused where that can be seen, on a CPU. Elsewhere what the
     sequences get is right. (Deterministic algorithms fill new memory with NaN.)"""
@@ -523,72 +522,7 @@ def test_nan_in_one_sequence_stays_there() -> None:
         assert torch.equal(results[name], expected[name]), name
 
 
-# Addresses and launches.
-
-
-def padded_call(kind: str) -> tuple[Inputs, Any, Any]:
-    inputs = all_terms((2, 2, 20, 36), POSITIONS[kind].num_rows, key_heads=1, per_head=True)
-    inputs = with_different_strides(inputs)
-    arguments: dict[str, Any] = {
-        "positions": POSITIONS[kind],
-        "attn_mask": torch.zeros(2, 1, 1, 72)[..., ::2].masked_fill(torch.arange(36) == 30, -math.inf),
-        "key_lengths": torch.tensor([33, 36]),
-        "query_offset": torch.tensor([3, -5]),
-        "window_size": (25, 20),
-        "rel_scale": 0.4,
-        "dropout_p": 0.2,
-        "softcap": 9.0,
-        "enable_gqa": True,
-        "exact_delta": True,
-    }
-    return inputs, *resolve(inputs, **arguments)
-
-
-def packed_call(kind: str) -> tuple[Inputs, Any, Any]:
-    inputs = packed_inputs(30, 36, num_rows=POSITIONS[kind].num_rows)
-    tensors, spec = validation.resolve(
-        *inputs[:4],
-        **inputs.terms(),
-        positions=POSITIONS[kind],
-        query_offset=PACKING["query_offset"],
-        cu_seqlens={"q": PACKING["cu_seqlens_q"], "k": PACKING["cu_seqlens_k"]},
-        max_seqlens={"q": PACKING["max_seqlen_q"], "k": PACKING["max_seqlen_k"]},
-        window_size=(25, 20),
-        rel_scale=0.4,
-        dropout_p=0.2,
-        softcap=9.0,
-        enable_gqa=True,
-    )
-    inputs = inputs._replace(d_out=inputs.d_out.transpose(0, 1)[None], d_lse=inputs.d_lse[None])
-    return inputs, tensors._replace(dropout_seed=SEED), spec
-
-
-@pytest.mark.parametrize(
-    ("call", "kind"),
-    [
-        (padded_call, "full"),
-        (padded_call, "clamp"),
-        pytest.param(padded_call, "zero", marks=pytest.mark.slow),
-        pytest.param(packed_call, "full", marks=pytest.mark.slow),
-        (packed_call, "clamp"),
-        (packed_call, "zero"),
-    ],
-)
-def test_addresses(call: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all features at once, nothing is accessed outside the tensors' views, no two programs write to one address, and no
-    32-bit integer overflows."""
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
-    assert interpreter.interpreter_builder.options.sanitize_overflow
-    inputs, tensors, spec = call(kind)
-    with guarded() as launches:
-        results = forward(tensors, spec, SMALL["forward"])
-        gradients = launcher.backward(inputs.d_out, inputs.d_lse, *results, tensors, spec, tiles=SMALL)
-    ends = ["table_ends_kernel"] * 2 if kind == "clamp" else []
-    rows_twice = ["rows_kernel"] * (1 + spec.exact_delta)
-    assert [launch.kernel for launch in launches] == ["forward_kernel", *rows_twice, "columns_kernel", "table_kernel", *ends]
-    assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
-    assert not [violation for launch in launches for violation in launch.violations]
-    assert all(gradient is not None and gradient.isfinite().all() and gradient.any() for gradient in gradients)
+# Launches.
 
 
 @pytest.mark.parametrize("kind", ["full", "clamp", pytest.param("zero", marks=pytest.mark.slow), None])
@@ -601,7 +535,7 @@ def test_windows_skip_tiles(kind: str | None) -> None:
         num_rows = None if positions is None else positions.num_rows
         options: dict[str, Any] = {"rel_value": True, "rel_bias": True} if kind else {}
         inputs = make_inputs(1, 1, length, length, 16, num_rows=num_rows, dtype=torch.float32, seed=1, **options)
-        with guarded() as launches:
+        with recorded() as launches:
             all_gradients(inputs, OTHER, positions=positions, window_size=window)
         return {launch.kernel: launch.loads for launch in launches}
 

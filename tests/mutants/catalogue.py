@@ -28,9 +28,9 @@ BLOCKWISE, BLOCKS, DROPOUT, SPEC, OPS, FUNCTIONAL, RESULTS, POSITIONS = (
 )
 
 # Tests of the kernels, and those of the rest.
-ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES, ON_KERNEL_SURVIVORS = (
+ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES, ON_GUARDS, ON_KERNEL_SURVIVORS = (
     f"tests/interpreter/test_{name}.py"
-    for name in ("forward", "forward_edges", "backward", "backward_edges", "features", "survivors")
+    for name in ("forward", "forward_edges", "backward", "backward_edges", "features", "guards", "survivors")
 )
 ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_TORCH, ON_DELTA, ON_POSITIONS, ON_SURVIVORS = (
     f"tests/cpu/test_{name}.py"
@@ -264,7 +264,7 @@ OF_FORWARD = (
     Fault(
         "race-of-packed-queries",
         "programs also write the rows behind their sequence, which belong to the next",
-        (f"{ON_FEATURES}::test_addresses[packed_call-zero]",),
+        (f"{ON_GUARDS}::test_guarded[packed_everything-zero-shuffled]",),
         (Change(FORWARD, "valid_m = offs_m < place.num_queries", "valid_m = offs_m < sequences.max_seqlen_q"),),
     ),
 )
@@ -445,7 +445,7 @@ OF_COLUMNS = (
     Fault(
         "columns-read-behind-the-queries",
         "queries behind the last are loaded, from memory of others",
-        (f"{ON_BACKWARD_EDGES}::test_addresses[zero]",),
+        (f"{ON_GUARDS}::test_guarded[dropout-zero-shuffled]",),
         (
             Change(
                 COLUMNS,
@@ -493,7 +493,7 @@ OF_COLUMNS = (
     Fault(
         "race-of-packed-keys",
         "programs write zeros to the keys behind their sequence, which belong to the next",
-        (f"{ON_FEATURES}::test_addresses[packed_call-zero]",),
+        (f"{ON_GUARDS}::test_guarded[packed_everything-zero-shuffled]",),
         (
             Change(
                 COLUMNS,
@@ -585,7 +585,7 @@ OF_TABLE = (
     Fault(
         "race-of-table-rows",
         "the last block of rows writes one row more: the first of the next head's, or memory of others",
-        (f"{ON_BACKWARD_EDGES}::test_addresses[zero]",),
+        (f"{ON_GUARDS}::test_guarded[dropout-zero-shuffled]",),
         (
             Change(
                 TABLE,
