@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from bench import cases, memory, methods, models, speed, summary, timing, verify
+from bench import accuracy, cases, memory, methods, models, speed, summary, timing, verify
 from bench.__main__ import VERBS, main
 from bench.cases import Case
 from bench.families import FAMILIES
@@ -228,6 +228,40 @@ def test_committed_results_of_models(tmp_path: Path) -> None:
     assert {row["status"] for row in rows if row["method"] == OURS} == {"ok"}
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
     assert summary.models(rows) in (path.parents[3] / "README.md").read_text()
+
+
+def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the table says: bfloat16 beside others, whose error is larger; float32 as good; a failure is a row."""
+    arguments = ["--cases", "sharp,logits near 12800", "--dtypes", "bf16,fp32", "--length", "70"]
+    assert main(["accuracy", *arguments, "--csv", str(tmp_path / "rows.csv"), "--device", "cpu"]) == 0
+    rows = read(tmp_path / "rows.csv")
+    assert {row["status"] for row in rows} == {"ok"} and all(row["commit"] and row["torch"] for row in rows)
+    ours, eager, sdpa = (
+        {(row["case"], row["dtype"]): [float(row[name]) for name in accuracy.RESULTS] for row in rows if row["method"] == method}
+        for method in ("triton_relattn (blockwise)", "eager", "sdpa")
+    )
+    assert all(2 * error < other for error, other in zip(ours["sharp", "bf16"][1:], eager["sharp", "bf16"][1:], strict=True))
+    assert 5 * ours["sharp", "bf16"][-1] < sdpa["sharp", "bf16"][-1] and ours["sharp", "fp32"][-1] < 1e-4
+    assert ours["logits near 12800", "bf16"][0] < 0.01 < 0.5 < eager["logits near 12800", "bf16"][0]
+    assert accuracy.markdown(rows) in capsys.readouterr().out
+    assert main(["accuracy", *arguments, "--implementation", "triton", "--methods", "triton_relattn"]) == 0
+    assert "cannot run here" in capsys.readouterr().out
+
+
+def test_committed_results_of_accuracy() -> None:
+    """Every case, in float16 and float32 the kernels too; the table of the README."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "accuracy.csv"
+    rows = read(path)
+    assert {row["status"] for row in rows} == {"ok"}
+    methods_of = {
+        "bf16": {"triton_relattn (blockwise)", "eager", "sdpa"},
+        "fp16": {"triton_relattn (blockwise)", "triton_relattn (triton)", "eager", "sdpa"},
+    }
+    for case in accuracy.CASES:
+        for dtype in ("bf16", "fp16", "fp32"):
+            found = {row["method"] for row in rows if (row["case"], row["dtype"]) == (case, dtype)}
+            assert found == methods_of.get(dtype, methods_of["fp16"]), (case, dtype)
+    assert accuracy.markdown(rows) in (path.parents[3] / "README.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
