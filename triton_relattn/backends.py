@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 IMPLEMENTATIONS = ("triton", "blockwise", "reference")
@@ -13,17 +11,21 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None) -> str | None:
     """The reason why the Triton kernels cannot serve these tensors, with what to do about it; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton; it exists for Linux)"
-    from .kernels import kernels_are_interpreted
+    try:
+        from .kernels import kernels_are_interpreted
 
-    if kernels_are_interpreted():
+        interpreted = kernels_are_interpreted()
+    except Exception as error:  # of a damaged or an old triton, whatever it is
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return "the package triton is not installed (pip install triton; it exists for Linux)"
+        return f"the kernels cannot be loaded: {type(error).__name__}: {error}"
+    if interpreted:
         if query.dtype == torch.bfloat16:
             return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there, or a GPU"
     elif query.device.type != "cuda":
         return (
             f"the tensors are on {query.device}, not on a GPU; move them there, or set TRITON_INTERPRET=1 before the first "
-            "import of triton_relattn.kernels to run the kernels in Triton's (slow) interpreter"
+            "import of triton and triton_relattn.kernels to run the kernels in Triton's (slow) interpreter"
         )
     elif torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
         return f"{torch.cuda.get_device_name(query.device)} has no bfloat16 matrix units; compute capability 8.0 is needed"

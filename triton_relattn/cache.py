@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -10,4 +11,6 @@ def cache_folder() -> Path:
     """The folder of the user's profiles and of what examples keep; it need not exist."""
     if folder := os.environ.get("TRITON_RELATTN_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "triton_relattn"
+    home = os.path.expanduser("~")  # as it is if the user has none
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(tempfile.gettempdir() if home == "~" else home, ".cache")
+    return Path(caches) / "triton_relattn"

@@ -10,7 +10,7 @@ from . import backends, ops, validation
 from .dropout import draw_seed
 from .positions import RelativePositions
 from .reference import resolved_reference
-from .results import without_autocast
+from .results import has_autocast, without_autocast
 from .spec import AttentionSpec, AttentionTensors
 
 AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,7 +23,7 @@ def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, 
     """
     query = operands[0]
     device = query.device.type if isinstance(query, torch.Tensor) else "meta"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not has_autocast(device) or not torch.is_autocast_enabled(device):
         return *operands, *added
 
     def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -119,7 +119,8 @@ def fused_relative_attention(
 
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
     (float64 for float64), also under ``torch.autocast``, which casts float32 inputs (not rel_bias and masks).
-    Results and gradients repeat bit for bit on the same machine and settings.
+    Results and gradients repeat bit for bit on the same machine and settings, the number of threads included. Only those of
+    "reference" on a GPU need ``torch.use_deterministic_algorithms(True)`` for that: it gathers, whose gradient adds in any order.
 
     Raises:
         ValueError: wrong ranks, shapes, devices or values. The values of key_lengths are checked on the CPU only (a check

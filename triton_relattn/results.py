@@ -20,10 +20,14 @@ def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
     return new_like(tensor, tensor.shape[-1]) if tensor.dim() == 4 else tensor.new_empty(tensor.shape)
 
 
+def has_autocast(device_type: str) -> bool:
+    """Whether torch.autocast knows a type of device. What torch compiles for is known; torch 2.11 cannot trace the question."""
+    return device_type != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """A context in which torch.autocast does not change the dtypes of products."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()  # type: ignore[return-value]
+    return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else nullcontext()  # type: ignore[return-value]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,6 @@ Counts of registers and instructions belong to one version of Triton, the one in
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -29,27 +28,16 @@ from tests.compile.test_forward import NVIDIA, on_triton_3_7
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import DIFFERENTIABLE
 
-ALL = ("query", "key", "value", "rel_key")
 KERNELS = ("rows", "columns", "table")
 
 
-def launches(
-    target: str,
-    dtype: torch.dtype,
-    width: int,
-    name: str,
-    *,
-    wanted: Collection[str] = ALL,
-    **of_call: Any,
-) -> list[Launch]:
+def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
     """What a backward compiles and launches."""
     tensors, spec = call(name, dtype, width, **of_call)
     lse = torch.empty(tensors.query.shape[:3])
     with recorded_launches(target) as recorded:
-        wants = [each in wanted for each in DIFFERENTIABLE]
-        backward(tensors.query, lse, tensors.query, lse, None, tensors, spec, wants)
+        backward(tensors.query, lse, tensors.query, lse, None, tensors, spec)
     return recorded
 
 
@@ -107,29 +95,6 @@ def test_products_per_tile() -> None:
     assert products("columns", "sm_80", "none") == 4  # QK, dV, dP, dK
     assert 5 < products("columns", "sm_80", "full") <= 6  # of the block behind, only what the tile uses
     assert products("table", "sm_80", "full") == 6  # QK and dP of two tiles, QE, dE
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-def test_only_what_the_wanted_gradients_need_is_launched(per_head: bool) -> None:
-    """delta, which d_key and the table's gradient need, comes from the rows kernel; a clamped table's far scores do, too."""
-
-    def names(table: str, *wanted: str) -> list[str]:
-        recorded = launches("sm_90", torch.float16, 16, table, length=64, wanted=wanted, per_head=per_head)
-        return [launch.name for launch in recorded]
-
-    assert names("full", *ALL) == ["rows", "columns", "table"]
-    assert names("full", "query") == ["rows"]
-    assert names("full", "key") == ["rows", "columns"]
-    assert names("full", "value") == ["columns"]
-    assert names("full", "rel_key") == ["rows", "table"]
-    assert names("full") == []
-    assert names("none", "query", "key", "value") == ["rows", "columns"]
-    assert names("zero", "rel_key") == ["rows", "table"]
-    assert names("clamp") == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "HALF", 4)
-        assert names("clamp", *ALL) == ["rows", "columns", "table", "table_ends"]
-        assert names("clamp", "value") == ["rows", "columns"]
 
 
 def test_grids() -> None:

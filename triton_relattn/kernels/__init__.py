@@ -1,10 +1,22 @@
 """The Triton kernels: one per file, over shared device functions (tiles, band, masking, scores). Importing this needs triton."""
 
+import functools
 
+
+@functools.cache
 def kernels_are_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter; TRITON_INTERPRET decides when they are first imported."""
+    """Whether the kernels run in Triton's interpreter; TRITON_INTERPRET decides when they are first imported.
+
+    Raises:
+        RuntimeError: it was set after Triton's own functions, which kernels call, had been imported without it.
+    """
+    import triton
     from triton.runtime.interpreter import InterpretedFunction
 
+    from . import backward  # noqa: F401 - now: TRITON_INTERPRET may change before the first backward
     from .forward import forward_kernel
 
-    return isinstance(forward_kernel, InterpretedFunction)
+    kinds = {isinstance(function, InterpretedFunction) for function in (triton.language.standard.sum, forward_kernel)}
+    if len(kinds) > 1:
+        raise RuntimeError("TRITON_INTERPRET has changed after the first import of triton; set it before that")
+    return kinds.pop()

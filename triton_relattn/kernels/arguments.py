@@ -15,6 +15,8 @@ from . import configs
 from .fitting import DoesNotFit, Place, current
 
 SMALLEST_SCALE = 2.0**-60
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+"""Of every launch: Triton 3.9 warns where it is left out, because 3.10 changes what that means."""
 
 
 class Sequences(NamedTuple):
@@ -79,7 +81,10 @@ class Call:
         self.rel_query = rel_query
         self.rel_key = per_head(tensors.rel_key, self.heads, 2)
         self.rel_value = per_head(tensors.rel_value, self.heads, 2)
-        self.rel_bias = per_head(tensors.rel_bias, self.heads, 1)
+        rel_bias = tensors.rel_bias
+        if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
+            rel_bias = rel_bias.contiguous()
+        self.rel_bias = per_head(rel_bias, self.heads, 1)
         self.special = None  # what configs.select distinguishes
         if self.rel_value is not None:
             self.special = "rel_value"
@@ -150,7 +155,7 @@ class Call:
         """
         of_tile = tile_arguments(config, walks_keys=name in ("forward", "rows"))
         try:
-            kernel[(programs,)](*arguments, **options, **self.arguments, **of_tile)
+            kernel[(programs,)](*arguments, **options, **self.arguments, **of_tile, **LAUNCH_OPTIONS)
         except OutOfResources as error:
             if name not in self.selected:
                 raise

@@ -10,7 +10,7 @@ import triton
 from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs
-from .arguments import Call, strided
+from .arguments import LAUNCH_OPTIONS, Call, strided
 from .band import clamp_margin
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
@@ -92,7 +92,11 @@ def backward(
             *map(strided, (d_lse, delta, far_scores, far_values, far_sums, far_kept)),
         )
 
-    if any(gradient is not None for name, gradient in gradients.items() if name != "value") or call.outside == "clamp":
+    of_values = ("value", "rel_value")  # they need no delta, only what the rows kernel has of keys beyond a clamped table
+    needs_far = (far_scores is not None and gradients["value"] is not None) or (
+        far_kept is not None and gradients["rel_value"] is not None
+    )
+    if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
         if spec.exact_delta and any(gradient is not None for gradient in rows_gradients):
             run_rows(out, None, None)
             run_rows(None, *rows_gradients)
@@ -161,6 +165,7 @@ def backward(
                         BLOCK_M=64,
                         PER_HEAD=per_head,
                         WIDE_INDEX=call.arguments["WIDE_INDEX"],
+                        **LAUNCH_OPTIONS,
                     )
             if "rel_bias" in partials:
                 both = far_sums.sum((0, 3)) if per_head else far_sums.sum((0, 1, 3))[None]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import head_matrix, head_vector, key_order, load_rows
+from .tiles import key_order, load_rows
 
 # The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
 # the second.
@@ -44,17 +44,12 @@ class Table(NamedTuple):
     last: Any  # and of the last row
 
 
-@triton.jit
-def term_table(rel_keys, rel_bias, scaling, head, first, last, WIDE_INDEX: tl.constexpr):
-    """The table of a head's scores: rel_key, rel_bias or both. scaling: arguments.Scaling."""
-    return Table(
-        None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
-        scaling.rel_scale,
-        None if rel_bias is None else head_vector(rel_bias, head),
-        scaling.bias_scale,
-        first,
-        last,
-    )
+class Reached(NamedTuple):
+    """The part of a table that is used: a Table without what may be None, which functions cannot return in Triton 3.6."""
+
+    matrix: Any
+    first: Any
+    last: Any
 
 
 @triton.jit
@@ -176,7 +171,7 @@ def reached_rows(table, lowest, highest, OUTSIDE: tl.constexpr):
         new_first = tl.where(start <= new_last, start, 2**30)
         new_last = tl.where(start <= new_last, new_last, 2**30)
     part = (matrix[0] + tl.cast(start - first, tl.int64) * matrix[1], matrix[1], matrix[2])
-    return Table(part, None, None, None, new_first, new_last)
+    return Reached(part, new_first, new_last)
 
 
 @triton.jit
@@ -184,11 +179,12 @@ def add_end_rows(acc, past, future, table, lowest, highest, WIDTH: tl.constexpr,
     """[M, D]: acc + past * first row + future * last row, of a clamped table, if they are reached."""
     columns = tl.arange(0, BLOCK_WIDTH)
     pointers = table.matrix[0] + columns * table.matrix[2]
-    first_reached = lowest <= tl.minimum(table.first, highest)
-    last_reached = highest >= tl.maximum(table.last, lowest)
-    first_row = tl.load(pointers, mask=(columns < WIDTH) & first_reached, other=0.0)
+    # Not (columns < WIDTH) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.
+    first_width = tl.where(lowest <= tl.minimum(table.first, highest), WIDTH, 0)
+    last_width = tl.where(highest >= tl.maximum(table.last, lowest), WIDTH, 0)
+    first_row = tl.load(pointers, mask=columns < first_width, other=0.0)
     pointers += tl.cast(table.last - table.first, tl.int64) * table.matrix[1]
-    last_row = tl.load(pointers, mask=(columns < WIDTH) & last_reached, other=0.0)
+    last_row = tl.load(pointers, mask=columns < last_width, other=0.0)
     acc += past[:, None] * first_row.to(tl.float32)[None, :]
     return acc + future[:, None] * last_row.to(tl.float32)[None, :]
 

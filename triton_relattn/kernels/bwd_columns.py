@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .band import FAR, NEAR, Table, near_keys, part_range, term_table, walk_position, whole_tile
+from .band import FAR, NEAR, Table, near_keys, part_range, walk_position, whole_tile
 from .dropout import kept
 from .masking import first_query, last_query, locate
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
-from .tiles import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -93,7 +93,14 @@ def columns_kernel(
         mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
         if rel_queries is not None:
             head_rel_queries = head_matrix(rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
-        term = term_table(rel_keys, rel_bias, scaling, head, first, last, WIDE_INDEX)
+        term = Table(
+            None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
+            scaling.rel_scale,
+            None if rel_bias is None else head_vector(rel_bias, head),
+            scaling.bias_scale,
+            first,
+            last,
+        )
         if rel_values is not None:
             value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
         scale = exponent_scale(scaling, mask)
@@ -118,7 +125,7 @@ def columns_kernel(
                 if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
                     far = side_vector(far_scores, place.entry, head, side, place.query_start)
                     far = tl.load(far + offs_m, mask=valid_m, other=0.0)
-                    if is_linear(scaling, mask):
+                    if is_linear(scaling.softcap, mask):
                         shift -= far * scale
                     else:
                         scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))

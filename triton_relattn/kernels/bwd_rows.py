@@ -21,13 +21,12 @@ from .band import (
     part_range,
     reached_positions,
     reached_rows,
-    term_table,
     walk_position,
 )
 from .dropout import kept
 from .masking import first_key, last_key, locate
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
-from .tiles import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -133,7 +132,14 @@ def rows_kernel(
     if rel_queries is not None:
         rel_queries = head_matrix(rel_queries, place.entry, head, place.query_start, WIDE_INDEX)
         rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
-    term = term_table(rel_keys, rel_bias, scaling, head, first, last, WIDE_INDEX)
+    term = Table(
+        None if rel_keys is None else head_matrix(rel_keys, 0, head, 0, WIDE_INDEX),
+        scaling.rel_scale,
+        None if rel_bias is None else head_vector(rel_bias, head),
+        scaling.bias_scale,
+        first,
+        last,
+    )
     if OUTSIDE == "clamp":
         zeros = tl.zeros([BLOCK_M], tl.float32)
         past, past_sum, future, future_sum = zeros, zeros, zeros, zeros
@@ -187,7 +193,7 @@ def rows_kernel(
             shift = base_2_lse
             if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
                 far = tl.where(key_start < near_start, far_past, far_future)
-                if is_linear(scaling, mask):
+                if is_linear(scaling.softcap, mask):
                     shift = base_2_lse - far * scale
                 else:
                     scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))

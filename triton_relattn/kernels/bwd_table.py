@@ -17,12 +17,11 @@ from .band import (
     near_keys,
     rotate,
     table_rows,
-    term_table,
 )
 from .dropout import kept
 from .masking import locate
 from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
-from .tiles import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_sequences", "num_heads", "num_splits"])
@@ -86,7 +85,14 @@ def table_kernel(
     tile_n = key_order(BLOCK_N)
     relative = first - MARGIN + block * BLOCK_N
     # Heads have tables of their own only where PER_HEAD is true.
-    term = term_table(rel_keys, rel_bias, scaling, table_head, first, last, WIDE_INDEX)
+    term = Table(
+        None if rel_keys is None else head_matrix(rel_keys, 0, table_head, 0, WIDE_INDEX),
+        scaling.rel_scale,
+        None if rel_bias is None else head_vector(rel_bias, table_head),
+        scaling.bias_scale,
+        first,
+        last,
+    )
     HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
     rows = None
     if rel_keys is not None:

@@ -216,7 +216,8 @@ def select(
             return tuned
     width = _tile_width(width)
     if dtype == torch.float32:
-        return _select_float32(kernel, arch, width, special)
+        config = _select_float32(kernel, arch, width, special)
+        return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
     if arch.startswith("gfx"):
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)

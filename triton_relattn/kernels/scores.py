@@ -43,16 +43,16 @@ def tanh(x):
 @triton.jit
 def exponent_scale(scaling, mask):
     """What finished scores are multiplied with to get powers of two. scaling: arguments.Scaling."""
-    if is_linear(scaling, mask):
+    if is_linear(scaling.softcap, mask):
         return tl.cast(scaling.base_2_scale, tl.float32)
     else:
         return LOG2_E
 
 
 @triton.constexpr_function
-def is_linear(scaling, mask):
+def is_linear(softcap, mask):
     """Whether logits are scores, scaled: a term that all keys of a query share may then be added to its shift instead."""
-    return scaling.softcap is None and not is_additive(mask)
+    return softcap is None and not is_additive(mask)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 KERNELS = ("forward", "rows", "columns", "table")
 MAX_BLOCK = 256
+MAX_THREADS = 1024  # of a program, on any GPU
+MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class TileConfig:
                 return f"{name} must be a power of two, got {value}"
         if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
             return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
+        warp = 64 if arch.startswith("gfx9") else 32
+        if self.num_warps * warp > MAX_THREADS:
+            return f"num_warps must be at most {MAX_THREADS // warp}, got {self.num_warps}"
+        if not 1 <= self.num_stages <= MAX_STAGES:
+            return f"num_stages must lie in [1, {MAX_STAGES}], got {self.num_stages}"
         if self.carry not in (None, "scores", "both"):
             return f'carry must be None, "scores" or "both", got {self.carry!r}'
         if has_table and self.block_m not in (self.block_n, 2 * self.block_n):

@@ -1,0 +1,428 @@
+"""What the public functions launch on GPUs that are not there, for calls drawn from a seed: all of it checked, some compiled.
+
+The real host code runs, from validation to the specialisation of the kernels' arguments. What is expected is stated here anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from bench.compiled import MULTIPROCESSORS, Launch, recorded_launches, resources
+from tests import cases
+from triton_relattn import RelativePositions, backends, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn.testing import Inputs, make_inputs
+
+TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+CALLS = 320
+KERNELS = ("forward", "rows", "columns", "table", "table_ends")
+TABLES = ("rel_key", "rel_value", "rel_bias")
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
+BUFFERS = {"lses", "statistics", "d_lses", "deltas", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
+PARTIAL_SUMS = {"d_rel_keys", "d_rel_values", "d_rel_bias", "d_tables"}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Not here: nothing is written to results, which may be large."""
+
+
+@dataclass
+class Call:
+    """A call of one of the public functions, and what of it is differentiated."""
+
+    tensors: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
+    d_out: torch.Tensor
+    d_lse: torch.Tensor
+    wanted: frozenset[str] = frozenset(DIFFERENTIABLE)
+    precision: str = "highest"
+
+    def __post_init__(self) -> None:
+        self.wanted &= set(self.tensors)
+        for name in self.wanted:
+            self.tensors[name].requires_grad_()
+
+    def run(self) -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.precision)
+        try:
+            out, lse = self.function(**self.tensors, **self.arguments, return_lse=True)
+            if self.wanted:
+                torch.autograd.grad((out, lse), [self.tensors[name] for name in sorted(self.wanted)], (self.d_out, self.d_lse))
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    @property
+    def packed(self) -> bool:
+        return "cu_seqlens_q" in self.arguments
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return fused_relative_attention_varlen if self.packed else fused_relative_attention
+
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Sequences, heads, heads of keys, queries and keys of the longest sequence."""
+        query, key = self.tensors["query"].shape, self.tensors["key"].shape
+        if self.packed:
+            longest = (self.arguments[f"max_seqlen_{which}"] for which in "qk")
+            return len(self.arguments["cu_seqlens_q"]) - 1, query[1], key[1], *longest
+        return query[0], query[1], key[1], query[2], key[2]
+
+    @property
+    def tables(self) -> dict[str, torch.Tensor]:
+        return {name: self.tensors[name] for name in TABLES if name in self.tensors}
+
+    @property
+    def num_rows(self) -> int:
+        return next(table.shape[-1 if name == "rel_bias" else -2] for name, table in self.tables.items())
+
+    @property
+    def per_head(self) -> bool:
+        """Whether some table is one for each head."""
+        return any(table.dim() == 3 - (name == "rel_bias") for name, table in self.tables.items())
+
+    def outside(self) -> str | None:
+        """What lies beyond the tables: None without any, "none" if there is a row for all that may be seen."""
+        if not self.tables:
+            return None
+        _, _, _, num_queries, num_keys = self.sizes()
+        positions = self.arguments.get("positions") or RelativePositions.centred(self.num_rows)
+        left, right = self.arguments.get("window_size", (-1, -1))
+        right = 0 if self.arguments["is_causal"] else right
+        offset = self.arguments["query_offset"]
+        low, high = (-(2**40), 2**40) if isinstance(offset, torch.Tensor) else (1 - num_queries - offset, num_keys - 1 - offset)
+        low, high = low if left < 0 else max(low, -left), high if right < 0 else min(high, right)
+        return "none" if positions.first <= low and high <= positions.last else positions.outside
+
+    def kernels(self) -> list[str]:
+        """The kernels that have to run, in their order."""
+        if self.tensors["query"].numel() == 0:
+            return []
+        if not self.wanted or self.tensors["key"].numel() == 0:
+            return ["forward"]
+        clamped = self.outside() == "clamp"
+        # Besides d_query, the rows kernel makes delta, and of keys beyond a clamped table their scores, and what is kept of P.
+        needs_delta = self.wanted - {"value", "rel_value"}
+        needs_far_scores = clamped and "value" in self.wanted and self.tables.keys() & {"rel_key", "rel_bias"}
+        rows = 1 if needs_delta or needs_far_scores or (clamped and "rel_value" in self.wanted) else 0
+        if self.arguments.get("exact_delta") and self.wanted & {"query", "rel_query"}:
+            rows = 2
+        ends = [name for name in ("rel_key", "rel_value") if clamped and name in self.wanted]
+        return [
+            "forward",
+            *["rows"] * rows,
+            *["columns"] * bool(self.wanted & {"key", "value"}),
+            *["table"] * bool(self.wanted & set(TABLES)),
+            *["table_ends"] * len(ends),
+        ]
+
+
+@dataclass
+class Recorded:
+    """A launch as Triton would specialise it."""
+
+    name: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    signature: dict[str, Any]
+    constants: list[Any]
+    num_warps: int
+    num_stages: int
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def tile(self) -> TileConfig:
+        carry = (self["CARRY"],) if "CARRY" in self.arguments else ()
+        return TileConfig(self["BLOCK_M"], self["BLOCK_N"], self.num_warps, self.num_stages, *carry)
+
+    def strided(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        """The tensors that are addressed by strides."""
+        for name, argument in self.arguments.items():
+            if type(argument) is tuple and isinstance(argument[0], torch.Tensor):
+                yield name, *argument
+
+
+@contextmanager
+def recorded(
+    target: str, is_compiled: Callable[[Recorded], bool] = lambda _: False
+) -> Iterator[tuple[list[Recorded], list[Launch]]]:
+    """Within, the public functions use the kernels on the target: all launches, and those of them that are compiled."""
+    launches: list[Recorded] = []
+
+    def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        *_, backend, binder = kernel.device_caches[driver.active.get_current_device()]
+        bound, specialization, options = binder(*args, **kwargs)
+        options, signature, constants, _ = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        name = kernel.__name__.removesuffix("_kernel")
+        launch = Recorded(
+            name, grid, bound, signature, list(constants.values()), num_warps=options.num_warps, num_stages=options.num_stages
+        )
+        launches.append(launch)
+        if is_compiled(launch):
+            compile_and_record(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with recorded_launches(target) as compiled, pytest.MonkeyPatch.context() as patch:
+        compile_and_record = JITFunction.run
+        patch.setattr(JITFunction, "run", record)
+        patch.setattr(backends, "choose_implementation", lambda *_: "triton")
+        yield launches, compiled
+
+
+def on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which creates its tensors without memory."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("meta"):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def unwritten(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """On the CPU, of this shape and these strides, in memory that nothing has touched; along dim 2**31 elements long."""
+    strides = list(tensor.stride())
+    if dim is not None and tensor.shape[dim] > 1:
+        strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 1
+    length = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return torch.empty(length, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+
+
+def emptied(choose: random.Random, inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+    """The same padded call without batch entries, queries or keys."""
+    of_queries = ("query", "rel_query", "d_out", "d_lse")
+    names, dim = choose.choice((((*of_queries, "key", "value"), 0), (of_queries, 2), (("key", "value"), 2)))
+    tensors = {name: getattr(inputs, name) for name in names}
+    arguments = {name: value for name, value in arguments.items() if name not in ("attn_mask", "key_lengths")}
+    if dim == 0 and isinstance(arguments["query_offset"], torch.Tensor):
+        arguments["query_offset"] = arguments["query_offset"][:0]
+    return inputs._replace(**{name: each.narrow(dim, 0, 0) for name, each in tensors.items() if each is not None}), arguments
+
+
+def drawn(seed: int) -> Call:
+    """A call of any shape, dtype, table, features and gradients, as large as those of models."""
+    choose = random.Random(seed)
+    packed = choose.random() < 0.35
+    sizes: dict[str, Any] = {
+        "dtype": choose.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.float32)),
+        "widths": (8, 16, 40, 64, 64, 80, 128, 128, 256),
+        "value_widths": (8, 16, 64, 64, 80, 128, 256),
+        "rel_widths": (1, 4, 16, 64, 128, 256),
+        "lengths": (1, 17, 64, 127, 128, 129, 500, 1024, 3001),
+    }
+    if not packed:
+        sizes["uneven_lengths"] = ((1, 4096), (4096, 1), (77, 2048))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "make_inputs", on_meta(functools.partial(make_inputs, device="meta")))
+        patch.setattr(cases, "random_mask", on_meta(cases.random_mask))
+        inputs, arguments = (cases.random_varlen_case if packed else cases.random_case)(seed, **sizes)
+    if not packed and choose.random() < 0.1:
+        inputs, arguments = emptied(choose, inputs, arguments)
+    tensors = {
+        name: unwritten(tensor, choose.randrange(tensor.dim()) if choose.random() < 0.15 else None)
+        for name, tensor in inputs._asdict().items()
+        if tensor is not None
+    }
+    if "attn_mask" in arguments:
+        arguments["attn_mask"] = unwritten(arguments["attn_mask"])
+    some = frozenset(name for name in DIFFERENTIABLE if choose.random() < 0.4)
+    return Call(
+        {name: tensor for name, tensor in tensors.items() if name in DIFFERENTIABLE},
+        arguments,
+        tensors["d_out"],
+        tensors["d_lse"],
+        frozenset(DIFFERENTIABLE) if choose.random() < 0.3 else some,
+        choose.choice(("highest", "high")),
+    )
+
+
+def check_grid(target: str, launch: Recorded) -> None:
+    """Legal: CUDA counts programs, 65,535 in all dimensions but the first; HIP counts threads, in 32 bits."""
+    assert all(type(size) is int and size >= 1 for size in launch.grid), launch.grid
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    if target.startswith("sm_"):
+        assert x < 2**31 and max(y, z) <= 65_535, launch.grid
+    else:
+        assert x * launch.num_warps * 64 < 2**32 and max(y, z) <= 65_535, launch.grid
+
+
+def check_programs(target: str, call: Call, launch: Recorded, launches: list[Recorded]) -> None:
+    """As many as the blocks of queries, keys or table rows; where several share a block, no more than the GPU takes."""
+    sequences, heads, key_heads, num_queries, num_keys = call.sizes()
+
+    def blocks(length: int, block: str) -> int:
+        return -(-length // launch[block])
+
+    if launch.name in ("forward", "rows"):
+        assert launch.grid == (blocks(num_queries, "BLOCK_M") * sequences * heads,), launch.grid
+    elif launch.name == "columns":
+        assert launch.grid == (blocks(num_keys, "BLOCK_N") * sequences * key_heads,), launch.grid
+    else:
+        table = next(each for each in launches if each.name == "table")
+        table_heads = heads if call.per_head else 1
+        splits, units = table["num_splits"], sequences * heads // table_heads
+        partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
+        margin = 0
+        if table["OUTSIDE"] == "clamp":  # as many near keys as the rows kernel can have beyond the table
+            rows = next(each for each in launches if each.name == "rows")
+            margin = rows["BLOCK_M"] + rows["BLOCK_N"]
+            assert (table["ROWS_BLOCK_M"], table["ROWS_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
+        assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
+        assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
+        assert (launch["PER_HEAD"], launch["num_splits"]) == (call.per_head, splits)
+        if launch.name == "table":
+            programs = blocks(call.num_rows + 2 * margin, "BLOCK_N") * table_heads
+            assert launch.grid == (programs * splits,) and launch["num_sequences"] == sequences
+            assert splits == 1 or launch.grid[0] <= 4 * MULTIPROCESSORS.get(target, 64)
+        else:
+            assert launch.grid == (splits * table_heads,)
+
+
+def check_arguments(call: Call, launch: Recorded) -> None:
+    """Dtypes, strides and constants as the kernel takes them; offsets in 64 bits where 32 do not do."""
+    dtype = call.tensors["query"].dtype
+    blocks = max(launch.arguments.get("BLOCK_M", 1), launch.arguments.get("BLOCK_N", 1))
+    for name, tensor, strides in launch.strided():
+        pointer, types = launch.signature[name]
+        assert strides == tensor.stride() and len(types) == tensor.dim(), name
+        for stride, kind in zip(strides, types, strict=True):
+            assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
+        if name in BUFFERS | PARTIAL_SUMS:
+            assert tensor.dtype == torch.float32 and tensor.is_contiguous(), name
+        elif name not in ("rel_bias", "attn_mask"):
+            assert tensor.dtype == dtype, name
+        assert pointer == POINTERS[tensor.dtype], name
+        if name == "rel_bias":  # read by rows, in 32 bits
+            assert (tensor.shape[-1] - 1) * strides[-1] < 2**31
+        elif tensor.dim() == 4 and name not in BUFFERS | {"attn_mask"}:
+            clamped = name in ("rel_keys", "rel_values") and launch["OUTSIDE"] == "clamp"  # addressed from its first row on
+            rows = tensor.shape[2] if clamped else min(blocks, tensor.shape[2])
+            offset = (rows - 1) * strides[2] + (tensor.shape[3] - 1) * strides[3]
+            assert launch["WIDE_INDEX"] or offset < 2**31, (name, offset)
+    for name, value in launch.arguments.items():
+        if type(value) is int and launch.signature[name] != "constexpr":
+            assert launch.signature[name] == "i32" and abs(value) < 2**31, name
+    if "scaling" in launch.arguments:
+        for argument in (launch["scaling"], launch["sequences"], launch["window"]):
+            assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
+        assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
+        assert all(each.is_contiguous() for each in launch["sequences"] if isinstance(each, torch.Tensor))
+    assert {type(value) for value in launch.constants} <= {int, str, bool, type(None)}, launch.constants
+
+
+def check(target: str, call: Call, launches: list[Recorded]) -> None:
+    """Everything that holds for the launches of one call."""
+    assert [launch.name for launch in launches] == call.kernels(), (target, sorted(call.wanted))
+    for launch in launches:
+        check_grid(target, launch)
+        check_programs(target, call, launch, launches)
+        check_arguments(call, launch)
+        if launch.name != "table_ends":
+            assert launch["OUTSIDE"] == call.outside()
+            assert launch.tile.why_invalid(target, bool(call.tables)) is None, (target, launch.tile)
+
+
+@pytest.mark.parametrize("seed", range(CALLS))
+def test_drawn_calls(seed: int) -> None:
+    """On every target: the kernels that the wanted gradients need and no others, grids, configurations and arguments."""
+    call = drawn(seed)
+    for target in TARGETS:
+        with recorded(target) as (launches, _):
+            call.run()
+        check(target, call, launches)
+
+
+def test_what_is_drawn() -> None:
+    """Calls of every kind, so that the test above is one of all of them."""
+    calls = [drawn(seed) for seed in range(CALLS)]
+    kinds = {(call.packed, call.outside(), call.tensors["query"].dtype) for call in calls}
+    assert len(kinds) == 2 * 4 * 3
+    assert {name for call in calls for name in call.arguments} >= {
+        "attn_mask",
+        "key_lengths",
+        "window_size",
+        "softcap",
+        "dropout_p",
+    }
+    assert sum(call.tensors["query"].numel() == 0 for call in calls) > 5
+    assert sum(max(tensor.stride(), default=0) >= 2**21 for call in calls for tensor in call.tensors.values()) > 20
+    assert {sum(name in call.wanted for name in DIFFERENTIABLE) for call in calls} == set(range(8))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("sequences", "heads", "packed"), [(1, 70_000, False), (70_000, 1, False), (70, 1000, False), (70_000, 1, True)]
+)
+def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> None:
+    """More than a grid's second axis takes."""
+    shape = (sequences * 8, heads, 16) if packed else (sequences, heads, 8, 16)
+    query, key, value, d_out = (unwritten(torch.empty(shape, dtype=torch.float16, device="meta")) for _ in range(4))
+    rel_key, rel_value = (torch.empty(5, 16, dtype=torch.float16) for _ in range(2))
+    arguments: dict[str, Any] = {"is_causal": False, "query_offset": 0}
+    if packed:
+        starts = torch.arange(0, sequences * 8 + 1, 8)
+        arguments |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    d_lse = torch.zeros((heads, sequences * 8) if packed else shape[:3])
+    call = Call({"query": query, "key": key, "value": value, "rel_key": rel_key, "rel_value": rel_value}, arguments, d_out, d_lse)
+    with recorded(target) as (launches, _):
+        call.run()
+    check(target, call, launches)
+    assert [launch.grid[0] for launch in launches if launch.name in ("forward", "rows", "columns")] == [70_000] * 3
+
+
+def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
+    """Of each kind the first launch that is drawn compiles and fits the target."""
+    missing = set(kinds)
+
+    def is_compiled(launch: Recorded) -> bool:
+        is_missing = kind(launch) in missing
+        missing.discard(kind(launch))
+        return is_missing
+
+    for seed in range(CALLS):
+        call = drawn(seed)
+        with recorded(target, is_compiled) as (_, compiled):
+            call.run()
+        for launch in compiled:
+            used = resources(launch.kernel)
+            assert used.fits(target), (seed, launch.name, used)
+        if not missing:
+            return
+    raise AssertionError(f"never drawn: {missing}")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_and_fits(target: str) -> None:
+    check_compiled(target, set(KERNELS), lambda launch: launch.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
+    """Of every kernel, on one of the targets each."""
+    tables = {"table": ("none", "clamp", "zero"), "table_ends": ("clamp",)}
+    kinds = [
+        (name, dtype, outside)
+        for name in KERNELS
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for outside in tables.get(name, (None, "none", "clamp", "zero"))
+    ]
+
+    def kind(launch: Recorded) -> Any:
+        return launch.name, next(launch.strided())[1].dtype, launch.arguments.get("OUTSIDE", "clamp")
+
+    check_compiled(target, set(kinds[TARGETS.index(target) :: len(TARGETS)]), kind)

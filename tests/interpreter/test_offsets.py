@@ -1,0 +1,199 @@
+"""Offsets of 2**31 elements and more, of every tensor that a kernel addresses and in each of its dimensions.
+
+Launches get copies whose elements lie that far apart, and what they wrote is copied back: nothing has to be that large, outputs
+and buffers of the launchers included. The storages are mapped but hardly touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.interpreter.test_survivors import far_apart
+from triton_relattn import RelativePositions, validation
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
+from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn.testing import make_inputs
+
+TABLES = {"rel_keys", "rel_values", "rel_bias"}
+VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
+"""A number for each row: the rows are always next to each other."""
+SIDES = {"statistics", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
+"""Two numbers for each row."""
+ENDS = {"d_tables"}
+"""Its last rows are found from the next head's first."""
+ROWS_OF = {f"{d}{name}" for d in ("", "d_") for name in ("queries", "keys", "values", "rel_queries", "outs")} | {"attn_mask"}
+"""A row for each query or key."""
+
+
+class Apart(NamedTuple):
+    """One dimension of all tensors has its elements so far apart that the offsets of the last ones are 2**31 and more."""
+
+    dim: int
+    kept: set[str]
+    """Tensors that stay as they are: they have no such dimension, or no strides in it."""
+    last: int = 1
+    """How many elements lie beyond."""
+    wide: bool = False
+    """Whether the offsets within a tile are that large, too, which the launchers have to say."""
+
+
+ENTRIES = Apart(0, TABLES)
+HEADS = Apart(1, ENDS)
+ROWS = Apart(2, VECTORS | ENDS | {"rel_bias"}, wide=True)
+SEQUENCES = Apart(2, VECTORS | SIDES | ENDS | {"rel_bias"}, last=4, wide=True)
+TILES = Apart(2, VECTORS | SIDES | {"rel_bias"}, last=32)
+TABLE = Apart(2, ROWS_OF | VECTORS | SIDES | {"rel_bias"}, last=60)
+COLUMNS = Apart(3, VECTORS | SIDES | ENDS | {"rel_bias"}, wide=True)
+
+
+@contextmanager
+def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
+    """Within, all kernels get tensors of elements that are far apart; those that they do not get so, by the kernels' names."""
+    kept: dict[str, set[str]] = {}
+    run = interpreter.InterpretedFunction.run
+
+    def run_apart(function: Any, *arguments: Any, **options: Any) -> None:
+        given, copies = list(arguments), []
+        kept[function.__name__] = set()
+        for index, (name, argument) in enumerate(zip(function.arg_names, arguments, strict=False)):
+            if name in ("sequences", "factor"):
+                break
+            tensor = None if argument is None else argument[0]
+            if tensor is None or name in apart.kept or tensor.shape[apart.dim] <= apart.last:
+                kept[function.__name__].add(name)
+                continue
+            copy = far_apart(tensor, apart.dim, -(-(2**31) // (tensor.shape[apart.dim] - apart.last)))
+            copies.append((tensor, copy))
+            given[index] = copy, copy.stride()
+        run(function, *given, **{**options, "WIDE_INDEX": apart.wide})
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "run", run_apart)
+        yield kept
+
+
+def results(
+    batch: int, heads: int, num_queries: int, num_keys: int, first: int, last: int, offset: int, *, packed: bool, block: int
+) -> list[torch.Tensor]:
+    """out, lse and all gradients of a call that has every tensor that a padded, or a packed, batch can have."""
+    inputs = make_inputs(
+        batch,
+        heads,
+        num_queries,
+        num_keys,
+        16,
+        num_rows=last - first + 1,
+        per_head=True,
+        rel_width=16,
+        rel_value=True,
+        rel_bias=True,
+        dtype=torch.float32,
+        seed=heads,
+    )
+    tensors: dict[str, Any] = {name: getattr(inputs, name) for name in ("query", "key", "value", "rel_query")}
+    if packed:
+        tensors = {name: tensor[0].transpose(0, 1) for name, tensor in tensors.items()}
+        longest = {"q": num_queries - 4, "k": num_keys - 4}
+        starts = {"q": torch.tensor([0, longest["q"], num_queries]), "k": torch.tensor([0, longest["k"], num_keys])}
+        tensors |= {"cu_seqlens": starts, "max_seqlens": longest}
+    else:
+        tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
+    tables = {name: getattr(inputs, name) for name in ("rel_key", "rel_value", "rel_bias")}
+    call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
+    tiles = dict.fromkeys(configs.KERNELS, TileConfig(block, block, 4, 1))
+    out, lse, statistics = forward(*call, tiles["forward"])
+    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, statistics, *call, tiles=tiles)
+    return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
+
+
+SMALL = (10, 70, -4, 4, 30)
+"""Queries, keys, first and last row, offset: with tiles of 16 there are keys beyond the table on either side."""
+
+
+@pytest.mark.parametrize(
+    ("apart", "sizes", "packed"),
+    [
+        pytest.param(ENTRIES, (3, 1, *SMALL), False, id="entry"),
+        pytest.param(HEADS, (1, 3, *SMALL), False, id="head"),
+        pytest.param(ROWS, (1, 2, *SMALL), False, id="row"),
+        pytest.param(SEQUENCES, (1, 2, 14, 74, *SMALL[2:]), True, id="sequence"),
+        pytest.param(TILES, (1, 1, 400, 400, -399, 399, 0), False, id="tile"),
+        pytest.param(TABLE, (1, 1, 16, 16, 0, 1000, -960), False, id="table"),
+        pytest.param(COLUMNS, (1, 2, *SMALL), False, id="column"),
+    ],
+)
+def test_results_are_the_same(
+    apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, whatever the strides; the far keys' kernel is launched only where a table is clamped."""
+    monkeypatch.setattr(configs, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
+    block = 128 if apart is TILES else 16
+    expected = results(*sizes, packed=packed, block=block)
+    with launched(apart) as kept:
+        found = results(*sizes, packed=packed, block=block)
+    for result, exact in zip(found, expected, strict=True):
+        assert exact.isfinite().all() and torch.equal(result, exact)
+    absent = {"attn_mask", "statistics"} if packed else set()
+    assert len(kept) == (4 if apart in (TILES, TABLE) else 5)
+    assert all(names <= apart.kept | absent for names in kept.values()), kept
+
+
+@contextmanager
+def only_the_last_program() -> Iterator[None]:
+    """Within, a launch runs one program, the last of its grid."""
+    run = interpreter.InterpretedFunction.run
+
+    def run_last(function: Any, *arguments: Any, grid: tuple[int], **options: Any) -> None:
+        def program_id(builder: Any, axis: int) -> Any:
+            return interpreter.TensorHandle(np.array([grid[0] - 1 if axis == 0 else 0], dtype=np.int32), tl.int32)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", program_id)
+            run(function, *arguments, grid=(1,), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "run", run_last)
+        yield
+
+
+@pytest.mark.parametrize("sizes", [(1, 70_000), (70_000, 1), (70, 1000)])
+def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
+    """The last program of each grid computes the last head as if there were no other."""
+    single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
+    tiles = dict.fromkeys(configs.KERNELS, TileConfig(16, 16, 4, 1))
+    is_alone = sizes[0] == 1  # the gradient of a table that entries share is not that of the last one
+    wants = [name in ("query", "key", "value", "rel_key")[: 4 if is_alone else 3] for name in DIFFERENTIABLE]
+
+    def last(*sizes: int) -> list[torch.Tensor]:
+        query, key, value, d_out, d_lse = (
+            tensor.expand(*sizes, *tensor.shape[2:])
+            for tensor in (single.query, single.key, single.value, single.d_out, single.d_lse)
+        )
+        assert single.rel_key is not None
+        rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
+        call = validation.resolve(query, key, value, rel_key, positions=RelativePositions(-2, 3))
+        out, lse, statistics = forward(*call, tiles["forward"])
+        gradients = backward(d_out, d_lse, out, lse, statistics, *call, wants, tiles)
+        *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
+        results = [each[-1, -1] for each in (out, lse, *others) if each is not None]
+        return results if d_rel_key is None else [*results, d_rel_key[-1]]
+
+    expected = last(1, 1)
+    with only_the_last_program():
+        found = last(*sizes)
+    assert len(found) == 5 + is_alone
+    for result, exact in zip(found, expected, strict=True):
+        assert exact.isfinite().all() and torch.equal(result, exact)
