@@ -178,6 +178,8 @@ def tile_arguments(config: configs.TileConfig, *, walks_keys: bool = False) -> d
         **({"CARRY": config.carry} if walks_keys else {}),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "ROTATION": config.rotation,
+        "WARPS": config.num_warps,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .quads import pack, rotate_rows, step_back_words, unpack
 from .tiles import key_order, load_rows
 
 # The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
@@ -28,9 +29,10 @@ NEAR = tl.constexpr(1)
 
 
 @triton.constexpr_function
-def chunk_width(block_m, block_n):
+def chunk_width(tile):
     """Columns that are rotated together: at most 32, because a second shuffle is needed beyond a warp's lanes."""
-    return block_n if block_m == block_n <= 32 else block_n // 2
+    block_m, block_n, rotation, _ = tile
+    return block_n if rotation == "gather" and block_m == block_n <= 32 else block_n // 2
 
 
 class Table(NamedTuple):
@@ -53,10 +55,10 @@ class Reached(NamedTuple):
 
 
 @triton.jit
-def row_indices(table, relative_position, BLOCK_N: tl.constexpr, OUTSIDE: tl.constexpr):
-    """(start, rows [N], exists [N]): the rows of BLOCK_N relative positions, the given one first, and where there is one."""
+def row_indices(table, relative_position, TILE: tl.constexpr, OUTSIDE: tl.constexpr):
+    """(start, rows [N], exists [N]): the rows of N relative positions, the given one first, and where there is one."""
     start = relative_position - table.first
-    rows = key_order(BLOCK_N)
+    rows = key_order(TILE)
     if OUTSIDE == "clamp":
         rows = tl.minimum(tl.maximum(start + rows, 0), table.last - table.first)
         start = 0
@@ -72,16 +74,16 @@ def table_rows(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
 ):
-    """[N, D]: table rows of BLOCK_N relative positions, the given one first; outside first and last the end row or zeros."""
-    start, rows, exists = row_indices(table, relative_position, BLOCK_N, OUTSIDE)
+    """[N, D]: table rows of N relative positions, the given one first; outside first and last the end row or zeros."""
+    start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
     return load_rows(table.matrix, start, rows, exists, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit
-def block_of_rows(query, rows, table, relative_position, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION):
+def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr, OUTSIDE, INPUT_PRECISION):
     """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions."""
     if table.matrix is not None:
         # [M, D] @ [D, N] -> [M, N]
@@ -89,9 +91,9 @@ def block_of_rows(query, rows, table, relative_position, BLOCK_M, BLOCK_N, OUTSI
         if table.scale is not None:
             block *= tl.cast(table.scale, tl.float32)
     else:
-        block = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        block = tl.zeros([TILE[0], TILE[1]], tl.float32)
     if table.bias is not None:
-        start, rows, exists = row_indices(table, relative_position, BLOCK_N, OUTSIDE)
+        start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
         bias = tl.load(table.bias[0] + (start + rows) * table.bias[1], mask=exists, other=0.0).to(tl.float32)
         block += (bias * tl.cast(table.bias_scale, tl.float32))[None, :]
     return block
@@ -104,17 +106,16 @@ def table_block(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """The terms of the queries at BLOCK_N relative positions, the given one first."""
+    """The terms of the queries at N relative positions, the given one first."""
     if table.matrix is not None:
-        rows = table_rows(table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
+        rows = table_rows(table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
     else:
         rows = None
-    return block_of_rows(query, rows, table, relative_position, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+    return block_of_rows(query, rows, table, relative_position, TILE, OUTSIDE, INPUT_PRECISION)
 
 
 @triton.jit
@@ -189,15 +190,65 @@ def add_end_rows(acc, past, future, table, lowest, highest, WIDTH: tl.constexpr,
     return acc + future[:, None] * last_row.to(tl.float32)[None, :]
 
 
+@triton.constexpr_function
+def term_dtype(tile):
+    """What terms are rotated and carried in."""
+    return tl.float16 if tile[2] == "packed" else tl.float32
+
+
+@triton.constexpr_function
+def waiting_dtype(tile, dtype):
+    """What elements of a tile are in while they wait to be multiplied with table rows of a dtype: to that they are rounded then."""
+    return tl.float32 if tile[2] == "gather" else dtype
+
+
 @triton.jit
-def rotate(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BACK: tl.constexpr = False):
-    """[M, N] -> [M, N]: within each chunk, row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
-    W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)[:, None, None]
-    n = tl.arange(0, W)[None, None, :]
-    index = (n + m) % W if BACK else (n - m + BLOCK_M) % W
-    chunks = tl.reshape(tile, (BLOCK_M, BLOCK_N // W, W))
-    return tl.reshape(tl.gather(chunks, tl.broadcast_to(index, (BLOCK_M, BLOCK_N // W, W)), axis=2), (BLOCK_M, BLOCK_N))
+def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """What of a tile [M, N] is rotated and delayed: all of it ("gather"), or its two chunks [M, W], or, if DTYPE has 16 bits, one
+    word for an element of each."""
+    if TILE[2] == "gather":
+        return (tile.to(DTYPE),)
+    else:
+        low, high = tl.split(tl.reshape(tile, (TILE[0], TILE[1] // 2, 2)))
+        if DTYPE == tl.float32:
+            return low, high
+        else:
+            return (pack(low, high, DTYPE, TILE[2] == "packed"),)
+
+
+@triton.jit
+def glued(parts, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """The tile [M, N] whose parts they are, cut with the same DTYPE."""
+    if TILE[2] == "gather":
+        return parts[0]
+    elif len(parts) == 1:
+        low, high = unpack(parts[0], DTYPE)
+        return tl.reshape(tl.join(low, high), (TILE[0], TILE[1]))
+    else:
+        return tl.reshape(tl.join(parts[0], parts[1]), (TILE[0], TILE[1]))
+
+
+@triton.jit
+def rotate(parts, TILE: tl.constexpr, BACK: tl.constexpr = False):
+    """Within each chunk, row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
+    M: tl.constexpr = TILE[0]
+    W: tl.constexpr = chunk_width(TILE)
+    if TILE[2] == "gather":
+        CHUNKS: tl.constexpr = TILE[1] // W
+        m = tl.arange(0, M)[:, None, None]
+        n = tl.arange(0, W)[None, None, :]
+        index = tl.broadcast_to((n + m) % W if BACK else (n - m + M) % W, (M, CHUNKS, W))
+        return (tl.reshape(tl.gather(tl.reshape(parts[0], (M, CHUNKS, W)), index, axis=2), (M, TILE[1])),)
+    elif len(parts) == 1:
+        return (rotate_rows(parts[0], M, W, TILE[3], BACK),)
+    else:
+        return rotate_rows(parts[0], M, W, TILE[3], BACK), rotate_rows(parts[1], M, W, TILE[3], BACK)
+
+
+@triton.jit
+def rotated_tile(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
+    """[M, N]: a tile, rotated, in DTYPE."""
+    return glued(rotate(cut(tile, TILE, DTYPE), TILE, BACK), TILE, DTYPE)
 
 
 @triton.jit
@@ -210,59 +261,76 @@ def step_back(chunks, before, where):
 
 
 @triton.jit
-def empty_band(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
-    """What delayed carries, before the first tile."""
-    chunk = tl.zeros([BLOCK_M, chunk_width(BLOCK_M, BLOCK_N)], DTYPE)
-    if BLOCK_M == 2 * BLOCK_N:
-        return chunk, chunk, chunk, chunk
+def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """What delayed carries of parts cut with this DTYPE, before the first tile."""
+    if TILE[2] != "gather" and DTYPE != tl.float32:
+        words = tl.zeros([TILE[0], TILE[1] // 2], tl.uint32)
+        if TILE[0] == 2 * TILE[1]:
+            return words, words
+        else:
+            return (words,)
     else:
-        return chunk, chunk
+        chunk = tl.zeros([TILE[0], chunk_width(TILE)], DTYPE)
+        if TILE[0] == 2 * TILE[1]:
+            return chunk, chunk, chunk, chunk
+        else:
+            return chunk, chunk
 
 
 @triton.jit
-def delayed(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.constexpr):
-    """[M, N] -> [M, N], and what to carry to the next tile: each element as it was ``group + wraps`` chunks ago.
+def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.constexpr):
+    """The parts of a tile, and what to carry to the next tile: each element as it was ``group + wraps`` chunks ago.
 
-    BACK: as it was ``BLOCK_M / W - group - wraps`` chunks ago, so that after one and the other all are equally late, by
-    BLOCK_M // BLOCK_N tiles. ROTATED: the columns are those of the tile; else those of the table block.
+    BACK: as it was ``M / W - group - wraps`` chunks ago, so that after one and the other all are equally late, by
+    M / N tiles. ROTATED: the columns are those of the tile; else those of the table block.
     All that is carried is made in this turn: a value passed on unchanged would turn off Triton's loop pipelining.
     """
-    W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
-    GROUPS: tl.constexpr = BLOCK_M // W
-    m = tl.arange(0, BLOCK_M)[:, None]
+    M: tl.constexpr = TILE[0]
+    W: tl.constexpr = chunk_width(TILE)
+    GROUPS: tl.constexpr = M // W
+    m = tl.arange(0, M)[:, None]
     n = tl.arange(0, W)[None, :]
     group = GROUPS - 1 - m // W if BACK else m // W
     wraps = m % W > n if ROTATED else m % W + n >= W
     if BACK:
         wraps = wraps == 0
 
-    if BLOCK_N == W:
-        due = (tile,)
-    else:
-        chunks = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, W)), (0, 2, 1)))
+    if TILE[2] != "gather" and len(parts) == 1:
+        due = parts[0]
         if GROUPS == 4:  # half of the groups are one whole tile behind
-            due = tl.where(group >= 2, carried[2], chunks[0]), tl.where(group >= 2, carried[3], chunks[1])
-        else:
-            due = chunks
-    late = step_back(due, carried[0], group % 2 == 1) if GROUPS > 1 else due
-    latest = step_back(late, carried[1], wraps)
-    if BLOCK_N == W:
-        return latest[0], (due[0], late[0])
+            due = tl.where(group >= 2, carried[1], due)
+        odd = group % 2 == 1
+        latest = (step_back_words(due, carried[0], odd | wraps, odd & wraps),)
+        return latest, ((due, parts[0]) if GROUPS == 4 else (due,))
     else:
-        result = tl.reshape(tl.permute(tl.join(latest[0], latest[1]), (0, 2, 1)), (BLOCK_M, BLOCK_N))
+        chunks = parts
+        if TILE[2] == "gather" and GROUPS > 1:
+            chunks = tl.split(tl.permute(tl.reshape(parts[0], (M, 2, W)), (0, 2, 1)))
+        due = chunks
         if GROUPS == 4:
-            return result, (due[1], late[1], chunks[0], chunks[1])
+            due = tl.where(group >= 2, carried[2], chunks[0]), tl.where(group >= 2, carried[3], chunks[1])
+        late = step_back(due, carried[0], group % 2 == 1) if GROUPS > 1 else due
+        latest = step_back(late, carried[1], wraps)
+        if GROUPS == 1:
+            return latest, (due[0], late[0])
         else:
-            return result, (due[1], late[1])
+            if TILE[2] == "gather":
+                latest = (tl.reshape(tl.permute(tl.join(latest[0], latest[1]), (0, 2, 1)), (M, TILE[1])),)
+            if GROUPS == 4:
+                return latest, (due[1], late[1], chunks[0], chunks[1])
+            else:
+                return latest, (due[1], late[1])
 
 
 @triton.jit
-def next_tile(block, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def next_tile(block, carried, TILE: tl.constexpr):
     """Relative scores [M, N] of the tile whose table block is given, and what to carry to the next.
 
-    The scores are right once the BLOCK_M // BLOCK_N blocks before have gone through. BLOCK_M is BLOCK_N or twice that.
+    The scores are right once the M / N blocks before have gone through. M is N or twice that.
     """
-    return delayed(rotate(block, BLOCK_M, BLOCK_N), carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=True)
+    TERM: tl.constexpr = term_dtype(TILE)
+    parts, carried = delayed(rotate(cut(block, TILE, TERM), TILE), carried, TILE, BACK=False, ROTATED=True)
+    return glued(parts, TILE, TERM).to(tl.float32), carried
 
 
 @triton.jit
@@ -272,18 +340,18 @@ def whole_tile(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """[M, N]: the terms of one tile from nothing. All its blocks are at hand, so that one rotation, the last step, is enough."""
-    carried = empty_band(BLOCK_M, BLOCK_N)
-    for ago in tl.static_range(BLOCK_M // BLOCK_N, -1, -1):
-        behind = relative_position - ago * BLOCK_N
-        block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-        block, carried = delayed(block, carried, BLOCK_M, BLOCK_N, BACK=False, ROTATED=False)
-    return rotate(block, BLOCK_M, BLOCK_N)
+    TERM: tl.constexpr = term_dtype(TILE)
+    carried = empty_band(TILE, TERM)
+    for ago in tl.static_range(TILE[0] // TILE[1], -1, -1):
+        behind = relative_position - ago * TILE[1]
+        block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+        parts, carried = delayed(cut(block, TILE, TERM), carried, TILE, BACK=False, ROTATED=False)
+    return glued(rotate(parts, TILE), TILE, TERM).to(tl.float32)
 
 
 @triton.jit
@@ -293,19 +361,18 @@ def blocks_before(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     CARRY: tl.constexpr,
 ):
     """What next_terms carries to the tile at this relative position, the first of a walk."""
-    carried = empty_band(BLOCK_M, BLOCK_N)
+    carried = empty_band(TILE, term_dtype(TILE))
     if CARRY is not None:
-        for ago in tl.static_range(BLOCK_M // BLOCK_N, 0, -1):
-            behind = relative_position - ago * BLOCK_N
-            block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-            _, carried = next_tile(block, carried, BLOCK_M, BLOCK_N)
+        for ago in tl.static_range(TILE[0] // TILE[1], 0, -1):
+            behind = relative_position - ago * TILE[1]
+            block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+            _, carried = next_tile(block, carried, TILE)
     return carried
 
 
@@ -317,8 +384,7 @@ def next_terms(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     CARRY: tl.constexpr,
@@ -326,20 +392,20 @@ def next_terms(
     """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: with CARRY None nothing, which takes more
     products and fewer registers."""
     if CARRY is not None:
-        block = table_block(query, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-        return next_tile(block, carried, BLOCK_M, BLOCK_N)
+        block = table_block(query, table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+        return next_tile(block, carried, TILE)
     else:
-        tile = whole_tile(query, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+        tile = whole_tile(query, table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
         return tile, carried
 
 
 @triton.jit
-def from_tiles(tile, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The elements of one table block, gathered from the BLOCK_M // BLOCK_N + 1 tiles they lie in: complete with the last.
+def from_tiles(tile, carried, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """The parts of one table block, gathered from the M / N + 1 tiles that its elements lie in: complete with the last.
 
     They keep their tile's columns, so that rotating back puts them in the block's; band_column says where that is.
     """
-    return delayed(tile, carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=True)
+    return delayed(cut(tile, TILE, DTYPE), carried, TILE, BACK=True, ROTATED=True)
 
 
 @triton.jit
@@ -350,22 +416,22 @@ def add_tile(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """[M, D]: acc and each element of the tile times its table row: all blocks that the tile has elements in, one after the
     other. One product more than if blocks waited for their other elements, and nothing to carry."""
-    block = rotate(tile.to(table.matrix[0].dtype.element_ty), BLOCK_M, BLOCK_N, BACK=True)
-    carried = empty_band(BLOCK_M, BLOCK_N, block.dtype)
-    for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
-        part, carried = delayed(block, carried, BLOCK_M, BLOCK_N, BACK=True, ROTATED=False)
-        behind = relative_position - BLOCK_M + ahead * BLOCK_N
-        rows = table_rows(table, behind, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
+    DTYPE: tl.constexpr = table.matrix[0].dtype.element_ty
+    parts = rotate(cut(tile, TILE, DTYPE), TILE, BACK=True)
+    carried = empty_band(TILE, DTYPE)
+    for ahead in tl.static_range(TILE[0] // TILE[1] + 1):
+        block, carried = delayed(parts, carried, TILE, BACK=True, ROTATED=False)
+        behind = relative_position - TILE[0] + ahead * TILE[1]
+        rows = table_rows(table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
         # [M, N] @ [N, D] -> [M, D]
-        acc = tl.dot(part, rows, acc, input_precision=INPUT_PRECISION)
-        block = tl.zeros([BLOCK_M, BLOCK_N], block.dtype)
+        acc = tl.dot(glued(block, TILE, DTYPE), rows, acc, input_precision=INPUT_PRECISION)
+        parts = cut(tl.zeros([TILE[0], TILE[1]], tl.float32), TILE, DTYPE)
     return acc
 
 
@@ -378,8 +444,7 @@ def add_terms(
     relative_position,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     CARRY: tl.constexpr,
@@ -387,26 +452,27 @@ def add_terms(
     """[M, D]: acc and the elements of the next tile of a walk along the keys times their table rows, and what to carry on.
 
     CARRY "both": elements wait until their block is complete, so that it is multiplied once. After the last tile,
-    BLOCK_M // BLOCK_N blocks wait for tiles that do not come.
+    M / N blocks wait for tiles that do not come.
     """
     if CARRY == "both":
-        block, waiting = from_tiles(tile, waiting, BLOCK_M, BLOCK_N)
-        block = rotate(block, BLOCK_M, BLOCK_N, BACK=True)
-        rows = table_rows(table, relative_position - BLOCK_M, WIDTH, BLOCK_WIDTH, BLOCK_N, OUTSIDE)
+        DTYPE: tl.constexpr = waiting_dtype(TILE, table.matrix[0].dtype.element_ty)
+        parts, waiting = from_tiles(tile, waiting, TILE, DTYPE)
+        block = glued(rotate(parts, TILE, BACK=True), TILE, DTYPE)
+        rows = table_rows(table, relative_position - TILE[0], WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
         # [M, N] @ [N, D] -> [M, D]
         acc = tl.dot(block.to(rows.dtype), rows, acc, input_precision=INPUT_PRECISION)
     else:
-        acc = add_tile(acc, tile, table, relative_position, WIDTH, BLOCK_WIDTH, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+        acc = add_tile(acc, tile, table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
     return acc, waiting
 
 
 @triton.jit
-def band_column(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def band_column(TILE: tl.constexpr):
     """[M, N]: column of the table block that an element has after rotating back; its key is that many after the first."""
-    W: tl.constexpr = chunk_width(BLOCK_M, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)[:, None]
-    n = key_order(BLOCK_N)[None, :]
-    return n // W * W + (n - m + BLOCK_M) % W
+    W: tl.constexpr = chunk_width(TILE)
+    m = tl.arange(0, TILE[0])[:, None]
+    n = key_order(TILE)[None, :]
+    return n // W * W + (n - m + TILE[0]) % W
 
 
 @triton.jit

@@ -44,6 +44,8 @@ def columns_kernel(
     BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROTATION: tl.constexpr,
+    WARPS: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
@@ -62,8 +64,9 @@ def columns_kernel(
         if key_start >= place.num_keys:
             return
 
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
     tile_m = tl.arange(0, BLOCK_M)
-    tile_n = key_order(BLOCK_N)
+    tile_n = key_order(TILE)
     offs_n = key_start + tile_n
     valid_n = offs_n < place.num_keys
     keys = head_matrix(keys, place.entry, key_head, place.key_start, WIDE_INDEX)
@@ -118,7 +121,7 @@ def columns_kernel(
                     rel_query = query
                     if rel_queries is not None:
                         rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
-                    scores = whole_tile(rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                    scores = whole_tile(rel_query, term, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION)
                 else:
                     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 shift, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
@@ -144,9 +147,7 @@ def columns_kernel(
                     d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
                 if d_keys is not None:
                     if PART == NEAR and rel_values is not None:
-                        d_probs = whole_tile(
-                            d_out, value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION
-                        )
+                        d_probs = whole_tile(d_out, value_table, relative, VALUE_DIM, BLOCK_DV, TILE, OUTSIDE, INPUT_PRECISION)
                     elif rel_values is not None and OUTSIDE == "clamp":
                         far = side_vector(far_values, place.entry, head, side, place.query_start)
                         far = tl.load(far + offs_m, mask=valid_m, other=0.0)

@@ -21,6 +21,7 @@ from .band import (
     part_range,
     reached_positions,
     reached_rows,
+    waiting_dtype,
     walk_position,
 )
 from .dropout import kept
@@ -67,6 +68,8 @@ def rows_kernel(
     BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROTATION: tl.constexpr,
+    WARPS: tl.constexpr,
     CARRY: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -90,9 +93,10 @@ def rows_kernel(
         if row_start >= place.num_queries:
             return
 
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
-    tile_n = key_order(BLOCK_N)
+    tile_n = key_order(TILE)
     valid_m = offs_m < place.num_queries
     keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
     values = head_matrix(values, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
@@ -169,15 +173,13 @@ def rows_kernel(
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         relative = start - row_start - place.query_offset
         if PART == NEAR and HAS_TERM:
-            carried = blocks_before(
-                rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
-            )
+            carried = blocks_before(rel_query, term, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION, CARRY)
         if PART == NEAR and rel_values is not None:
             values_carried = blocks_before(
-                d_out, value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+                d_out, value_table, relative, VALUE_DIM, BLOCK_DV, TILE, OUTSIDE, INPUT_PRECISION, CARRY
             )
         if PART == NEAR and WANTS_BAND:
-            waiting = empty_band(BLOCK_M, BLOCK_N)
+            waiting = empty_band(TILE, waiting_dtype(TILE, rel_keys[0].dtype.element_ty))
 
         for position in tl.range(start, stop, BLOCK_N):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
@@ -186,7 +188,7 @@ def rows_kernel(
             relative = key_start - row_start - place.query_offset
             if PART == NEAR and HAS_TERM:
                 scores, carried = next_terms(
-                    rel_query, term, carried, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+                    rel_query, term, carried, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION, CARRY
                 )
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -211,8 +213,7 @@ def rows_kernel(
                     relative,
                     VALUE_DIM,
                     BLOCK_DV,
-                    BLOCK_M,
-                    BLOCK_N,
+                    TILE,
                     OUTSIDE,
                     INPUT_PRECISION,
                     CARRY,
@@ -262,8 +263,7 @@ def rows_kernel(
                     relative,
                     REL_DIM,
                     BLOCK_DR,
-                    BLOCK_M,
-                    BLOCK_N,
+                    TILE,
                     OUTSIDE,
                     INPUT_PRECISION,
                     CARRY,
@@ -287,8 +287,7 @@ def rows_kernel(
                     relative,
                     REL_DIM,
                     BLOCK_DR,
-                    BLOCK_M,
-                    BLOCK_N,
+                    TILE,
                     OUTSIDE,
                     INPUT_PRECISION,
                     CARRY,

@@ -14,9 +14,11 @@ from .band import (
     clamp_margin,
     empty_band,
     from_tiles,
+    glued,
     near_keys,
-    rotate,
+    rotated_tile,
     table_rows,
+    term_dtype,
 )
 from .dropout import kept
 from .masking import locate
@@ -59,6 +61,8 @@ def table_kernel(
     BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROTATION: tl.constexpr,
+    WARPS: tl.constexpr,
     OUTSIDE: tl.constexpr,
     PER_HEAD: tl.constexpr,
     ROWS_BLOCK_M: tl.constexpr,
@@ -81,8 +85,9 @@ def table_kernel(
     split = tl.program_id(0) // num_blocks % num_splits
     table_head = tl.program_id(0) // num_blocks // num_splits
 
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
     tile_m = tl.arange(0, BLOCK_M)
-    tile_n = key_order(BLOCK_N)
+    tile_n = key_order(TILE)
     relative = first - MARGIN + block * BLOCK_N
     # Heads have tables of their own only where PER_HEAD is true.
     term = Table(
@@ -96,10 +101,10 @@ def table_kernel(
     HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
     rows = None
     if rel_keys is not None:
-        rows = table_rows(term, relative, REL_DIM, BLOCK_DR, BLOCK_N, OUTSIDE)
+        rows = table_rows(term, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE)
     if rel_values is not None:
         value_table = Table(head_matrix(rel_values, 0, table_head, 0, WIDE_INDEX), None, None, None, first, last)
-        value_rows = table_rows(value_table, relative, VALUE_DIM, BLOCK_DV, BLOCK_N, OUTSIDE)
+        value_rows = table_rows(value_table, relative, VALUE_DIM, BLOCK_DV, TILE, OUTSIDE)
     if d_rel_keys is not None:
         acc = tl.zeros([BLOCK_N, BLOCK_DR], tl.float32)
     if d_rel_values is not None:
@@ -134,24 +139,27 @@ def table_kernel(
             query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
             d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
             key_start = row_start + place.query_offset + relative
-            scores_carried, d_probs_carried = empty_band(BLOCK_M, BLOCK_N), empty_band(BLOCK_M, BLOCK_N)
+            scores_carried, d_probs_carried = empty_band(TILE, tl.float32), empty_band(TILE, tl.float32)
             for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
                 nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)
                 key = load_rows(head_keys, key_start + ahead * BLOCK_N, tile_n, valid_n, HEAD_DIM, BLOCK_D)
                 scores = tile_scores(query, key, nothing, INPUT_PRECISION)
-                scores, scores_carried = from_tiles(scores, scores_carried, BLOCK_M, BLOCK_N)
+                scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
                 if WANTS_SCORES:
                     value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
                     d_probs = tile_scores(d_out, value, nothing, INPUT_PRECISION)
-                    d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, BLOCK_M, BLOCK_N)
+                    d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, TILE, tl.float32)
+            scores = glued(scores, TILE, tl.float32)
+            if WANTS_SCORES:
+                d_probs = glued(d_probs, TILE, tl.float32)
             rel_query = query
             if rel_queries is not None:
                 rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
             if HAS_TERM:
-                band = block_of_rows(rel_query, rows, term, relative, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
-                scores += rotate(band, BLOCK_M, BLOCK_N)
-            offs_n = (offs_m + place.query_offset + relative)[:, None] + band_column(BLOCK_M, BLOCK_N)
+                band = block_of_rows(rel_query, rows, term, relative, TILE, OUTSIDE, INPUT_PRECISION)
+                scores += rotated_tile(band, TILE, term_dtype(TILE)).to(tl.float32)
+            offs_n = (offs_m + place.query_offset + relative)[:, None] + band_column(TILE)
             # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all rows.
             scores, seen, slope = finished(scores, offs_m[:, None], offs_n, valid_m[:, None], place, window, mask, scaling)
             if OUTSIDE == "clamp":
@@ -167,7 +175,7 @@ def table_kernel(
 
             if d_rel_values is not None:
                 kept_probs = probs if dropout is None else tl.where(stays, probs, 0.0)
-                kept_band = rotate(kept_probs.to(query.dtype), BLOCK_M, BLOCK_N, BACK=True)
+                kept_band = rotated_tile(kept_probs, TILE, query.dtype, BACK=True)
                 # [N, M] @ [M, Dv] -> [N, Dv]
                 value_acc = tl.dot(tl.trans(kept_band), d_out, value_acc, input_precision=INPUT_PRECISION)
             if WANTS_SCORES:
@@ -175,7 +183,8 @@ def table_kernel(
                     # [M, Dv] @ [Dv, N] -> [M, N]
                     value_band = tl.dot(d_out, tl.trans(value_rows), input_precision=INPUT_PRECISION)
                     # The row of a pair that nobody sees may be NaN.
-                    d_probs = tl.where(seen, d_probs + rotate(value_band, BLOCK_M, BLOCK_N), 0.0)
+                    value_terms = rotated_tile(value_band, TILE, term_dtype(TILE)).to(tl.float32)
+                    d_probs = tl.where(seen, d_probs + value_terms, 0.0)
                 if dropout is not None:
                     d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
                 delta = row_vector(deltas, place.entry, head, place.query_start)
@@ -183,9 +192,8 @@ def table_kernel(
                 d_scores = probs * (d_probs - delta[:, None])
                 if scaling.softcap is not None:
                     d_scores *= slope
-                if d_rel_bias is None:
-                    d_scores = d_scores.to(query.dtype)  # rotating takes half the shuffles; the bias sums before rounding
-                d_band = rotate(d_scores, BLOCK_M, BLOCK_N, BACK=True)
+                # Rotating 16 bits takes half the shuffles; the bias sums before rounding.
+                d_band = rotated_tile(d_scores, TILE, query.dtype if d_rel_bias is None else tl.float32, BACK=True)
                 if d_rel_bias is not None:
                     bias_acc += d_band
                 if d_rel_keys is not None:

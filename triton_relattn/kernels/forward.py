@@ -61,6 +61,8 @@ def forward_kernel(
     BLOCK_DR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROTATION: tl.constexpr,
+    WARPS: tl.constexpr,
     CARRY: tl.constexpr,
     OUTSIDE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -81,9 +83,10 @@ def forward_kernel(
         if row_start >= place.num_queries:
             return
 
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
-    tile_n = key_order(BLOCK_N)
+    tile_n = key_order(TILE)
     valid_m = offs_m < place.num_queries
     keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
     values = head_matrix(values, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
@@ -130,9 +133,7 @@ def forward_kernel(
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         if PART == NEAR and HAS_TERM:
             relative = start - row_start - place.query_offset
-            carried = blocks_before(
-                rel_query, term, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
-            )
+            carried = blocks_before(rel_query, term, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION, CARRY)
 
         for position in tl.range(start, stop, BLOCK_N):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
@@ -141,7 +142,7 @@ def forward_kernel(
             relative = key_start - row_start - place.query_offset
             if PART == NEAR and HAS_TERM:
                 scores, carried = next_terms(
-                    rel_query, term, carried, relative, REL_DIM, BLOCK_DR, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION, CARRY
+                    rel_query, term, carried, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION, CARRY
                 )
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -167,7 +168,7 @@ def forward_kernel(
                 if OUTSIDE == "clamp":
                     past, future = past * rescale, future * rescale
                 if PART == NEAR:
-                    acc = add_tile(acc, probs, reached, relative, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, OUTSIDE, INPUT_PRECISION)
+                    acc = add_tile(acc, probs, reached, relative, VALUE_DIM, BLOCK_DV, TILE, OUTSIDE, INPUT_PRECISION)
                 elif OUTSIDE == "clamp":
                     kept_sum = tl.sum(probs, axis=1)
                     past += tl.where(key_start < near_start, kept_sum, 0.0)

@@ -16,6 +16,8 @@ class TileConfig:
 
     carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
     "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
+    rotation: how a tile's rows are rotated: "gather", on any GPU; "exact", in the registers of quads of lanes (see quads.py);
+    "packed", there too, with terms rounded to float16.
     """
 
     block_m: int
@@ -23,6 +25,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     carry: str | None = "scores"
+    rotation: str = "gather"
 
     def smaller(self) -> TileConfig | None:
         """What needs less of a multiprocessor: a stage less, or half the tile; None: nothing does. Still valid with a table."""
@@ -48,6 +51,10 @@ class TileConfig:
             return f"num_stages must lie in [1, {MAX_STAGES}], got {self.num_stages}"
         if self.carry not in (None, "scores", "both"):
             return f'carry must be None, "scores" or "both", got {self.carry!r}'
+        if self.rotation not in ("gather", "exact", "packed"):
+            return f'rotation must be "gather", "exact" or "packed", got {self.rotation!r}'
+        if self.rotation != "gather" and self.block_m % (16 * self.num_warps):
+            return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
         if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
             return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
         if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:

@@ -5,9 +5,17 @@ import triton.language as tl
 
 
 @triton.jit
-def key_order(BLOCK_N: tl.constexpr):
-    """Logical index of each tile column. Loads, masks and stores of keys take it from here, so that it may be permuted."""
-    return tl.arange(0, BLOCK_N)
+def key_order(TILE: tl.constexpr):
+    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS): loads, masks and stores of keys take it from here.
+
+    For rotations in registers (quads.py) the elements of two chunks, the halves of the tile, take turns.
+    """
+    BLOCK_N: tl.constexpr = TILE[1]
+    n = tl.arange(0, BLOCK_N)
+    if TILE[2] == "gather":
+        return n
+    else:
+        return n % 2 * (BLOCK_N // 2) + n // 2
 
 
 @triton.jit

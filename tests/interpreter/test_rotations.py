@@ -1,0 +1,140 @@
+"""Rotations in registers (kernels/quads.py) against the gather, by themselves and in all kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.interpreter.launch import all_gradients, check_every_term
+from triton_relattn import RelativePositions
+from triton_relattn.kernels.configs import KERNELS, TileConfig
+from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
+from triton_relattn.testing import Inputs, last_place, make_inputs
+
+TILES = [(64, 64, 4), (64, 64, 2), (128, 64, 8), (128, 64, 2), (64, 32, 4), (32, 32, 2), (32, 16, 1), (16, 16, 1), (128, 128, 8)]
+
+
+@triton.jit
+def rotate_kernel(source, target, M: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr, BACK: tl.constexpr):
+    places = tl.arange(0, M)[:, None] * W + tl.arange(0, W)[None, :]
+    tl.store(target + places, rotate_rows(tl.load(source + places), M, W, WARPS, BACK))
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("block_m", "block_n", "warps"), TILES)
+def test_rows_are_rotated_as_by_a_gather(block_m: int, block_n: int, warps: int, back: bool) -> None:
+    width = block_n // 2
+    source = torch.randperm(block_m * width).view(block_m, width).float()
+    target = torch.full_like(source, -1)
+    rotate_kernel[(1,)](source, target, block_m, width, warps, back)
+    m, n = torch.arange(block_m)[:, None], torch.arange(width)
+    assert torch.equal(target, source.gather(1, (n + m if back else n - m) % width))
+
+
+@triton.jit
+def words_kernel(low, high, before, once, twice, out_low, out_high, DTYPE: tl.constexpr, SATURATE: tl.constexpr):
+    n = tl.arange(0, 64)
+    words = pack(tl.load(low + n), tl.load(high + n), DTYPE, SATURATE)
+    # What was before: the same numbers, negative.
+    older = pack(-tl.load(low + n), -tl.load(high + n), DTYPE, SATURATE)
+    words = step_back_words(words, older, tl.load(once + n) != 0, tl.load(twice + n) != 0)
+    first, second = unpack(words, DTYPE)
+    tl.store(out_low + n, first.to(tl.float32))
+    tl.store(out_high + n, second.to(tl.float32))
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+def test_words(saturate: bool) -> None:
+    """Rounded once, beyond float16's range its largest number or infinity; one step back is half a word, two are a whole one."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = (torch.randn(64, generator=generator) * 100 for _ in range(2))
+    low[:4] = torch.tensor([65504.0, 65519.0, 1e6, -1e6])
+    steps = torch.arange(64) % 3
+    results = torch.empty(2, 64)
+    words_kernel[(1,)](low, high, low, (steps > 0).int(), (steps > 1).int(), *results, tl.float16, saturate)
+    low, high = (each.clamp(-65504, 65504) if saturate else each for each in (low, high))
+    low, high = low.half().float(), high.half().float()
+    expected = torch.stack(
+        [torch.where(steps == 0, low, torch.where(steps == 1, -high, -low)), torch.where(steps == 0, high, low)]
+    )
+    expected[1] = torch.where(steps == 2, -high, expected[1])
+    assert torch.equal(results, expected) and bool(results.isfinite().all()) == saturate
+
+
+def tiles_of(config: TileConfig, carry: str | None) -> dict[str, TileConfig]:
+    return {kernel: replace(config, carry=carry if kernel in ("forward", "rows") else "scores") for kernel in KERNELS} | {
+        "forward": replace(config, carry="scores" if carry == "both" else carry)
+    }
+
+
+def of_small_integers(inputs: Inputs) -> Inputs:
+    """Whose terms float16 can hold: rounding changes nothing."""
+    rounded = {
+        name: (2 * getattr(inputs, name)).round()
+        for name in ("query", "rel_key", "rel_query", "rel_value", "rel_bias", "d_out")
+        if getattr(inputs, name) is not None
+    }
+    return inputs._replace(**rounded)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({"num_rows": 259}, {}),
+    "clamp": ({"num_rows": 41}, {"is_causal": True}),
+    "zero": ({"num_rows": 41, "rel_bias": True}, {"positions": RelativePositions(-30, 10, "zero"), "window_size": (70, 20)}),
+    "terms": (
+        {"num_rows": 41, "rel_value": True, "rel_width": 16, "per_head": True},
+        {"positions": RelativePositions(-30, 10), "dropout_p": 0.3, "key_lengths": torch.tensor([120])},
+    ),
+}
+
+
+@pytest.mark.parametrize("rotation", ["exact", "packed"])
+@pytest.mark.parametrize(
+    ("case", "tile", "carry"),
+    [
+        ("clamp", (64, 64, 4), "both"),
+        ("zero", (64, 32, 4), "scores"),
+        ("terms", (64, 64, 2), None),
+        *(
+            pytest.param(case, tile, carry, marks=pytest.mark.slow)
+            for case in CASES
+            for tile in TILES[:6]
+            for carry in ("both", "scores", None)
+        ),
+    ],
+)
+def test_kernels(case: str, tile: tuple[int, int, int], carry: str | None, rotation: str) -> None:
+    """Of terms that float16 can hold, the results are those of the gather, but for the order in which a row is summed."""
+    of_inputs, arguments = CASES[case]
+    inputs = of_small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **of_inputs))
+    config = TileConfig(*tile, 1)
+    gathered = all_gradients(inputs, tiles_of(config, carry), **arguments)
+    results = all_gradients(inputs, tiles_of(replace(config, rotation=rotation), carry), **arguments)
+    for name, result in results.items():
+        apart = float((result.double() - gathered[name].double()).abs().max())
+        assert apart <= 2 * last_place(float(gathered[name].abs().max()), result.dtype), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_exact_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
+    inputs = make_inputs(1, 1, 70, 90, 16, num_rows=159, rel_bias=True, dtype=dtype, seed=6, sharp=dtype == torch.float16)
+    check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="exact"), "both"))
+
+
+def test_terms_beyond_float16() -> None:
+    """Packed, they are its largest number: results are finite."""
+    inputs = make_inputs(1, 1, 40, 40, 16, num_rows=79, dtype=torch.float16, seed=2)
+    inputs = inputs._replace(query=inputs.query * 300, rel_key=inputs.rel_key * 300)  # type: ignore[operator]
+    results = all_gradients(inputs, tiles_of(TileConfig(64, 32, 4, 1, rotation="packed"), "both"))
+    assert float((inputs.query.double() @ inputs.rel_key.double().mT).abs().max()) > 65504  # type: ignore[union-attr]
+    assert all(bool(result.isfinite().all()) for result in results.values())
+
+
+def test_what_is_no_configuration() -> None:
+    assert "16 * num_warps must divide block_m" in str(TileConfig(64, 64, 8, 2, rotation="packed").why_invalid("sm_90", True))
+    assert "rotation must be" in str(TileConfig(64, 64, 4, 2, rotation="roll").why_invalid("sm_90", True))
