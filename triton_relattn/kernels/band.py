@@ -198,7 +198,7 @@ def term_dtype(tile):
 
 @triton.constexpr_function
 def waiting_dtype(tile, dtype):
-    """What elements of a tile are in while they wait to be multiplied with table rows of a dtype: to that they are rounded then."""
+    """What elements of a tile are in while they wait to be multiplied with table rows, and then rounded to their dtype."""
     return tl.float32 if tile[2] == "gather" else dtype
 
 

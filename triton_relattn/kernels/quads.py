@@ -9,6 +9,8 @@ rows, 4 lanes), which have the accumulator's layout: nothing is moved but that.
 It is ordinary tensor code, right whatever the layout is. Where that is another one, conversions make it slow.
 """
 
+# ruff: noqa: RUF005 - Triton's compiler has no starred elements in tuples.
+
 import triton
 import triton.language as tl
 

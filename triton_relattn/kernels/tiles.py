@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def key_order(TILE: tl.constexpr):
-    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS): loads, masks and stores of keys take it from here.
+    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS), for loads, masks and stores of keys.
 
-    For rotations in registers (quads.py) the elements of two chunks, the halves of the tile, take turns.
+    For rotations in registers (quads.py) columns of the tile's two chunks, its halves, take turns.
     """
     BLOCK_N: tl.constexpr = TILE[1]
     n = tl.arange(0, BLOCK_N)

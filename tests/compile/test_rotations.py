@@ -1,0 +1,37 @@
+"""Rotations in registers, compiled: no shared memory, no barrier, few shuffles, and loads that stay asynchronous."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.compile import KernelCase, used_by
+from triton_relattn.kernels.configs import TileConfig
+
+LIMITS = {
+    # target, head dim, tile: instructions of the forward's loop
+    ("sm_90", 64, (64, 64, 4)): 620,
+    ("sm_90", 64, (128, 64, 8)): 600,
+    ("sm_90", 128, (128, 64, 8)): 700,
+    ("sm_80", 64, (128, 64, 8)): 760,
+}
+
+
+@pytest.mark.parametrize(("target", "head_dim", "tile"), LIMITS)
+def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None:
+    """A word, two elements, takes one shuffle; nothing else is added to what the kernel without a term has of these.
+
+    If this fails with a new Triton, it no longer keeps the accumulator's layout, see kernels/quads.py.
+    """
+    config = TileConfig(*tile, 2, rotation="packed")
+    case = KernelCase("forward", target, "bf16", head_dim, "full")
+    used, plain = used_by(case, config), used_by(case.plain, replace(config, rotation="gather")).main_loop
+    loop = used.main_loop
+    shown = {name: (loop[name], plain[name]) for name in ("SHFL", "LDS", "STS", "BAR", "LDGSTS")}
+    block_m, block_n, warps = tile
+    assert loop["SHFL"] - plain["SHFL"] == block_m * block_n // (64 * warps), shown
+    # On sm_80 the statistics of a row go through shared memory once.
+    assert all(loop[name] - plain[name] <= (4 if target == "sm_80" else 0) for name in ("LDS", "STS", "BAR")), shown
+    assert loop["LDGSTS"] > 0 and used.stack_bytes <= (8 if target == "sm_80" else 0), (shown, used)
+    assert loop.total() <= LIMITS[target, head_dim, tile], loop.total()
