@@ -16,7 +16,18 @@ from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
 from triton_relattn.testing import Inputs, last_place, make_inputs
 
-TILES = [(64, 64, 4), (64, 64, 2), (128, 64, 8), (128, 64, 2), (64, 32, 4), (32, 32, 2), (32, 16, 1), (16, 16, 1), (128, 128, 8)]
+TILES = [
+    (64, 64, 4),
+    (64, 64, 2),
+    (128, 64, 8),
+    (128, 64, 2),
+    (64, 32, 4),
+    (32, 32, 2),
+    (32, 16, 1),
+    (16, 16, 1),
+    (128, 128, 8),
+    (128, 128, 2),
+]
 
 
 @triton.jit

@@ -5,10 +5,11 @@ from __future__ import annotations
 from .fault import Change, Fault
 
 OF_KERNELS = "triton_relattn/kernels"
-BAND, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING, TILES, ARGUMENTS, BACKWARD, CONFIGS, KEPT = (
+BAND, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING, TILES, ARGUMENTS, BACKWARD, CONFIGS, KEPT = (
     f"{OF_KERNELS}/{name}.py"
     for name in (
         "band",
+        "quads",
         "forward",
         "bwd_rows",
         "bwd_columns",
@@ -28,9 +29,9 @@ BLOCKWISE, BLOCKS, DROPOUT, SPEC, OPS, FUNCTIONAL, RESULTS, POSITIONS = (
 )
 
 # Tests of the kernels, and those of the rest.
-ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES, ON_GUARDS, ON_KERNEL_SURVIVORS = (
+ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES, ON_GUARDS, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
     f"tests/interpreter/test_{name}.py"
-    for name in ("forward", "forward_edges", "backward", "backward_edges", "features", "guards", "survivors")
+    for name in ("forward", "forward_edges", "backward", "backward_edges", "features", "guards", "rotations", "survivors")
 )
 ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_TORCH, ON_DELTA, ON_POSITIONS, ON_SURVIVORS = (
     f"tests/cpu/test_{name}.py"
@@ -51,18 +52,57 @@ ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_T
 RANDOM = (f"{ON_RANDOM}::test_against_loops", "-k", "blockwise")
 RANDOM_PACKED = (f"{ON_VARLEN}::test_random_combination", "-k", "blockwise")
 
+OF_QUADS = (
+    Fault(
+        "quads-lose-a-lane",
+        "elements that come round the corner of a quad are those of the row's register, not of the next",
+        (f"{ON_ROTATIONS}::test_rows_are_rotated_as_by_a_gather",),
+        (Change(QUADS, "lane < by if BACK else lane + by >= 4, SIGN)", "lane < by if BACK else lane + by > 4, SIGN)"),),
+    ),
+    Fault(
+        "quads-forget-the-warp",
+        "rows of odd warps are rotated as those of even ones",
+        (f"{ON_ROTATIONS}::test_rows_are_rotated_as_by_a_gather",),
+        (Change(QUADS, "(warp >> bit) % 2 == 1", "(warp >> bit) % 2 == 2"),),
+    ),
+    Fault(
+        "quads-forget-the-repeat",
+        "rows beyond the first 16 of each warp are rotated as those",
+        (f"{ON_ROTATIONS}::test_rows_are_rotated_as_by_a_gather",),
+        (Change(QUADS, "4 * WARPS * (i // 2)", "8 * WARPS * (i // 2)"),),
+    ),
+    Fault(
+        "words-change-halves",
+        "a step back by one chunk takes the older half of the older word",
+        (f"{ON_ROTATIONS}::test_words",),
+        (Change(QUADS, "(words << 16) | (before >> 16)", "(words << 16) | (before & 0xFFFF)"),),
+    ),
+    Fault(
+        "words-step-twice-instead-of-once",
+        "elements that wrap in odd groups are one chunk back, not two",
+        (f"{ON_ROTATIONS}::test_kernels",),
+        (Change(BAND, "odd | wraps, odd & wraps", "odd | wraps, odd & (wraps == 0)"),),
+    ),
+    Fault(
+        "columns-in-another-order",
+        "keys of a tile whose rows are rotated in registers are taken in the order of their columns",
+        (f"{ON_ROTATIONS}::test_kernels",),
+        (Change(TILES, "return n % 2 * (BLOCK_N // 2) + n // 2", "return n"),),
+    ),
+)
+
 OF_BAND = (
     Fault(
         "rotation-off-by-one",
         "rows of the band are rotated by one column too many",
         (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
-        (Change(BAND, "else (n - m + BLOCK_M) % W", "else (n - m + BLOCK_M - 1) % W"),),
+        (Change(BAND, "else (n - m + M) % W", "else (n - m + M - 1) % W"),),
     ),
     Fault(
         "rotation-back-off-by-one",
         "gradients are rotated back by one column too many",
         (f"{ON_BACKWARD_EDGES}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
-        (Change(BAND, "index = (n + m) % W if BACK", "index = (n + m + 1) % W if BACK"),),
+        (Change(BAND, "(n + m) % W if BACK", "(n + m + 1) % W if BACK"),),
     ),
     Fault(
         "wrap-off-by-one",
@@ -89,8 +129,8 @@ OF_BAND = (
         (
             Change(
                 BAND,
-                "BLOCK_N, 0, -1):\n            behind = relative_position - ago * BLOCK_N",
-                "BLOCK_N, 0, -1):\n            behind = relative_position - (ago - 1) * BLOCK_N",
+                "TILE[1], 0, -1):\n            behind = relative_position - ago * TILE[1]",
+                "TILE[1], 0, -1):\n            behind = relative_position - (ago - 1) * TILE[1]",
             ),
         ),
     ),
@@ -990,6 +1030,7 @@ OF_ALL = (
 )
 
 FAULTS: tuple[Fault, ...] = (
+    *OF_QUADS,
     *OF_BAND,
     *OF_FORWARD,
     *OF_MASKS,
