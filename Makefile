@@ -1,16 +1,18 @@
 # make demo   set up and run the main job on real input: figures in the terminal, plot and CSV in out/
 # make test   set up and run all checks
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv
+CONSTRAINTS := constraints.txt
+BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: setup demo test test-slow lint bench gpu mutants fuzz
+.PHONY: setup demo test suite smoke test-slow test-oldest test-newest lint bench gpu mutants fuzz
 
-setup: .venv/installed
+setup: $(VENV)/installed
 
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
 demo: setup
@@ -21,10 +23,28 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+test: lint suite
+
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-test: lint
+suite: setup
 	$(PYTEST) tests --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py
+
+# All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
+test-oldest:
+	$(MAKE) suite VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+# Some tests with the newest triton that pip finds, beside the torch of constraints.txt, in .venv-newest.
+test-newest:
+	$(MAKE) setup VENV=.venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade triton
+	$(MAKE) smoke VENV=.venv-newest
+
+# Imports; every kernel compiled, with every feature; the operator and random calls in the interpreter.
+smoke: setup
+	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
+		tests/interpreter/test_backward.py::test_widths tests/fuzz/test_kernels.py
 
 test-slow: setup
 	$(PYTEST) -m slow tests --ignore tests/interpreter

@@ -37,7 +37,7 @@ from .rows import STAMP, Table, in_one_line, progress, stamp
 
 COLUMNS = (
     *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
-    *("block_m", "block_n", "num_warps", "num_stages", "carry", "is_default", "is_chosen"),
+    *("block_m", "block_n", "num_warps", "num_stages", "carry", "rotation", "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )

@@ -10,8 +10,8 @@ import time
 from collections import Counter
 from typing import Any
 
-ROUND = 40
-"""Examples of one run of hypothesis; each has a seed of its own."""
+ROUND = 10
+"""Calls of one kind in a row."""
 BROKEN_IN = 4
 """One round in so many is of broken calls."""
 
@@ -78,12 +78,12 @@ def repeat(line: str) -> int:
 
 
 def search(seconds: float, first_seed: int, kernels: bool) -> int:
-    from hypothesis import assume, given, seed, settings
+    from hypothesis import assume
     from tqdm import tqdm
 
     from tests.fuzz.case import Broken, Case, NotApplicable
     from tests.fuzz.properties import check, check_broken
-    from tests.fuzz.strategies import broken, cases, same_each_time
+    from tests.fuzz.strategies import broken, cases, explore
 
     counts: dict[str, Counter[str]] = {}
     failed: list[Case | Broken] = []
@@ -97,8 +97,8 @@ def search(seconds: float, first_seed: int, kernels: bool) -> int:
 
     def body(case: Case | Broken) -> None:
         nonlocal number
-        passed = time.monotonic() - started
-        if passed > seconds and not failed:
+        elapsed = time.monotonic() - started
+        if elapsed > seconds and not failed:
             return
         try:
             if isinstance(case, Broken):
@@ -117,17 +117,18 @@ def search(seconds: float, first_seed: int, kernels: bool) -> int:
         if not failed:
             number += 1
             count(outcome)
-            bar.update(min(int(passed), bar.total) - bar.n)
+            bar.update(min(int(elapsed), bar.total) - bar.n)
             bar.set_postfix_str(f"{number} calls", refresh=False)
 
-    options = settings(same_each_time, derandomize=False, max_examples=ROUND, report_multiple_bugs=False, print_blob=False)
+    passed: set[Case | Broken] = set()
     error: Exception | None = None
     for index in itertools.count():
         if time.monotonic() - started > seconds:
             break
         strategy: Any = broken(kernels) if index % BROKEN_IN == BROKEN_IN - 1 else cases(kernels)
         try:
-            seed(first_seed * 1_000_003 + index)(options(given(strategy)(body)))()
+            first = first_seed * 1_000_003 + index * ROUND
+            explore(strategy, body, range(first, first + ROUND), passed)
         except Exception as raised:
             error = raised
             break

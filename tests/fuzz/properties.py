@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,10 +88,21 @@ def global_state() -> dict[str, Any]:
         "reduced precision": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "threads": torch.get_num_threads(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+        ),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        # Not those of a module's own warnings: what torch imports when it first needs it may bring some.
+        "warnings' filters": [entry for entry in warnings.filters if entry[2].__module__ == "builtins"],
+        "numpy's error handling": np.geterr(),
         "random": random.getstate(),
+        "numpy's random": repr(np.random.get_state()),
+        "environment": dict(os.environ),
     }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.case import Broken, Case, Layout, shapes
@@ -18,6 +19,33 @@ EDGES = (1, 2, 3, 0, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 70)
 FAR = 2**29
 """The largest position that is allowed."""
 LARGEST_TABLE = 150
+
+one_each = settings(
+    database=None,
+    deadline=None,
+    max_examples=2,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    print_blob=False,
+)
+"""A run with the simplest case and one other: of further ones hypothesis makes five of six by repeating parts of those before."""
+
+
+def explore(
+    strategy: st.SearchStrategy[T], body: Callable[[T], None], seeds: Iterable[int], passed: set[T] | None = None
+) -> None:
+    """The body with one case of each seed, and once with the simplest; a failure is shrunk. passed: what need not run again."""
+    passed = set() if passed is None else passed
+
+    def once(case: T) -> None:
+        if case not in passed:
+            body(case)
+            passed.add(case)
+
+    for number in seeds:
+        seed(number)(one_each(given(strategy)(once)))()
+
 
 same_each_time = settings(
     derandomize=True,
@@ -33,8 +61,24 @@ def sometimes(otherwise: T, strategy: st.SearchStrategy[T], odds: int = 3) -> st
     return st.integers(0, odds - 1).flatmap(lambda chosen: strategy if chosen == odds - 1 else st.just(otherwise))
 
 
-def lengths(limit: int) -> st.SearchStrategy[int]:
-    return st.sampled_from([length for length in EDGES if length <= limit]) | st.integers(0, limit)
+def side(kernels: bool, chosen: int) -> int:
+    """What the sides of a cut are multiples of: the tiles' or the blocks' (these only of queries)."""
+    if not kernels:
+        return min(BLOCKS[chosen][0], 16)
+    tiles = TILES[chosen]
+    return 64 if tiles is None else min(min(sizes[:2]) for sizes in tiles.values())
+
+
+def near_borders(limit: int, side: int, steps: tuple[int, ...] = (0, 1, -1)) -> st.SearchStrategy[int]:
+    """Where tiles begin, and one beside it: up to the limit, or the first border if that is beyond."""
+    borders = range(side, max(limit, side) + 1, side)
+    return st.sampled_from([border + step for border in borders for step in steps])
+
+
+def lengths(limit: int, side: int = 16) -> st.SearchStrategy[int]:
+    edges = st.sampled_from([length for length in EDGES if length <= limit])
+    beyond = st.sampled_from([border + 1 for border in range(side, limit, side)] or [limit])
+    return st.one_of(edges, st.integers(0, limit), near_borders(limit, side), beyond, beyond)
 
 
 def layouts(name: str, rank: int) -> st.SearchStrategy[Layout]:
@@ -45,15 +89,17 @@ def layouts(name: str, rank: int) -> st.SearchStrategy[Layout]:
 
 
 @st.composite
-def tables(draw: st.DrawFn, longest: tuple[int, int], offsets: tuple[int, int], window: tuple[int, int]) -> dict[str, Any]:
-    """Tables and what their rows stand for. offsets: the smallest and the largest query_offset."""
+def tables(
+    draw: st.DrawFn, longest: tuple[int, int], offsets: tuple[int, int], window: tuple[int, int], side: int
+) -> dict[str, Any]:
+    """Tables and what their rows stand for. offsets: the smallest and the largest query_offset; side: of a tile."""
     every = ("rel_key", "rel_value", "rel_bias")
     names = draw(st.sampled_from([*((name,) for name in every), *itertools.combinations(every, 2), every, every]))
     low, high = -max(longest[0] - 1, 0) - offsets[1], max(longest[1] - 1, 0) - offsets[0]
     low, high = max(low, -window[0]) if window[0] >= 0 else low, min(high, window[1]) if window[1] >= 0 else high
     low, high = min(low, high), max(low, high)
     coverable = high - low < LARGEST_TABLE and max(-low, high) < FAR - 9
-    kinds = ["centred", "any", "one row", "past", "future", "far", *["covers"] * 3 * coverable]
+    kinds = ["centred", "any", "one row", "past", "future", "far", *["borders"] * 4, *["covers"] * 3 * coverable]
     kind = draw(st.sampled_from(kinds))
     outside = draw(st.sampled_from(["clamp", "zero", "error"] if kind == "covers" else ["clamp", "zero"]))
     more = draw(st.integers(0, 20))
@@ -70,6 +116,13 @@ def tables(draw: st.DrawFn, longest: tuple[int, int], offsets: tuple[int, int], 
     elif kind == "future":
         first = high + draw(st.integers(0, 4))
         last = first + more
+    elif kind == "borders":
+        # A pair of tiles, or the last that a window shows, is just within the table or just beyond it; or rows are whole tiles.
+        step = near_borders(48, side)
+        ends = (draw(st.sampled_from(offsets)), *(end for end in window if end >= 0))
+        first = -draw(st.sampled_from([-1, 0, 1]) | step) - draw(st.sampled_from([ends[0], 0, *ends[1:]]))
+        last = draw(st.sampled_from([-1, 0, 1]) | step) + draw(st.sampled_from([-ends[0], first, first - 1, *ends[1:]]))
+        first, last = min(first, last), min(max(first, last), min(first, last) + LARGEST_TABLE)
     elif kind == "far":
         first, last = draw(st.sampled_from([(-FAR, -FAR + more), (FAR - more, FAR)]))
     else:
@@ -89,21 +142,24 @@ def tables(draw: st.DrawFn, longest: tuple[int, int], offsets: tuple[int, int], 
 @st.composite
 def sizes(draw: st.DrawFn, kernels: bool) -> dict[str, Any]:
     """Sequences, heads and widths; few of them in the interpreter, which is slow."""
-    limit, widths = (33, (1, 8, 16, 3, 20, 33)) if kernels else (70, (1, 2, 3, 8, 5, 16, 17, 33, 64))
-    width = st.sampled_from(widths)
+    chosen_blocks = draw(st.sampled_from([1, 2, 3, 1, 2, 3, 0]) if kernels else st.integers(0, len(BLOCKS) - 1))
+    tile = side(kernels, chosen_blocks)
+    limit, widths = (48 if tile == 16 else 70, (1, 8, 16, 3, 20, 33)) if kernels else (70, (1, 2, 3, 8, 5, 16, 17, 33, 64))
+    width, length = st.sampled_from(widths), lengths(limit, tile)
     same = draw(sometimes(False, st.just(True), 8))
-    chosen: dict[str, Any] = {"width": draw(width), "value_width": draw(width), "same": same}
+    chosen: dict[str, Any] = {"blocks": chosen_blocks, "width": draw(width), "value_width": draw(width), "same": same}
     packed = draw(sometimes(False, st.just(True)))
     sequences = draw(st.sampled_from([1, 2, 1, 2, 3, 0] if not kernels else [1, 1, 2]))
-    key_heads = draw(st.sampled_from([1, 2, 1, 3, 0] if not kernels else [1, 2] if sequences == 1 else [1]))
+    key_heads = draw(st.sampled_from([1, 2, 1, 3, 0] if not kernels else [1, 1, 2] if sequences == 1 else [1]))
     chosen["key_heads"] = key_heads
-    chosen["group"] = 1 if same or (kernels and max(sequences, key_heads) > 1) else draw(sometimes(1, st.integers(2, 4), 2))
+    group = sometimes(1, st.integers(2, 3), 4) if kernels else sometimes(1, st.integers(2, 4), 2)
+    chosen["group"] = 1 if same or (kernels and max(sequences, key_heads) > 1) else draw(group)
     if packed:
-        pair = lengths(limit // 2).map(lambda length: (length, length)) if same else st.tuples(lengths(limit), lengths(limit))
+        pair = lengths(limit // 2, tile).map(lambda length: (length, length)) if same else st.tuples(length, length)
         pairs = draw(st.lists(pair, min_size=sequences, max_size=sequences))
         chosen |= {"sequences": tuple(pairs), "slack": draw(sometimes(0, st.integers(1, 9)))}
     else:
-        chosen |= {"batch": sequences, "num_queries": draw(lengths(limit)), "num_keys": draw(lengths(limit))}
+        chosen |= {"batch": sequences, "num_queries": draw(length), "num_keys": draw(length)}
     if same:
         chosen["value_width"] = chosen["width"]
         if "num_keys" in chosen:
@@ -111,28 +167,37 @@ def sizes(draw: st.DrawFn, kernels: bool) -> dict[str, Any]:
     return chosen
 
 
+def windows(distance: st.SearchStrategy[int], offset: int, side: int) -> st.SearchStrategy[int]:
+    """One side of a window; most end where a tile does, or one beside it, as queries see it that are shifted by the offset."""
+    near = st.sampled_from([max(tiles * side + step + offset % side, 0) for step in (1, 0, -1) for tiles in (0, 1)])
+    return st.one_of(near, near, near, distance, st.sampled_from([-1, 0, 1, FAR]))
+
+
 @st.composite
 def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     """Any valid call of one implementation."""
     dtypes = ["float32", "float16"] if kernels else ["float64", "float32", "float16", "bfloat16"]
-    fields: dict[str, Any] = {"implementation": "triton" if kernels else "blockwise", "dtype": draw(st.sampled_from(dtypes))}
+    # First, because hypothesis draws the first choice of a run anew until it is not that of the run's simplest case.
+    fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20))}
+    fields |= {"implementation": "triton" if kernels else "blockwise", "dtype": draw(st.sampled_from(dtypes))}
     fields |= draw(sizes(kernels))
-    fields["blocks"] = draw(st.integers(0, len(TILES if kernels else BLOCKS) - 1))
     case = Case(**fields)
+    tile = side(kernels, fields["blocks"])
 
-    distance = lengths(20 if kernels else 70)
-    window = st.sampled_from([-1, 0, 1, FAR]) | distance
-    fields["is_causal"] = draw(st.booleans())
-    fields["window_size"] = draw(sometimes((-1, -1), st.tuples(window, window), 2))
+    distance = lengths(20 if kernels else 70, tile)
     offset = st.sampled_from([0, case.longest[1] - case.longest[0], 1, -1]) | distance | distance.map(operator.neg)
     offset = sometimes(0, offset, 2) if draw(st.integers(0, 19)) < 19 else st.sampled_from([FAR, -FAR])
     per_sequence = st.tuples(*[offset] * case.num_sequences)
     fields["query_offset"] = draw(per_sequence if draw(sometimes(False, st.just(True))) else offset)
     offsets = fields["query_offset"] if isinstance(fields["query_offset"], tuple) else (fields["query_offset"],)
+    fields["is_causal"] = draw(sometimes(False, st.just(True)))
+    some_offset = draw(st.sampled_from(offsets or (0,)))
+    of_window = [windows(distance, sign * some_offset, tile) for sign in (1, -1)]
+    fields["window_size"] = draw(st.tuples(*of_window)) if draw(st.integers(0, 2)) else (-1, -1)
     if draw(st.integers(0, 4)):
         right = 0 if fields["is_causal"] else fields["window_size"][1]
         bounds = (min(offsets, default=0), max(offsets, default=0))
-        fields |= draw(tables(case.longest, bounds, (fields["window_size"][0], right)))
+        fields |= draw(tables(case.longest, bounds, (fields["window_size"][0], right), tile))
     if "rel_key" in fields.get("tables", ()):
         fields["rel_width"] = draw(sometimes(None, st.sampled_from([1, 3, 16, 24, 7])))
         fields["rel_scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.4, 0.2, 3.0])))
@@ -150,7 +215,7 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
         fields["key_lengths"] = draw(st.tuples(*[length] * case.batch))
     fields["integers"] = draw(st.sampled_from(["int64", "int32"]))
     fields["strided_integers"] = draw(sometimes(False, st.just(True)))
-    fields["dropout_p"] = draw(sometimes(0.0, st.sampled_from([0.5, 0.1, 0.9, 1.0])))
+    fields["dropout_p"] = draw(sometimes(0.0, st.sampled_from([0.5, 0.1, 0.9, 0.3, 1.0])))
     fields["scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.3, 0.05])))
     fields["softcap"] = draw(sometimes(None, st.sampled_from([5.0, 0.5, 50.0]), 4))
     fields["return_lse"] = draw(st.booleans())
@@ -162,13 +227,13 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
 
     of = shapes(Case(**fields)) | ({"attn_mask": fields["mask_shape"]} if fields.get("mask") else {})
     inputs = [name for name in of if name not in ("d_out", "d_lse", "attn_mask")]
-    wanted = inputs if draw(st.integers(0, 3)) else draw(st.lists(st.sampled_from(inputs), unique=True))
+    wanted = inputs if draw(st.integers(0, 4)) else draw(st.lists(st.sampled_from(inputs), unique=True))
     if case.same and {"query", "key", "value"} & set(wanted):
         wanted = ["query", "key", "value", *wanted]
     fields["requires_grad"] = tuple(name for name in inputs if name in wanted)
     arranged = [name for name in of if draw(sometimes(False, st.just(True), 4))]
     fields["layouts"] = tuple(draw(layouts(name, len(of[name]))) for name in arranged)
-    return Case(**fields, seed=draw(st.integers(0, 2**20)))
+    return Case(**fields)
 
 
 def each(text: str) -> tuple[str, ...]:

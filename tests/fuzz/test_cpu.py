@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 
 from tests.fuzz.case import Broken, Case, NotApplicable
 from tests.fuzz.properties import check, check_broken
-from tests.fuzz.strategies import broken, cases, same_each_time
+from tests.fuzz.strategies import broken, cases, explore, same_each_time
 from triton_relattn import RelativePositions
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs a process without TRITON_INTERPRET=1")
 
 
-@settings(same_each_time, max_examples=120)
-@given(cases())
-def test_calls(case: Case) -> None:
-    """out, lse and the gradients asked for are right, and the call leaves no trace."""
-    check(case)
-
-
-@settings(same_each_time, max_examples=200)
-@given(broken())
-def test_broken_calls(broken: Broken) -> None:
-    """Refused by a documented error, or in fact valid, and right."""
+def check_applicable(case: Broken) -> None:
     try:
-        check_broken(broken)
+        check_broken(case)
     except NotApplicable:
         assume(False)
+
+
+def test_calls() -> None:
+    """out, lse and the gradients asked for are right, and the call leaves no trace."""
+    explore(cases(), check, range(60))
+
+
+def test_broken_calls() -> None:
+    """Refused by a documented error, or in fact valid, and right."""
+    explore(broken(), check_applicable, range(80))
 
 
 anything = st.one_of(

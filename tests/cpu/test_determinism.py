@@ -1,0 +1,244 @@
+"""The same call twice gives the same bits, and nothing is refused where torch is asked for repeatable results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cases import random_case, random_varlen_case
+from triton_relattn import (
+    RelativePositions,
+    fused_relative_attention,
+    fused_relative_attention_varlen,
+    merge_attention,
+    ops,
+    tables,
+)
+from triton_relattn.nn import RelativeMultiheadAttention
+from triton_relattn.testing import Inputs, forward_backward, make_inputs
+
+IMPLEMENTATIONS = ("blockwise", "reference")
+RAISES_ON_A_GPU = {
+    *("avg_pool3d_backward", "adaptive_avg_pool2d_backward", "bincount", "cummax", "cummin", "cumprod", "cumsum"),
+    *(
+        "grid_sampler_2d_backward",
+        "histc",
+        "kthvalue",
+        "max_unpool2d",
+        "median",
+        "nanmedian",
+        "nll_loss2d_forward",
+        "put_",
+        "put",
+    ),
+    *("replication_pad1d_backward", "upsample_bilinear2d_backward", "upsample_linear1d_backward", "scatter_reduce", "mode"),
+    *("_cdist_backward", "_ctc_loss_backward", "_embedding_bag", "reflection_pad1d_backward", "resize_"),
+}
+"""Operators of torch that torch.use_deterministic_algorithms(True) refuses for some arguments, on a GPU."""
+ADDS_IN_ANY_ORDER = {
+    *("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_", "_index_put_impl_"),
+    *("embedding_dense_backward", "gather_backward", "scatter_reduce_", "index_reduce", "index_reduce_"),
+}
+"""Those that on a GPU add to memory in an order that differs from run to run unless that is asked for."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True), which also fills what torch.empty makes with NaN."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch's default
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def everything(dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Any]]:
+    """All tables, masks and features at once."""
+    terms: dict[str, Any] = {"key_heads": 2, "rel_width": 5, "rel_value": True, "rel_bias": True, "per_head": True}
+    inputs = make_inputs(2, 4, 70, 83, 16, 8, num_rows=11, **terms, dtype=dtype, seed=0)
+    arguments = {
+        "positions": RelativePositions(-4, 6),
+        "attn_mask": torch.rand(2, 1, 70, 83, generator=torch.Generator().manual_seed(0)) < 0.9,
+        "key_lengths": torch.tensor([83, 60]),
+        "window_size": (40, 50),
+        "query_offset": torch.tensor([3, -2]),
+        "dropout_p": 0.3,
+        "softcap": 5.0,
+        "enable_gqa": True,
+        "exact_delta": True,
+    }
+    return inputs, arguments
+
+
+def results(implementation: str | None, inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    function: Callable[..., Any] = fused_relative_attention_varlen if "cu_seqlens_q" in arguments else fused_relative_attention
+    torch.manual_seed(0)
+    return forward_backward(function, inputs, return_lse=True, implementation=implementation, **arguments)
+
+
+def assert_repeats(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, result in one.items():
+        assert torch.equal(result, other[name]), f"{name} differs"
+        assert result.count_nonzero() or result.numel() == 0 or name == "lse", f"{name} is all zeros"
+
+
+def assert_repeats_anyhow(implementation: str, inputs: Inputs, arguments: dict[str, Any]) -> None:
+    """Twice as it is, and once with memory that holds NaN and nothing allowed that does not repeat."""
+    first = results(implementation, inputs, arguments)
+    for name, again in results(implementation, inputs, arguments).items():
+        assert torch.equal(again, first[name]), f"{name} differs"
+    with deterministic():
+        for name, again in results(implementation, inputs, arguments).items():
+            assert torch.equal(again, first[name]), f"{name} differs where repeatable results are asked for"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_features_at_once(dtype: torch.dtype, implementation: str, block_size: None) -> None:
+    inputs, arguments = everything(dtype)
+    assert_repeats_anyhow(implementation, inputs, arguments)
+    assert all(result.count_nonzero() for result in results(implementation, inputs, arguments).values())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_random_calls(implementation: str) -> None:
+    for seed in range(15):
+        assert_repeats_anyhow(implementation, *random_case(seed, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_random_packed_calls(implementation: str) -> None:
+    for seed in range(10):
+        assert_repeats_anyhow(implementation, *random_varlen_case(seed, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_repeats_in_any_number_of_threads(threads: int) -> None:
+    """Each number repeats. Different ones need not agree: blockwise takes larger blocks, whose sums round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        inputs = make_inputs(2, 4, 150, 160, 32, num_rows=309, rel_value=True, rel_bias=True, dtype=torch.float32, seed=0)
+        for implementation in IMPLEMENTATIONS:
+            first = results(implementation, inputs, {})
+            for name, again in results(implementation, inputs, {}).items():
+                assert torch.equal(again, first[name]), f"{name} differs, {implementation}"
+    finally:
+        torch.set_num_threads(before)
+
+
+MODULES: dict[str, Callable[..., RelativeMultiheadAttention]] = {
+    "shaw": lambda **options: RelativeMultiheadAttention.shaw(16, 2, 4, **options),
+    "music_transformer": lambda **options: RelativeMultiheadAttention.music_transformer(16, 2, 8, **options),
+    "general": lambda **options: RelativeMultiheadAttention.general(16, 2, 20, **options),
+    "transformer_xl": lambda **options: RelativeMultiheadAttention.transformer_xl(16, 2, **options),
+    "t5": lambda **options: RelativeMultiheadAttention.t5(16, 2, num_buckets=8, max_distance=9, **options),
+    "alibi": lambda **options: RelativeMultiheadAttention.alibi(16, 2, learned=True, **options),
+}
+
+
+def of_module(module: RelativeMultiheadAttention) -> dict[str, torch.Tensor]:
+    """Its output and the gradients of its parameters and its input, with dropout, padding and a mask."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 13, 16, requires_grad=True)
+    module.zero_grad()
+    out, _ = module(x, x, x, key_lengths=torch.tensor([13, 6]), attn_mask=torch.ones(13, 13, dtype=torch.bool).triu(1))
+    out.square().sum().backward()
+    assert x.grad is not None
+    found = {"out": out.detach(), "x": x.grad}
+    return found | {name: value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    module = MODULES[name](dropout=0.2, batch_first=True)
+    first = of_module(module)
+    assert_repeats(first, of_module(module))
+    with deterministic():
+        assert_repeats(first, of_module(module))
+
+
+def by_index(weight: torch.Tensor, buckets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tables that are rows of others, some many times: rel_key by their number, rel_bias by T5's buckets."""
+    leaves = [weight.detach().requires_grad_(), buckets.detach().requires_grad_()]
+    rows = torch.arange(-12, 13).clamp(-3, 3) + 3
+    query, key, value = make_inputs(2, 2, 13, 13, 8, num_rows=None, dtype=torch.float32, seed=1)[:3]
+    bias = leaves[1][tables.t5_buckets(torch.arange(-12, 13), 8, 9)].T
+    out = fused_relative_attention(query, key, value, leaves[0][rows], rel_bias=bias)
+    assert isinstance(out, torch.Tensor)
+    d_weight, d_buckets = torch.autograd.grad(out.square().sum(), leaves)
+    return {"out": out.detach(), "weight": d_weight, "buckets": d_buckets}
+
+
+def test_tables_by_index() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, buckets = torch.randn(7, 8, generator=generator), torch.randn(8, 2, generator=generator)
+    first = by_index(weight, buckets)
+    assert_repeats(first, by_index(weight, buckets))
+    with deterministic():
+        assert_repeats(first, by_index(weight, buckets))
+
+
+class Operators(TorchDispatchMode):
+    """The names of torch's operators that are called, within the package's own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace == "triton_relattn":
+            with self:
+                return {"attention_forward": ops._forward, "attention_backward": ops._backward}[name](*args)
+        self.names.add(name.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def called(run: Callable[[], Any]) -> set[str]:
+    with Operators() as operators:
+        run()
+    return operators.names
+
+
+def merged() -> None:
+    inputs = make_inputs(1, 2, 9, 20, 8, num_rows=7, dtype=torch.float32, seed=0)
+    leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
+    query, key, value, table = leaves
+    parts = [
+        fused_relative_attention(query, key[:, :, part], value[:, :, part], table, query_offset=-part.start, return_lse=True)
+        for part in (slice(0, 11), slice(11, 20))
+    ]
+    out, lse = merge_attention(*parts[0], *parts[1])
+    torch.autograd.backward((out, lse), (inputs.d_out, inputs.d_lse))
+
+
+def test_no_operator_that_adds_in_any_order() -> None:
+    """Of those that make the results differ from run to run on a GPU, or that torch refuses there."""
+    used = called(partial(results, "blockwise", *everything()))
+    assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # it looks into the operators
+    for seed in range(8):
+        used |= called(partial(results, "blockwise", *random_case(seed, dtype=torch.float32)))
+        used |= called(partial(results, "blockwise", *random_varlen_case(seed, dtype=torch.float32)))
+    used |= called(merged)
+    for name, make in MODULES.items():
+        used |= called(partial(of_module, make(dropout=0.2, batch_first=True))) if name != "t5" else set()
+    assert not used & (RAISES_ON_A_GPU | ADDS_IN_ANY_ORDER)
+
+
+def test_operators_with_a_repeatable_path_of_their_own() -> None:
+    """A row taken many times sums many gradients: by index_put, which repeats on a GPU if that is asked for; so does what the
+    reference does to find the rows of pairs."""
+    t5 = called(partial(of_module, MODULES["t5"](dropout=0.2, batch_first=True)))
+    of_reference = called(partial(results, "reference", *everything()))
+    assert t5 & ADDS_IN_ANY_ORDER <= {"index_put", "index_put_", "_index_put_impl_", "embedding_dense_backward"}
+    assert of_reference & ADDS_IN_ANY_ORDER == {"scatter_add"}
+    assert not (t5 | of_reference) & RAISES_ON_A_GPU

@@ -1,0 +1,214 @@
+"""What is around the kernels and goes wrong: folders that cannot be used, a GPU that a profile does not know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.compiled import recorded_launches
+from bench.features import call
+from triton_relattn.cache import cache_folder
+from triton_relattn.kernels import configs, fitting, profiles
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.profiles import Entry, Key
+
+ARCH = "sm_90"
+ROOT = Path(__file__).parents[2]
+KEY = Key("forward", ARCH, "bfloat16", 64, None, False, None, 512)
+ENTRY = Entry(TileConfig(32, 32, 8, 3), timed=True, milliseconds=0.5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
+    profiles.forget()
+    fitting._replacements.clear()
+    yield
+    profiles.forget()
+    fitting._replacements.clear()
+
+
+def select() -> TileConfig:
+    return configs.select("forward", ARCH, torch.bfloat16, 64, length=100)
+
+
+def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user other than root: a warning that names the file, and the default."""
+    profiles.save(profiles.user_profile_path(ARCH), {KEY: ENTRY})
+
+    read = Path.read_bytes
+
+    def denied(path: Path) -> bytes:
+        if path == profiles.user_profile_path(ARCH):
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.warns(RuntimeWarning, match=r"profile-sm_90.*is ignored: .*Permission denied"):
+        assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select()  # once
+
+
+def test_a_folder_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the system that names the folder or the file, and what there is stays."""
+    path = profiles.user_profile_path(ARCH)
+    profiles.save(path, {KEY: ENTRY})
+    before = path.read_bytes()
+    opened = open
+
+    def denied(file: object, mode: str = "r", *others: object, **options: object) -> object:
+        if "w" in mode:
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, mode, *others, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("builtins.open", denied)
+    with pytest.raises(PermissionError, match="profile-sm_90"):
+        profiles.save(path, {KEY: ENTRY})
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/folder", "/proc/1/nothing", "a\0b"], ids=repr)
+def test_a_folder_that_cannot_be(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the default."""
+    if "\0" in folder:
+        monkeypatch.setattr(profiles, "cache_folder", lambda: Path(folder))
+    else:
+        monkeypatch.setenv("TRITON_RELATTN_CACHE", folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
+    with pytest.raises((OSError, ValueError)):
+        profiles.save(profiles.user_profile_path(ARCH), {KEY: ENTRY})
+
+
+@pytest.mark.parametrize("name", ["HOME", "TRITON_RELATTN_CACHE", "XDG_CACHE_HOME"])
+def test_an_empty_name_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv(name, "")
+    assert cache_folder() == Path(os.path.expanduser("~"), ".cache", "triton_relattn")
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a folder "~" below the current one."""
+    monkeypatch.delenv("TRITON_RELATTN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where neither HOME nor the list of users has one
+    assert cache_folder() == Path(tempfile.gettempdir(), ".cache", "triton_relattn")
+
+
+TUNER = """
+import argparse, sys
+from pathlib import Path
+from bench import cases, tune
+from bench.rows import Table
+
+def compile_one(task, config):
+    return {"status": "ok", "instructions_per_score": 1.0}
+
+def time_all(task, rows, ranked, device, seconds):
+    for number, row in enumerate(rows):
+        row |= {"p50_ms": 1.0 + number}
+
+tune.compile_one, tune.time_all = compile_one, time_all
+options = argparse.Namespace(device="cuda", reach=1, timed=2, seconds=0, no_verify=True, profile=Path(sys.argv[1]))
+table = Table(tune.COLUMNS, {name: "here" for name in tune.STAMP}, None, None)
+case = cases.Case(1, 2, 300, 64)
+tasks = tune.tasks_of([case.resized(length) for length in (300, 1000, 3000)], tune.configs.KERNELS, "sm_90")
+print(flush=True)
+sys.stdin.readline()
+for task in tasks[int(sys.argv[2]) :: 2] + tasks[:3]:
+    tune.tune(task, options, map, table)
+"""
+
+
+def test_two_processes_tune_at_once(tmp_path: Path) -> None:
+    """What each finds, and what both find, is in the profile."""
+    from bench import cases, tune
+
+    path = tmp_path / "of" / "both.json"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", TUNER, str(path), which],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for which in "01"
+    ]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline()  # both have imported what they need
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    for child in children:
+        child.communicate(timeout=300)
+        assert child.returncode == 0
+    resized = [cases.Case(1, 2, 300, 64).resized(length) for length in (300, 1000, 3000)]
+    tasks = tune.tasks_of(resized, configs.KERNELS, ARCH)
+    assert profiles.load(path) == {task.key: task.default for task in tasks} and len(tasks) == 21
+    assert sorted(path.parent.iterdir()) == [path, path.with_name("both.json.lock")]
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "reason"),
+    [
+        ("sm_90", TileConfig(64, 64, 64, 2), "num_warps must be at most 32"),
+        ("gfx942", TileConfig(64, 64, 32, 2), "num_warps must be at most 16"),
+        ("sm_90", TileConfig(64, 64, 4, 0), "num_stages must lie in"),
+        ("sm_90", TileConfig(64, 64, 4, 10**6), "num_stages must lie in"),
+        ("sm_90", TileConfig(64, 64, -4, 1), "num_warps must be a power of two"),
+    ],
+)
+def test_a_profile_that_no_gpu_can_serve(arch: str, config: TileConfig, reason: str, tmp_path: Path) -> None:
+    """Of so many threads or stages there is no program."""
+    assert reason in str(config.why_invalid(arch, True))
+    with pytest.raises(ValueError, match=reason):
+        profiles.save(
+            tmp_path / "profile.json", {Key("forward", arch, "bfloat16", 64, None, False, None, 512): Entry(config, True)}
+        )
+
+
+def test_a_profile_that_does_not_fit_this_gpu() -> None:
+    """A valid configuration of another GPU: smaller ones take its place, with a warning each, once."""
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.errors import OutOfResources
+
+    tensors, spec = call("none", torch.bfloat16, 64, length=256)
+    large, limit = TileConfig(128, 128, 8, 2), 60_000
+    profiles.save(profiles.user_profile_path(ARCH), {KEY: Entry(large, True)})
+    profiles.forget()
+    assert select() == large
+    with recorded_launches(ARCH) as launches:
+        record = CompiledKernel.run
+
+        def run(kernel: CompiledKernel) -> object:
+            if kernel.metadata.shared > limit:
+                raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+            return record.fget(kernel)
+
+        CompiledKernel.run = property(run)
+        with pytest.warns(RuntimeWarning, match=r"forward: TileConfig\(block_m=128, block_n=128, .* is used instead"):
+            forward(tensors, spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            forward(tensors, spec)
+    assert [launch.name for launch in launches] == ["forward", "forward"]
+    assert all(launch.kernel.metadata.shared <= limit for launch in launches)
+    assert select() == large  # what has taken its place is of this process only
