@@ -32,16 +32,8 @@ TILE_COLUMNS = ("block_m", "block_n", "num_warps", "num_stages")
 COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
     *("registers", "spill_bytes", "shared_bytes", "fits"),
-    *(
-        "loop_instructions",
-        "plain_loop_instructions",
-        "loop_ratio",
-        "matrix_instructions",
-        "shuffles",
-        "carry",
-        "rotation",
-        "status",
-    ),
+    *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
+    *("carry", "rotation", "status"),
 )
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 """What a budget holds of a kernel."""
