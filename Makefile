@@ -6,7 +6,7 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: setup demo test suite smoke test-slow test-oldest test-newest lint bench gpu mutants fuzz
+.PHONY: setup demo test suite smoke test-slow test-all test-oldest test-newest lint bench gpu mutants fuzz
 
 setup: $(VENV)/installed
 
@@ -45,6 +45,10 @@ smoke: setup
 	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
 		tests/interpreter/test_backward.py::test_widths tests/fuzz/test_kernels.py
+
+# All there is: with the long sweeps, and two minutes of fuzzing.
+test-all: test test-slow
+	$(MAKE) fuzz SECONDS=60
 
 test-slow: setup
 	$(PYTEST) -m slow tests --ignore tests/interpreter
