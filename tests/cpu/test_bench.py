@@ -28,6 +28,15 @@ CASE = Case(1, 2, 64, 16, dtype="fp32")
 SMALL = ["--cases", "small", "--no-verify", "--device", "cpu"]
 
 
+@pytest.fixture(autouse=True)
+def memory_as_before() -> Iterator[None]:
+    """The verbs limit the memory of their process, which other tests share."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def in_process(case: Case, method: str, direction: str, memory_limit: int) -> dict[str, Any]:
     """Instead of a process of its own, made-up bytes: ours linear, the others quadratic and above the limit from 96 on."""
     if method != OURS and case.length >= 96:
