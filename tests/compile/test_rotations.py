@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.compile import KernelCase, used_by
+from tests.compile.test_forward import on_triton_3_7
 from triton_relattn.kernels.configs import TileConfig
 
 LIMITS = {
@@ -18,6 +19,7 @@ LIMITS = {
 }
 
 
+@on_triton_3_7
 @pytest.mark.parametrize(("target", "head_dim", "tile"), LIMITS)
 def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None:
     """A word, two elements, takes one shuffle; nothing else is added to what the kernel without a term has of these.
