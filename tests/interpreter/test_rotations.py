@@ -32,6 +32,7 @@ TILES = [
 
 @triton.jit
 def rotate_kernel(source, target, M: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr, BACK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target = the source, rotated."""
     places = tl.arange(0, M)[:, None] * W + tl.arange(0, W)[None, :]
     tl.store(target + places, rotate_rows(tl.load(source + places), M, W, WARPS, BACK))
 
@@ -49,6 +50,7 @@ def test_rows_are_rotated_as_by_a_gather(block_m: int, block_n: int, warps: int,
 
 @triton.jit
 def words_kernel(low, high, before, once, twice, out_low, out_high, DTYPE: tl.constexpr, SATURATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The elements of 64 words, some of them one or two chunks back."""
     n = tl.arange(0, 64)
     words = pack(tl.load(low + n), tl.load(high + n), DTYPE, SATURATE)
     # What was before: the same numbers, negative.

@@ -95,6 +95,7 @@ def conversion(dtype, saturate):
 
 @triton.jit
 def bits(values):
+    """16-bit numbers as the low halves of words."""
     return values.to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
