@@ -23,8 +23,8 @@ from bench.compiled import (
     recorded_launches,
     selected,
 )
-from bench.features import LENGTH, TABLES, call
-from tests.compile.test_forward import NVIDIA, on_triton_3_7
+from bench.features import LENGTH, call
+from tests.compile.test_forward import NVIDIA, SWEEP, on_triton_3_7
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
@@ -194,10 +194,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("width", [16, 40, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
+@pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Every target, dtype, width and table; widths that are no power of two go with the next one."""
     for launch in launches(target, dtype, width, f"{table} causal"):

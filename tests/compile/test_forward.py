@@ -5,6 +5,8 @@ Registers and instruction counts belong to a Triton version: what is asserted he
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -17,6 +19,9 @@ from triton_relattn.kernels import configs
 from triton_relattn.kernels.forward import forward
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SWEEP = list(itertools.product((*NVIDIA, "gfx942"), DTYPES, (16, 40, 64, 128, 256), TABLES))[::11]
+"""Targets, dtypes, widths and tables: every eleventh combination has nearly every pair of two of them."""
 
 on_triton_3_7 = pytest.mark.skipif(
     not triton.__version__.startswith("3.7."), reason=f"the counts are Triton 3.7's, this is {triton.__version__}"
@@ -99,10 +104,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("width", [16, 40, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
+@pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Every target, dtype, width and table; widths that are no power of two go with the next one."""
     config, kernel = launch(target, dtype, width, f"{table} causal")

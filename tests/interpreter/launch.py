@@ -159,7 +159,8 @@ def rounding_budget(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]
         largest_row = rel_key.amax(-2, keepdim=True)  # (1, D) or (H, 1, D)
         logits = logits + query @ largest_row.mT
     info = torch.finfo(inputs.query.dtype)
-    units = 2 * torch.finfo(torch.float32).eps * (1 + scale * (logits * seen).amax(-1, keepdim=True)) + info.eps
+    largest = scale * (logits * seen).amax(-1, keepdim=True) + seen.sum(-1, keepdim=True).clamp_min(1).log()  # of logits and lse
+    units = 2 * torch.finfo(torch.float32).eps * (1 + largest) + info.eps
     subnormal = info.tiny * info.eps if inputs.query.dtype != torch.float32 else info.tiny  # exp2 may flush them
     d_probs = d_out @ value.mT
     terms = d_probs + (probs * d_probs).sum(-1, keepdim=True) + d_lse[..., None]
