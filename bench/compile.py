@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write_budget(rows: Sequence[dict[str, Any]]) -> None:
     """Replace what the budget says of these kernels, and add those that it does not have."""
-    columns = (*KEYS, *COUNTS, *TILE_COLUMNS, "carry")
+    columns = (*KEYS, *COUNTS, *TILE_COLUMNS, "carry", "rotation")
     budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
     BUDGET.parent.mkdir(exist_ok=True)
     with BUDGET.open("w", newline="") as file:

@@ -18,7 +18,8 @@ OF_DIRECTION = {
 
 
 def shown(config: configs.TileConfig) -> str:
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}"
+    rotation = "" if config.rotation == "gather" else f" {config.rotation}"
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}"
 
 
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:

@@ -31,11 +31,14 @@ def run(options: argparse.Namespace) -> int:
     for kernel in configs.KERNELS:
         for has_table in (False, True):
             if kernel != "table" or has_table:
-                valid = configs.candidates(kernel, target, has_table)
+                valid = configs.candidates(kernel, target, torch.bfloat16, has_table)
                 default = configs.select(kernel, target, torch.bfloat16, 64, "none" if has_table else None)
                 body.append((kernel, "full table" if has_table else "no table", str(len(valid)), shown(default)))
     print("\n" + text_table(("kernel", target, "valid configurations", "default, bf16, width 64"), body))
     if options.configs:
         for kernel in configs.KERNELS:
-            print(f"\n{kernel}\n" + "\n".join(f"  {shown(config)}" for config in configs.candidates(kernel, target, True)))
+            print(
+                f"\n{kernel}\n"
+                + "\n".join(f"  {shown(config)}" for config in configs.candidates(kernel, target, torch.bfloat16, True))
+            )
     return 0

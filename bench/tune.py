@@ -80,17 +80,18 @@ class Task:
 
 
 def steps_apart(one: TileConfig, other: TileConfig) -> int:
-    """How many doublings, stages and kinds of carrying lie between two configurations."""
+    """How many doublings, stages, and kinds of carrying and of rotating lie between two configurations."""
     doublings = (
         abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_m", "block_n", "num_warps")
     )
-    return sum(doublings) + abs(one.num_stages - other.num_stages) + (one.carry != other.carry)
+    kinds = (one.carry != other.carry) + (one.rotation != other.rotation)
+    return sum(doublings) + abs(one.num_stages - other.num_stages) + kinds
 
 
 def candidates(task: Task, reach: int) -> list[TileConfig]:
     """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
     default = task.default
-    near = sorted(configs.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
+    near = sorted(configs.candidates(task.kernel, task.arch, task.call.dtype, task.has_table), key=partial(steps_apart, default))
     return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
 
 

@@ -98,12 +98,12 @@ def test_products_per_tile() -> None:
 
 
 def test_grids() -> None:
-    """All programs lie on axis 0, whose limit is 2**31 - 1, also with 70,000 heads; the table's fill the GPU and no more."""
+    """What grows lies on axis 0, whose limit is 2**31 - 1, also with 70,000 heads; the table's programs just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
     assert recorded["rows"] == recorded["columns"] == (70_000, 1, 1)
     block = selected("table", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
     blocks = triton.cdiv(31, block)
-    assert recorded["table"] == (blocks * (configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks), 1, 1)
+    assert recorded["table"] == (blocks, configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks, 1)
     # As many blocks as the GPU can hold at once need no partial sums.
     (_, _, table) = launches("sm_90", torch.float16, 16, "full", length=32 * LENGTH, heads=2)
     assert table.grid == (triton.cdiv(64 * LENGTH - 1, block), 1, 1)

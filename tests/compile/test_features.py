@@ -119,5 +119,5 @@ def test_grids(packed: bool) -> None:
     assert grids["forward"] == grids["rows"] == (queries * BATCH * HEADS, 1, 1)
     assert grids["columns"] == (keys * BATCH * KEY_HEADS, 1, 1)
     table_blocks = triton.cdiv(33 + (2 * clamp_margin(16, 16) if packed else 0), 16) * HEADS
-    assert grids["table"] == (table_blocks * BATCH, 1, 1)
-    assert "table_ends" not in grids or grids["table_ends"] == (BATCH * HEADS, 1, 1)
+    assert grids["table"] == (table_blocks, BATCH, 1)
+    assert "table_ends" not in grids or grids["table_ends"] == (HEADS, BATCH, 1)

@@ -80,11 +80,13 @@ def test_nothing_fits() -> None:
 
 def test_smaller_ones_stay_valid() -> None:
     """Down to the smallest, with a table and without."""
-    for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None)):
+    in_registers = TileConfig(128, 64, 8, 2, rotation="exact")  # there a warp has at least 16 rows
+    for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None), in_registers):
         steps = 0
         smaller: TileConfig | None = config
         while smaller is not None:
             assert smaller.why_invalid("sm_90", True) is None
-            assert (smaller.num_warps, smaller.carry) == (config.num_warps, config.carry)
+            assert (smaller.carry, smaller.rotation) == (config.carry, config.rotation)
+            assert smaller.num_warps == config.num_warps or smaller.num_warps * 16 == smaller.block_m
             last, smaller, steps = smaller, smaller.smaller(), steps + 1
         assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1) and steps < 9

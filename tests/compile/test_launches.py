@@ -274,7 +274,7 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
     else:
         table = next(each for each in launches if each.name == "table")
         table_heads = heads if call.per_head else 1
-        splits, units = table["num_splits"], sequences * heads // table_heads
+        splits, units = table.grid[1], sequences * heads // table_heads
         partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
         margin = 0
         if table["OUTSIDE"] == "clamp":  # as many near keys as the rows kernel can have beyond the table
@@ -283,13 +283,13 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
             assert (table["ROWS_BLOCK_M"], table["ROWS_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
         assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
-        assert (launch["PER_HEAD"], launch["num_splits"]) == (call.per_head, splits)
+        assert launch["PER_HEAD"] == call.per_head
         if launch.name == "table":
             programs = blocks(call.num_rows + 2 * margin, "BLOCK_N") * table_heads
-            assert launch.grid == (programs * splits,) and launch["num_sequences"] == sequences
-            assert splits == 1 or launch.grid[0] <= 4 * MULTIPROCESSORS.get(target, 64)
+            assert launch.grid == (programs, splits) and launch["num_sequences"] == sequences
+            assert splits == 1 or programs * splits <= 4 * MULTIPROCESSORS.get(target, 64)
         else:
-            assert launch.grid == (splits * table_heads,)
+            assert launch.grid == (table_heads, splits)
 
 
 def check_arguments(call: Call, launch: Recorded) -> None:

@@ -66,7 +66,8 @@ def with_seed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def selectable(kernel: str) -> list[TileConfig]:
-    """Every configuration that the selector returns for some call, but for warps and stages, which mean nothing here."""
+    """Every configuration that the selector returns for some call, but for what means nothing here: stages, and for the gather
+    warps. Packed rotations as exact ones: that their terms are rounded to float16 has tests of its own, test_rotations.py."""
     found = set()
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):
@@ -76,7 +77,9 @@ def selectable(kernel: str) -> list[TileConfig]:
                 for width, outside, is_causal in itertools.product((16, 64, 128, 256), OUTSIDE, (False, True)):
                     for special in (None,) if outside is None else SPECIAL:
                         config = configs.select(kernel, arch, dtype, width, outside, is_causal, special)
-                        found.add(dataclasses.replace(config, num_warps=4, num_stages=1))
+                        gathers = config.rotation == "gather"
+                        warps, rotation = (4, "gather") if gathers else (config.num_warps, "exact")
+                        found.add(dataclasses.replace(config, num_warps=warps, num_stages=1, rotation=rotation))
     torch.set_float32_matmul_precision(before)
     return sorted(found, key=str)
 

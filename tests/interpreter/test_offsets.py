@@ -156,12 +156,14 @@ def only_the_last_program() -> Iterator[None]:
     """Within, a launch runs one program, the last of its grid."""
     run = interpreter.InterpretedFunction.run
 
-    def run_last(function: Any, *arguments: Any, grid: tuple[int], **options: Any) -> None:
-        def program_id(builder: Any, axis: int) -> Any:
-            return interpreter.TensorHandle(np.array([grid[0] - 1 if axis == 0 else 0], dtype=np.int32), tl.int32)
+    def run_last(function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
+        def number(of_axis: int) -> Any:
+            return interpreter.TensorHandle(np.array([of_axis], dtype=np.int32), tl.int32)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", program_id)
+            builder = interpreter.InterpreterBuilder
+            patch.setattr(builder, "create_get_program_id", lambda _, axis: number(grid[axis] - 1 if axis < len(grid) else 0))
+            patch.setattr(builder, "create_get_num_programs", lambda _, axis: number(grid[axis] if axis < len(grid) else 1))
             run(function, *arguments, grid=(1,), **options)
 
     with pytest.MonkeyPatch.context() as patch:

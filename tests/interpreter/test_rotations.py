@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tests.interpreter.launch import all_gradients, check_every_term
 from triton_relattn import RelativePositions
+from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
 from triton_relattn.testing import Inputs, last_place, make_inputs
@@ -75,6 +76,30 @@ def test_words(saturate: bool) -> None:
     chunks = torch.stack([high, low, -high, -low])  # the newest first
     expected = torch.stack([chunks.gather(0, (steps + place)[None])[0] for place in (1, 0)])
     assert torch.equal(results, expected) and bool(results.isfinite().all()) == saturate
+
+
+@triton.jit
+def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target[m, p] = whether limits of row m hold the column that place p has after rotating."""
+    places = tl.arange(0, TILE[0])[:, None] * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    m = tl.arange(0, TILE[0])
+    tl.store(target + places, band_within(tl.load(low + m), tl.load(high + m), TILE).to(tl.int8))
+
+
+@pytest.mark.parametrize("rotation", ["gather", "exact"])
+@pytest.mark.parametrize(("block_m", "block_n", "warps"), TILES)
+def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: str) -> None:
+    """Limits anywhere, of every row its own, also where none or all columns lie within."""
+    generator = torch.Generator().manual_seed(block_m + block_n)
+    width = chunk_width.fn((block_m, block_n, rotation, warps))
+    m, place = torch.arange(block_m)[:, None], torch.arange(block_n)
+    n = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2
+    column = n // width * width + (n - m) % width
+    for _ in range(8):
+        low, high = torch.randint(-block_n, 2 * block_n, (2, block_m, 1), generator=generator, dtype=torch.int32)
+        target = torch.full((block_m, block_n), -1, dtype=torch.int8)
+        within_kernel[(1,)](low, high, target, (block_m, block_n, rotation, warps))
+        assert torch.equal(target.bool(), (column >= low) & (column < high)) and (target >= 0).all()
 
 
 def tiles_of(config: TileConfig, carry: str | None) -> dict[str, TileConfig]:

@@ -84,6 +84,24 @@ OF_QUADS = (
         (Change(BAND, "odd | wraps, odd & wraps", "odd | wraps, odd & (wraps == 0)"),),
     ),
     Fault(
+        "quads-wrap-off-by-one",
+        "rotated in registers, the column that has not wrapped is taken from the chunk before",
+        (f"{ON_ROTATIONS}::test_kernels",),
+        (Change(BAND, "> n // 4 * 4  #", ">= n // 4 * 4  #"),),
+    ),
+    Fault(
+        "quads-limits-off-by-one",
+        "of the columns of a band, one more than lies below the limit counts, in some rows",
+        (f"{ON_ROTATIONS}::test_limits_in_the_band",),
+        (Change(QUADS, "stop = (high[:, None] - by % 4 + 3 >> 2)", "stop = (high[:, None] - by % 4 + 4 >> 2)"),),
+    ),
+    Fault(
+        "terms-in-the-other-chunk",
+        "in the table kernel terms are added to the products of keys W away, in every other group of W queries",
+        (f"{ON_ROTATIONS}::test_kernels",),
+        (Change(BAND, "odd = (m // W % 2 == 1) ^ wraps_around(TILE)", "odd = wraps_around(TILE)"),),
+    ),
+    Fault(
         "columns-in-another-order",
         "keys of a tile whose rows are rotated in registers are taken in the order of their columns",
         (f"{ON_ROTATIONS}::test_kernels",),
@@ -108,7 +126,7 @@ OF_BAND = (
         "wrap-off-by-one",
         "the column that has not wrapped is taken from the chunk before",
         (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-0]",),
-        (Change(BAND, "wraps = m % W > n if ROTATED", "wraps = m % W >= n if ROTATED"),),
+        (Change(BAND, "return m % W > n", "return m % W >= n"),),
     ),
     Fault(
         "wrap-off-by-one-in-a-block",
@@ -477,8 +495,8 @@ OF_COLUMNS = (
         (
             Change(
                 COLUMNS,
-                "scores, offs_m[:, None], offs_n[None, :], valid_m[:, None], place",
-                "scores, offs_m[:, None], offs_n[None, :], None, place",
+                "seen = visible(offs_m[:, None], offs_n[None, :], place, window) & valid_m[:, None]",
+                "seen = visible(offs_m[:, None], offs_n[None, :], place, window)",
             ),
         ),
     ),
@@ -553,8 +571,8 @@ OF_TABLE = (
             Change(TABLE, "from .masking import locate", "from .masking import Place, locate"),
             Change(
                 TABLE,
-                "        head = table_head if PER_HEAD else unit % num_heads\n        head_queries",
-                "        head = table_head if PER_HEAD else unit % num_heads\n"
+                "        head = table_head if PER_HEAD else unit - sequence * num_heads\n        head_queries",
+                "        head = table_head if PER_HEAD else unit - sequence * num_heads\n"
                 "        batch, entry, query_start, key_start, num_queries, num_keys, query_offset = place\n"
                 "        num_keys = sequences.max_seqlen_k\n"
                 "        place = Place(batch, entry, query_start, key_start, num_queries, num_keys, query_offset)\n"
@@ -614,7 +632,7 @@ OF_TABLE = (
         "far-keys-counted-twice",
         "the first key behind the near tiles is counted by the rows kernel and by the table's",
         (f"{ON_BACKWARD}::test_tiles_of_rows_and_table_kernel[False-rows1-table1]",),
-        (Change(TABLE, "(offs_n < near_stop[:, None])", "(offs_n <= near_stop[:, None])"),),
+        (Change(TABLE, "near_stop - first_keys)", "near_stop + 1 - first_keys)"),),
     ),
     Fault(
         "race-of-table-splits",
@@ -629,8 +647,8 @@ OF_TABLE = (
         (
             Change(
                 TABLE,
-                "exists = row + tile_n <= last - first + 2 * MARGIN",
-                "exists = row + tile_n <= last - first + 2 * MARGIN + 1",
+                "exists = relative + tile_n <= last + MARGIN",
+                "exists = relative + tile_n <= last + MARGIN + 1",
             ),
         ),
     ),

@@ -147,15 +147,17 @@ class Call:
         """Of the longest sequence, of queries or keys."""
         return max(self.spec.max_seqlen_q, self.spec.max_seqlen_k)
 
-    def launch(self, name: str, kernel: Any, config: configs.TileConfig, programs: int, *arguments: Any, **options: Any) -> None:
-        """Launch one of configs.KERNELS, in so many programs, with what all kernels share.
+    def launch(
+        self, name: str, kernel: Any, config: configs.TileConfig, grid: tuple[int, ...], *arguments: Any, **options: Any
+    ) -> None:
+        """Launch one of configs.KERNELS, in a grid of programs, with what all kernels share.
 
         Raises:
             DoesNotFit: a selected configuration does not fit the GPU (OutOfResources: one that was asked for).
         """
         of_tile = tile_arguments(config, walks_keys=name in ("forward", "rows"))
         try:
-            kernel[(programs,)](*arguments, **options, **self.arguments, **of_tile, **LAUNCH_OPTIONS)
+            kernel[grid](*arguments, **options, **self.arguments, **of_tile, **LAUNCH_OPTIONS)
         except OutOfResources as error:
             if name not in self.selected:
                 raise

@@ -85,7 +85,7 @@ def backward(
     def run_rows(out: torch.Tensor | None, d_query: torch.Tensor | None, d_rel_query: torch.Tensor | None) -> None:
         programs = triton.cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads
         call.launch(
-            *("rows", rows_kernel, tiles["rows"], programs),
+            *("rows", rows_kernel, tiles["rows"], (programs,)),
             *inputs,
             *map(strided, (out, d_out, d_query, d_rel_query, lse)),
             statistics,
@@ -105,7 +105,7 @@ def backward(
     if any(gradient is not None for gradient in columns_gradients):
         programs = triton.cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads
         call.launch(
-            *("columns", columns_kernel, tiles["columns"], programs),
+            *("columns", columns_kernel, tiles["columns"], (programs,)),
             *inputs,
             *map(strided, (d_out, *columns_gradients, lse)),
             statistics,
@@ -135,13 +135,12 @@ def backward(
             if name in wants_tables
         }
         call.launch(
-            *("table", table_kernel, tiles["table"], programs * splits),
+            *("table", table_kernel, tiles["table"], (programs, splits)),
             *inputs,
             *map(strided, (d_out, partials.get("rel_key"), partials.get("rel_value"), partials.get("rel_bias"), lse)),
             statistics,
             strided(delta),
             num_sequences=call.num_sequences,
-            num_splits=splits,
             PER_HEAD=per_head,
             ROWS_BLOCK_M=tiles["rows"].block_m,
             ROWS_BLOCK_N=tiles["rows"].block_n,
@@ -153,12 +152,11 @@ def backward(
             )
             for name, rows, sums, factor in ends:
                 if name in partials:
-                    table_ends_kernel[(splits * table_heads,)](
+                    table_ends_kernel[(table_heads, splits)](
                         *map(strided, (rows, sums, partials[name])),
                         factor,
                         entries,
                         heads,
-                        splits,
                         seqlen_q,
                         WIDTH=rows.shape[-1],
                         BLOCK_WIDTH=configs.padded_width(rows.shape[-1]),

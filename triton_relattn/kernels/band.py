@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .quads import pack, rotate_rows, step_back_words, unpack
+from .quads import pack, rotate_rows, rotated_within, step_back_words, swap_elements, unpack
 from .tiles import key_order, load_rows
 
 # The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
@@ -278,6 +278,18 @@ def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def wraps_around(TILE: tl.constexpr):
+    """[M, W]: where rotating has brought elements from the end of their chunk to its beginning."""
+    W: tl.constexpr = chunk_width(TILE)
+    m = tl.arange(0, TILE[0])[:, None]
+    n = tl.arange(0, W)[None, :]
+    if TILE[2] == "gather":
+        return m % W > n
+    else:
+        return m % W - n % 4 > n // 4 * 4  # a lane has every fourth column: one number for a row, compared with constants
+
+
+@triton.jit
 def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.constexpr):
     """The parts of a tile, and what to carry to the next tile: each element as it was ``group + wraps`` chunks ago.
 
@@ -291,7 +303,7 @@ def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.
     m = tl.arange(0, M)[:, None]
     n = tl.arange(0, W)[None, :]
     group = GROUPS - 1 - m // W if BACK else m // W
-    wraps = m % W > n if ROTATED else m % W + n >= W
+    wraps = wraps_around(TILE) if ROTATED else m % W + n >= W
     if BACK:
         wraps = wraps == 0
 
@@ -409,6 +421,19 @@ def from_tiles(tile, carried, TILE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def in_tiles(parts, TILE: tl.constexpr):
+    """Parts of a rotated block in the columns that from_tiles takes its elements from: its chunks trade places where that is an
+    odd number of chunks ago. Not for the gather."""
+    W: tl.constexpr = chunk_width(TILE)
+    m = tl.arange(0, TILE[0])[:, None]
+    odd = (m // W % 2 == 1) ^ wraps_around(TILE)
+    if len(parts) == 1:
+        return (swap_elements(parts[0], odd),)
+    else:
+        return tl.where(odd, parts[1], parts[0]), tl.where(odd, parts[0], parts[1])
+
+
+@triton.jit
 def add_tile(
     acc,
     tile,
@@ -473,6 +498,15 @@ def band_column(TILE: tl.constexpr):
     m = tl.arange(0, TILE[0])[:, None]
     n = key_order(TILE)[None, :]
     return n // W * W + (n - m + TILE[0]) % W
+
+
+@triton.jit
+def band_within(low, high, TILE: tl.constexpr):
+    """[M, N]: whether low <= band_column < high, for limits [M]."""
+    if TILE[2] == "gather":
+        return (band_column(TILE) - low[:, None]).to(tl.uint32) < tl.maximum(high - low, 0)[:, None].to(tl.uint32)
+    else:
+        return rotated_within(low, high, key_order(TILE), chunk_width(TILE))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .band import FAR, NEAR, Table, near_keys, part_range, walk_position, whole_tile
 from .dropout import kept
-from .masking import first_query, last_query, locate
+from .masking import first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
@@ -110,7 +110,7 @@ def columns_kernel(
 
         for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
-            for position in tl.range(start, stop, BLOCK_M):
+            for position in tl.range(start, stop, BLOCK_M, disable_licm=ROTATION != "gather"):
                 row_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
                 offs_m = row_start + tile_m
                 valid_m = offs_m < place.num_queries
@@ -134,9 +134,8 @@ def columns_kernel(
                         scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
                 scores = tile_scores(query, key, scores, INPUT_PRECISION)
                 # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
-                scores, seen, slope = finished(
-                    scores, offs_m[:, None], offs_n[None, :], valid_m[:, None], place, window, mask, scaling
-                )
+                seen = visible(offs_m[:, None], offs_n[None, :], place, window) & valid_m[:, None]
+                scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, scaling)
                 probs = probabilities(scores, seen, scale, shift, row_max, is_additive(mask))
                 if dropout is not None:
                     stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])

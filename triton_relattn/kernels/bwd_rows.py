@@ -25,7 +25,7 @@ from .band import (
     walk_position,
 )
 from .dropout import kept
-from .masking import first_key, last_key, locate
+from .masking import first_key, last_key, locate, visible
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
@@ -181,7 +181,7 @@ def rows_kernel(
         if PART == NEAR and WANTS_BAND:
             waiting = empty_band(TILE, waiting_dtype(TILE, rel_keys[0].dtype.element_ty))
 
-        for position in tl.range(start, stop, BLOCK_N):
+        for position in tl.range(start, stop, BLOCK_N, disable_licm=ROTATION != "gather" and BLOCK_D > 64):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
             valid_n = offs_n < place.num_keys
@@ -201,8 +201,10 @@ def rows_kernel(
                     scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
-            exists = None if mask is None else valid_m[:, None]
-            scores, seen, slope = finished(scores, offs_m[:, None], offs_n[None, :], exists, place, window, mask, scaling)
+            seen = visible(offs_m[:, None], offs_n[None, :], place, window)
+            if mask is not None:
+                seen = seen & valid_m[:, None]
+            scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, scaling)
             probs = probabilities(scores, seen, scale, shift, row_max, is_additive(mask))
 
             if PART == NEAR and rel_values is not None:

@@ -10,23 +10,39 @@ import triton.language as tl
 from .band import (
     Table,
     band_column,
+    band_within,
     block_of_rows,
     clamp_margin,
+    cut,
     empty_band,
     from_tiles,
     glued,
+    in_tiles,
     near_keys,
+    rotate,
     rotated_tile,
     table_rows,
     term_dtype,
 )
 from .dropout import kept
-from .masking import locate
+from .masking import locate, visible_band
 from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
 
-@triton.jit(do_not_specialize=["first", "last", "num_sequences", "num_heads", "num_splits"])
+@triton.jit
+def band_terms(vectors, rows, table, relative, TILE: tl.constexpr, OUTSIDE: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """[M, N]: products of the vectors with a block of table rows, where from_tiles puts the pairs that use them; for rotations
+    in registers where it takes them from, to be what their products are added to."""
+    TERM: tl.constexpr = term_dtype(TILE)
+    block = block_of_rows(vectors, rows, table, relative, TILE, OUTSIDE, INPUT_PRECISION)
+    parts = rotate(cut(block, TILE, TERM), TILE)
+    if TILE[2] != "gather":
+        parts = in_tiles(parts, TILE)
+    return glued(parts, TILE, TERM).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["first", "last", "num_sequences", "num_heads"])
 def table_kernel(
     queries,
     keys,
@@ -51,7 +67,6 @@ def table_kernel(
     last,
     num_sequences,
     num_heads,
-    num_splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -76,14 +91,14 @@ def table_kernel(
     They are summed by distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one
     more for table_ends_kernel.
 
-    Grid: (row blocks * splits * table heads,), row blocks fastest. A program takes every splits-th sequence; with tables
+    Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence; with tables
     that the heads share (PER_HEAD is false), every splits-th pair of sequence and head.
     """
     MARGIN: tl.constexpr = clamp_margin(ROWS_BLOCK_M, ROWS_BLOCK_N) if OUTSIDE == "clamp" else 0
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, BLOCK_N)
     block = tl.program_id(0) % num_blocks
-    split = tl.program_id(0) // num_blocks % num_splits
-    table_head = tl.program_id(0) // num_blocks // num_splits
+    table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
 
     TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
     tile_m = tl.arange(0, BLOCK_M)
@@ -112,11 +127,17 @@ def table_kernel(
     if d_rel_bias is not None:
         bias_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the queries at the end: across warps, that is dear
     WANTS_SCORES: tl.constexpr = d_rel_keys is not None or d_rel_bias is not None
+    HAS_VALUE_TERM: tl.constexpr = WANTS_SCORES and rel_values is not None
 
     num_units = num_sequences if PER_HEAD else num_sequences * num_heads
-    for unit in range(split, num_units, num_splits):
-        place = locate(sequences, unit if PER_HEAD else unit // num_heads)
-        head = table_head if PER_HEAD else unit % num_heads
+    # Rotations in registers let tiles be so large that there is no register to spare: terms are what products are added to, not
+    # added to them, and addresses and masks are computed anew in each turn (so they are for some calls that would spill, too).
+    IN_REGISTERS: tl.constexpr = ROTATION != "gather"
+    ANEW: tl.constexpr = IN_REGISTERS or (BLOCK_D > 64 and (rel_keys is None or BLOCK_DR < BLOCK_D))
+    for unit in tl.range(split, num_units, num_splits, disable_licm=ANEW):
+        sequence = unit if PER_HEAD else (tl.cast(unit, tl.uint32) // tl.cast(num_heads, tl.uint32)).to(tl.int32)
+        place = locate(sequences, sequence)
+        head = table_head if PER_HEAD else unit - sequence * num_heads
         head_queries = head_matrix(queries, place.entry, head, place.query_start, WIDE_INDEX)
         head_keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
         head_values = head_matrix(values, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
@@ -133,41 +154,47 @@ def table_kernel(
             stop = tl.where(relative > window[1], 0, stop)
         if window[0] is not None:
             stop = tl.where(relative + (BLOCK_N - 1) < -window[0], 0, stop)
-        for row_start in tl.range(start, stop, BLOCK_M):
+        for row_start in tl.range(start, stop, BLOCK_M, disable_licm=ANEW):
             offs_m = row_start + tile_m
             valid_m = offs_m < place.num_queries
             query = load_rows(head_queries, row_start, tile_m, valid_m, HEAD_DIM, BLOCK_D)
             d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
             key_start = row_start + place.query_offset + relative
-            scores_carried, d_probs_carried = empty_band(TILE, tl.float32), empty_band(TILE, tl.float32)
-            for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
-                nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                valid_n = (key_start + ahead * BLOCK_N + tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)
-                key = load_rows(head_keys, key_start + ahead * BLOCK_N, tile_n, valid_n, HEAD_DIM, BLOCK_D)
-                scores = tile_scores(query, key, nothing, INPUT_PRECISION)
-                scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
-                if WANTS_SCORES:
-                    value = load_rows(head_values, key_start + ahead * BLOCK_N, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
-                    d_probs = tile_scores(d_out, value, nothing, INPUT_PRECISION)
-                    d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, TILE, tl.float32)
-            scores = glued(scores, TILE, tl.float32)
-            if WANTS_SCORES:
-                d_probs = glued(d_probs, TILE, tl.float32)
             rel_query = query
             if rel_queries is not None:
                 rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
-            if HAS_TERM:
-                band = block_of_rows(rel_query, rows, term, relative, TILE, OUTSIDE, INPUT_PRECISION)
-                scores += rotated_tile(band, TILE, term_dtype(TILE)).to(tl.float32)
-            offs_n = (offs_m + place.query_offset + relative)[:, None] + band_column(TILE)
-            # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all rows.
-            scores, seen, slope = finished(scores, offs_m[:, None], offs_n, valid_m[:, None], place, window, mask, scaling)
+            nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            terms, value_terms = nothing, nothing
+            if IN_REGISTERS and HAS_TERM:
+                terms = band_terms(rel_query, rows, term, relative, TILE, OUTSIDE, INPUT_PRECISION)
+            if IN_REGISTERS and HAS_VALUE_TERM:
+                value_terms = band_terms(d_out, value_rows, value_table, relative, TILE, OUTSIDE, INPUT_PRECISION)
+            scores_carried, d_probs_carried = empty_band(TILE, tl.float32), empty_band(TILE, tl.float32)
+            for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
+                first_key = key_start + ahead * BLOCK_N
+                valid_n = (first_key + tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)
+                key = load_rows(head_keys, first_key, tile_n, valid_n, HEAD_DIM, BLOCK_D)
+                scores = tile_scores(query, key, terms, INPUT_PRECISION)
+                scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
+                if WANTS_SCORES:
+                    value = load_rows(head_values, first_key, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+                    d_probs = tile_scores(d_out, value, value_terms, INPUT_PRECISION)
+                    d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, TILE, tl.float32)
+            scores = glued(scores, TILE, tl.float32)
+            if not IN_REGISTERS and HAS_TERM:
+                scores += band_terms(rel_query, rows, term, relative, TILE, OUTSIDE, INPUT_PRECISION)
+            low, high = visible_band(offs_m, relative, place, window)
             if OUTSIDE == "clamp":
                 rows_start = offs_m // ROWS_BLOCK_M * ROWS_BLOCK_M
                 near_start, near_stop = near_keys(
                     rows_start, first, last, place.query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE
                 )
-                seen = seen & (offs_n >= near_start[:, None]) & (offs_n < near_stop[:, None])
+                first_keys = offs_m + (place.query_offset + relative)
+                low, high = tl.maximum(low, near_start - first_keys), tl.minimum(high, near_stop - first_keys)
+            # Not by zeros: a query that does not exist would turn a table row of NaN into NaN for all rows.
+            seen = band_within(low, high, TILE)
+            offs_n = (offs_m + (place.query_offset + relative))[:, None] + band_column(TILE)
+            scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, scaling)
             base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
             probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
             if dropout is not None:
@@ -179,12 +206,11 @@ def table_kernel(
                 # [N, M] @ [M, Dv] -> [N, Dv]
                 value_acc = tl.dot(tl.trans(kept_band), d_out, value_acc, input_precision=INPUT_PRECISION)
             if WANTS_SCORES:
-                if rel_values is not None:
-                    # [M, Dv] @ [Dv, N] -> [M, N]
-                    value_band = tl.dot(d_out, tl.trans(value_rows), input_precision=INPUT_PRECISION)
-                    # The row of a pair that nobody sees may be NaN.
-                    value_terms = rotated_tile(value_band, TILE, term_dtype(TILE)).to(tl.float32)
-                    d_probs = tl.where(seen, d_probs + value_terms, 0.0)
+                d_probs = glued(d_probs, TILE, tl.float32)
+                if not IN_REGISTERS and HAS_VALUE_TERM:
+                    d_probs += band_terms(d_out, value_rows, value_table, relative, TILE, OUTSIDE, INPUT_PRECISION)
+                if HAS_VALUE_TERM:
+                    d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
                 if dropout is not None:
                     d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
                 delta = row_vector(deltas, place.entry, head, place.query_start)
@@ -200,8 +226,8 @@ def table_kernel(
                     # [N, M] @ [M, Dr] -> [N, Dr]
                     acc = tl.dot(tl.trans(d_band.to(query.dtype)), rel_query, acc, input_precision=INPUT_PRECISION)
 
-    row = block * BLOCK_N
-    exists = row + tile_n <= last - first + 2 * MARGIN
+    row = relative - first + MARGIN
+    exists = relative + tile_n <= last + MARGIN
     row = row + 1 if OUTSIDE == "clamp" else row
     if d_rel_keys is not None:
         unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
@@ -217,7 +243,7 @@ def table_kernel(
         tl.store(row_vector(d_rel_bias, split, table_head, row) + tile_n, tl.sum(bias_acc, axis=0), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_heads", "num_splits", "num_rows"])
+@triton.jit(do_not_specialize=["num_entries", "num_heads", "num_rows"])
 def table_ends_kernel(
     rows,
     sums,
@@ -225,7 +251,6 @@ def table_ends_kernel(
     factor,
     num_entries,
     num_heads,
-    num_splits,
     num_rows,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -236,10 +261,10 @@ def table_ends_kernel(
     """The first and the last row of a clamped table's partial sums, d_tables: the far keys. ``factor * sum_i sums_i rows_i`` over
     the vectors that the table is multiplied with, rows [B, H, Nq, D], and rows_kernel's sums [B, H, 2, Nq].
 
-    Grid: (splits * table heads,), divided as in table_kernel.
+    Grid: (table heads, splits), divided as in table_kernel.
     """
-    split = tl.program_id(0) % num_splits
-    table_head = tl.program_id(0) // num_splits
+    table_head = tl.program_id(0)
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
     tile_m = tl.arange(0, BLOCK_M)
     past = tl.zeros([BLOCK_WIDTH], tl.float32)
     future = tl.zeros([BLOCK_WIDTH], tl.float32)

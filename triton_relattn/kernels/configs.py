@@ -157,8 +157,41 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("table, rel_bias", "mma", 64, "none", True): TileConfig(32, 16, 4, 2),
     ("table, rel_bias", "mma", 128): TileConfig(32, 16, 4, 2),
     ("table, rel_bias", "wgmma", 64): TileConfig(32, 32, 4, 1),
+    ("table, rel_bias", "wgmma", 64, "none", False): TileConfig(32, 16, 2, 2),
+    ("table, rel_bias", "wgmma", 64, "none", True): TileConfig(32, 16, 4, 2),
     ("table, rel_bias", "wgmma", 128): TileConfig(16, 16, 2, 2),
 }
+
+# The same for rotations in registers, where they take fewer instructions than what is above: with tables for keys alone.
+_IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
+    ("forward", "mma", 64): TileConfig(64, 64, 4, 2),
+    ("forward", "mma", 64, "zero"): TileConfig(64, 32, 4, 2),
+    ("forward", "mma", 64, "zero", False): TileConfig(64, 32, 4, 1),
+    ("forward", "wgmma", 64): TileConfig(128, 64, 8, 2),
+    ("forward", "wgmma", 128): TileConfig(128, 64, 8, 2),
+    ("forward", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2),
+    ("rows", "mma", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("rows", "mma", 64, "clamp", True): TileConfig(64, 32, 4, 1, "both"),
+    ("rows", "wgmma", 64): TileConfig(64, 64, 4, 2, "both"),
+    ("rows", "wgmma", 64, "clamp", False): TileConfig(64, 32, 4, 2, "both"),
+    ("rows", "wgmma", 64, "zero"): TileConfig(64, 32, 4, 2, "both"),
+    ("rows", "wgmma", 128): TileConfig(64, 32, 4, 2, "both"),
+    ("columns", "wgmma", 64): TileConfig(64, 64, 4, 2),
+    ("columns", "wgmma", 64, "clamp", True): TileConfig(64, 64, 4, 1),
+    ("columns", "wgmma", 64, "zero", False): TileConfig(64, 64, 4, 1),
+    ("columns", "wgmma", 128): TileConfig(64, 32, 4, 2),
+    ("columns", "wgmma", 128, "clamp", True): TileConfig(64, 32, 4, 1),
+    ("columns", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 1),
+    ("table", "wgmma", 64): TileConfig(64, 64, 4, 1),
+    ("table", "wgmma", 64, "clamp", False): TileConfig(64, 32, 4, 1),
+}
+_EXACT = ("forward", "table")  # the kernels that have registers for float32 terms
+
+
+def _find(table: dict[tuple[object, ...], TileConfig], calls: list[tuple[object, ...]]) -> TileConfig | None:
+    """The entry that says most about the first of these calls that has one."""
+    entries = (table.get(call[:length]) for call in calls for length in (5, 4, 3))
+    return next((entry for entry in entries if entry is not None), None)
 
 
 def _tile_width(width: int) -> int:
@@ -182,12 +215,25 @@ def profile_key(
     return profiles.Key(kernel, arch, dtype_name, _tile_width(width), outside, is_causal, special, bucket)
 
 
-def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
+def rotation_in_registers(arch: str, dtype: torch.dtype) -> str | None:
+    """The rotation in registers that suits inputs of this dtype; None where accumulators do not lie as quads.py says.
+
+    Terms of float16 ("packed") obey the error rule of bfloat16 inputs. For float16 inputs the gradient of a table would be off by
+    several times what their own rounding costs, so that theirs are float32 ("exact"), as those of float32 inputs are.
+    """
+    if not (arch.startswith(("sm_8", "sm_12")) or arch == "sm_90"):
+        return None
+    return "packed" if dtype == torch.bfloat16 else "exact"
+
+
+def candidates(kernel: str, arch: str, dtype: torch.dtype, has_table: bool) -> list[TileConfig]:
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
     carries = {"forward": ("scores", None), "rows": ("both", "scores", None)} if has_table else {}
+    in_registers = rotation_in_registers(arch, dtype) if has_table else None
+    rotations = ("gather",) if in_registers is None else ("gather", in_registers)
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
-    every = itertools.starmap(TileConfig, itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",))))
-    return [config for config in every if config.why_invalid(arch, has_table) is None]
+    every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations)
+    return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table) is None]
 
 
 def select(
@@ -214,10 +260,16 @@ def select(
         tuned = profiles.find(profile_key(kernel, arch, dtype, width, outside, is_causal, special, length))
         if tuned is not None:
             return tuned
-    width = _tile_width(width)
     if dtype == torch.float32:
-        config = _select_float32(kernel, arch, width, special)
-        return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
+        config = _select_float32(kernel, arch, _tile_width(width), special)
+    else:
+        config = _select_16_bits(kernel, arch, dtype, _tile_width(width), outside, is_causal, special)
+    return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
+
+
+def _select_16_bits(
+    kernel: str, arch: str, dtype: torch.dtype, width: int, outside: str | None, is_causal: bool, special: str | None
+) -> TileConfig:
     if arch.startswith("gfx"):
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
@@ -228,10 +280,13 @@ def select(
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
     if special == "rel_value":  # a second band: nothing else would fit
         names = names[:1]
-    calls = [(name, unit, width, outside, is_causal) for name in names]
-    entries = (_CONFIGS.get(call[:length]) for call in calls for length in (5, 4, 3))
-    config = next((entry for entry in entries if entry is not None), TileConfig(16, 16, 4, 1))
-    return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
+    calls: list[tuple[object, ...]] = [(name, unit, width, outside, is_causal) for name in names]
+    rotation = rotation_in_registers(arch, dtype)
+    if special is None and outside is not None and (rotation == "packed" or (rotation == "exact" and kernel in _EXACT)):
+        config = _find(_IN_REGISTERS, calls)
+        if config is not None:
+            return replace(config, rotation=rotation)
+    return _find(_CONFIGS, calls) or TileConfig(16, 16, 4, 1)
 
 
 def _select_float32(kernel: str, arch: str, width: int, special: str | None) -> TileConfig:

@@ -27,7 +27,7 @@ from .band import (
 from .configs import TileConfig
 from .dropout import kept
 from .fitting import until_it_fits
-from .masking import first_key, last_key, locate
+from .masking import first_key, last_key, locate, visible
 from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, is_linear, softmax_update, tile_scores
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 
@@ -155,8 +155,10 @@ def forward_kernel(
                     scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
-            exists = None if mask is None else valid_m[:, None]
-            scores, seen, _ = finished(scores, offs_m[:, None], offs_n[None, :], exists, place, window, mask, scaling)
+            seen = visible(offs_m[:, None], offs_n[None, :], place, window)
+            if mask is not None:
+                seen = seen & valid_m[:, None]
+            scores, seen, _ = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, scaling)
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, shared, row_max, row_sum, scale, is_additive(mask))
             if dropout is not None:
@@ -214,7 +216,7 @@ def forward(
         tile = call.tile("forward", config)
         programs = triton.cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         call.launch(
-            *("forward", forward_kernel, tile, programs),
+            *("forward", forward_kernel, tile, (programs,)),
             *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),
             *map(strided, (call.rel_key, call.rel_value, call.rel_bias, call.attn_mask)),
             *map(strided, (out, lse, statistics)),

@@ -53,6 +53,19 @@ def visible(offs_m, offs_n, place, window):
 
 
 @triton.jit
+def visible_band(offs_m, relative_position, place, window):
+    """(low, high) [M]: each query sees the keys at relative_position + c, for low <= c < high; one that does not exist, none."""
+    first_keys = offs_m + (place.query_offset + relative_position)
+    low = -first_keys
+    high = tl.where(offs_m < place.num_queries, place.num_keys - first_keys, 0)
+    if window[1] is not None:
+        high = tl.minimum(high, window[1] + 1 - relative_position)
+    if window[0] is not None:
+        low = tl.maximum(low, -window[0] - relative_position)
+    return low, high
+
+
+@triton.jit
 def first_key(first_query, place, window, BLOCK_N: tl.constexpr):
     """The tile, as its first key, in which the keys begin that queries from first_query on see."""
     if window[0] is None:

@@ -20,6 +20,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NEW = tl.constexpr(0x3210)
 HALF_NEW = tl.constexpr(0x1076)
 OLD = tl.constexpr(0x7654)
+SWAPPED = tl.constexpr(0x1032)
 
 
 @triton.constexpr_function
@@ -127,3 +128,37 @@ def step_back_words(words, before, once, twice):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, before, selector], dtype=tl.uint32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def swap_elements(words, where):
+    """Words, their two elements exchanged where the mask says so."""
+    if INTERPRETED:
+        return tl.where(where, (words << 16) | (words >> 16), words)
+    else:
+        selector = tl.where(where, SWAPPED, NEW)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, selector], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def rotated_within(low, high, columns, WIDTH: tl.constexpr):
+    """[M, N]: where ``low <= WIDTH chunk + (n - m) mod WIDTH < high``, of limits [M] and the logical columns, WIDTH chunk + n.
+
+    A lane has every fourth column of a row, in an order that is rotated from row to row. A number with a bit for each, rotated
+    as a whole, takes fewer instructions and registers than all their indices. WIDTH is at most 64.
+    """
+    WORDS: tl.constexpr = WIDTH // 4
+    m = tl.arange(0, low.shape[0])[:, None]
+    by = (columns[None, :] % 4 - m) & (WIDTH - 1)
+    chunk = columns[None, :] // WIDTH
+    start = (low[:, None] - by % 4 + 3 >> 2) - chunk * WORDS
+    stop = (high[:, None] - by % 4 + 3 >> 2) - chunk * WORDS
+    stop = tl.minimum(tl.maximum(stop, 0), WORDS)
+    start = tl.minimum(tl.maximum(start, 0), stop)
+    one = tl.full(start.shape, 1, tl.uint32)
+    bits = (one << stop.to(tl.uint32)) - (one << start.to(tl.uint32))
+    by = (by // 4).to(tl.uint32)
+    bits = (bits >> by) | (bits << (WORDS - by))
+    return (bits >> (columns % WIDTH // 4).to(tl.uint32)[None, :]) & 1 != 0

@@ -7,7 +7,7 @@ numbers they become logits, whose unit is 1.
 import triton
 import triton.language as tl
 
-from .masking import mask_values, visible
+from .masking import mask_values
 from .tiles import row_vector, side_vector
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -56,15 +56,11 @@ def is_linear(softcap, mask):
 
 
 @triton.jit
-def finished(scores, offs_m, offs_n, exists, place, window, mask, scaling):
-    """Softcap and masks: scores, which of them are seen, and, with a softcap, its slope there (elsewhere 0).
+def finished(scores, seen, offs_m, offs_n, mask, scaling):
+    """Softcap and attn_mask: scores, which of those seen still are, and, with a softcap, its slope there (elsewhere 0).
 
-    exists: mask of the queries that exist, of a shape that goes with offs_m, or None where it does not matter; mask: the matrix
-    of attn_mask, or None.
+    mask: the matrix of attn_mask, or None; else only queries that exist may see anything.
     """
-    seen = visible(offs_m, offs_n, place, window)
-    if exists is not None:
-        seen = seen & exists
     slope = scores  # not used without a softcap
     if scaling.softcap is not None or is_additive(mask):
         scores = scores * (tl.cast(scaling.base_2_scale, tl.float32) * LN_2)

@@ -34,7 +34,9 @@ class TileConfig:
         if max(self.block_m, self.block_n) <= 16:
             return None
         if self.block_m > self.block_n:
-            return replace(self, block_m=self.block_m // 2)
+            block_m = self.block_m // 2
+            warps = self.num_warps if self.rotation == "gather" else min(self.num_warps, block_m // 16)
+            return replace(self, block_m=block_m, num_warps=warps)
         return replace(self, block_n=self.block_n // 2)
 
     def why_invalid(self, arch: str, has_table: bool) -> str | None:
@@ -55,6 +57,8 @@ class TileConfig:
             return f'rotation must be "gather", "exact" or "packed", got {self.rotation!r}'
         if self.rotation != "gather" and self.block_m % (16 * self.num_warps):
             return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
+        if self.rotation != "gather" and self.block_n > 128:
+            return f"block_n must be at most 128 for rotations in registers, got {self.block_n}"
         if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
             return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
         if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:

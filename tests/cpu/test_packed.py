@@ -1,0 +1,119 @@
+"""Terms rounded to float16, as packed rotations have them (kernels/quads.py), by the error rule of the inputs' dtype.
+
+The kernels' bfloat16 arithmetic in torch: products of rounded operands summed in float32, what goes into a product rounded
+before. Triton's interpreter would not tell: it computes bfloat16 otherwise.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import configs
+from triton_relattn.reference import reference_attention
+from triton_relattn.testing import (
+    Inputs,
+    assert_table_gradient,
+    assert_within_budget,
+    dense_gradients,
+    forward_backward,
+    make_inputs,
+)
+
+LENGTH = 192
+
+
+def terms_of(inputs: Inputs) -> torch.Tensor:
+    """q_i . E[j - i] of all pairs, float32, (B, H, N, N)."""
+    assert inputs.rel_key is not None
+    i = torch.arange(LENGTH)
+    row, _ = RelativePositions.centred(2 * LENGTH - 1).rows(i - i[:, None])
+    products = inputs.query.float() @ inputs.rel_key.float().mT
+    return products.gather(-1, row.expand(*products.shape[:2], -1, -1))
+
+
+def kernel_arithmetic(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """out and gradients, with terms rounded to float16, beyond its range to its largest number."""
+    query, key, value, rel_key, d_out = (tensor.float() for tensor in (*inputs[:4], inputs.d_out) if tensor is not None)
+    dtype, scale = inputs.query.dtype, inputs.query.shape[-1] ** -0.5
+    terms = terms_of(inputs).clamp(-65504, 65504).half().float()
+    logits = scale * (query @ key.mT + terms)
+    lse = logits.logsumexp(-1, keepdim=True)
+    probs = (logits - lse).exp()
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    out = weights.to(dtype).float() @ value / weights.sum(-1, keepdim=True)
+    d_probs = d_out @ value.mT
+    d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True) + inputs.d_lse.float()[..., None])
+    d_scores = d_scores.to(dtype).float()
+    i = torch.arange(LENGTH)
+    row, _ = RelativePositions.centred(2 * LENGTH - 1).rows(i - i[:, None])
+    by_row = torch.zeros(*query.shape[:3], rel_key.shape[-2]).scatter_add_(-1, row.expand_as(d_scores), d_scores)
+    results = {
+        "out": out,
+        "d_query": scale * (d_scores @ key + by_row @ rel_key),
+        "d_key": scale * d_scores.mT @ query,
+        "d_value": probs.to(dtype).float().mT @ d_out,
+        "d_rel_key": scale * (by_row.mT @ query).sum((0, 1)),
+    }
+    return {name: result.to(dtype) for name, result in results.items()}
+
+
+def with_terms_up_to(largest: float, dtype: torch.dtype) -> Inputs:
+    inputs = make_inputs(2, 2, LENGTH, LENGTH, 64, num_rows=2 * LENGTH - 1, dtype=dtype, seed=3)
+    assert inputs.rel_key is not None
+    return inputs._replace(rel_key=(inputs.rel_key * (largest / terms_of(inputs).abs().max())).to(dtype))
+
+
+def check(inputs: Inputs) -> None:
+    """The error rule of kernels: out within twice the error of plain torch, gradients within three times."""
+    golden, plain = dense_gradients(inputs)._asdict(), forward_backward(reference_attention, inputs)
+    for name, result in kernel_arithmetic(inputs).items():
+        factor = 2 if name == "out" else 3
+        assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
+        if name == "d_rel_key":
+            assert_table_gradient(name, result, inputs)
+
+
+@pytest.mark.parametrize("largest", [5, 40, 340])
+def test_bfloat16_obeys_the_error_rule(largest: float) -> None:
+    check(with_terms_up_to(largest, torch.bfloat16))
+
+
+def test_float16_does_not() -> None:
+    """Why rotation_in_registers has float32 terms for it: gradients of tables are off by more than their budget."""
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        check(with_terms_up_to(40, torch.float16))
+    assert configs.rotation_in_registers("sm_90", torch.bfloat16) == "packed"
+    assert {configs.rotation_in_registers("sm_90", dtype) for dtype in (torch.float16, torch.float32)} == {"exact"}
+
+
+def test_beyond_float16_terms_are_its_largest_number() -> None:
+    """All is finite, and queries without such terms are as right as in plain torch."""
+    inputs = with_terms_up_to(1e5, torch.bfloat16)
+    results = kernel_arithmetic(inputs)
+    assert all(bool(result.isfinite().all()) for result in results.values())
+    within = (terms_of(inputs).abs() <= 65504).all(-1)
+    assert within.any() and not within.all()
+    golden, plain = dense_gradients(inputs).out, reference_attention(*inputs[:4])[0]
+    assert_within_budget("out", results["out"][within], golden[within], plain[within], factor=2, exact_reference=True)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter"])
+def test_who_rotates_how(arch: str) -> None:
+    """Terms of bfloat16 inputs alone may be rounded to float16, where accumulators lie as quads.py says."""
+    found: dict[torch.dtype, set[str]] = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for kernel in configs.KERNELS:
+            for width in (64, 128):
+                for outside in ("none", "clamp", "zero"):
+                    config = configs.select(kernel, arch, dtype, width, outside)
+                    found.setdefault(dtype, set()).add(config.rotation)
+    if arch in ("sm_100", "gfx942", "interpreter"):
+        assert found == {dtype: {"gather"} for dtype in found}
+    else:
+        assert found == {
+            torch.bfloat16: {"gather", "packed"},
+            torch.float16: {"gather", "exact"},
+            torch.float32: {"gather"},
+        }
