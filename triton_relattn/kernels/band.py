@@ -197,6 +197,13 @@ def term_dtype(tile):
 
 
 @triton.constexpr_function
+def for_values(tile):
+    """The tile for products of d_out with a table for values: float16 has no digits for gradients as small as they may be."""
+    block_m, block_n, rotation, warps = tile
+    return block_m, block_n, "exact" if rotation == "packed" else rotation, warps
+
+
+@triton.constexpr_function
 def waiting_dtype(tile, dtype):
     """What elements of a tile are in while they wait to be multiplied with table rows, and then rounded to their dtype."""
     return tl.float32 if tile[2] == "gather" else dtype

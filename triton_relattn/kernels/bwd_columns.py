@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .band import FAR, NEAR, Table, near_keys, part_range, walk_position, whole_tile
+from .band import FAR, NEAR, Table, for_values, near_keys, part_range, walk_position, whole_tile
 from .dropout import kept
 from .masking import first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
@@ -146,7 +146,9 @@ def columns_kernel(
                     d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
                 if d_keys is not None:
                     if PART == NEAR and rel_values is not None:
-                        d_probs = whole_tile(d_out, value_table, relative, VALUE_DIM, BLOCK_DV, TILE, OUTSIDE, INPUT_PRECISION)
+                        d_probs = whole_tile(
+                            d_out, value_table, relative, VALUE_DIM, BLOCK_DV, for_values(TILE), OUTSIDE, INPUT_PRECISION
+                        )
                     elif rel_values is not None and OUTSIDE == "clamp":
                         far = side_vector(far_values, place.entry, head, side, place.query_start)
                         far = tl.load(far + offs_m, mask=valid_m, other=0.0)

@@ -16,6 +16,7 @@ from .band import (
     blocks_before,
     empty_band,
     far_terms,
+    for_values,
     near_keys,
     next_terms,
     part_range,
@@ -94,6 +95,7 @@ def rows_kernel(
             return
 
     TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
+    VALUE_TILE: tl.constexpr = for_values(TILE)
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
     tile_n = key_order(TILE)
@@ -176,7 +178,7 @@ def rows_kernel(
             carried = blocks_before(rel_query, term, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION, CARRY)
         if PART == NEAR and rel_values is not None:
             values_carried = blocks_before(
-                d_out, value_table, relative, VALUE_DIM, BLOCK_DV, TILE, OUTSIDE, INPUT_PRECISION, CARRY
+                d_out, value_table, relative, VALUE_DIM, BLOCK_DV, VALUE_TILE, OUTSIDE, INPUT_PRECISION, CARRY
             )
         if PART == NEAR and WANTS_BAND:
             waiting = empty_band(TILE, waiting_dtype(TILE, rel_keys[0].dtype.element_ty))
@@ -215,7 +217,7 @@ def rows_kernel(
                     relative,
                     VALUE_DIM,
                     BLOCK_DV,
-                    TILE,
+                    VALUE_TILE,
                     OUTSIDE,
                     INPUT_PRECISION,
                     CARRY,

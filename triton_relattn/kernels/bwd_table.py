@@ -15,6 +15,7 @@ from .band import (
     clamp_margin,
     cut,
     empty_band,
+    for_values,
     from_tiles,
     glued,
     in_tiles,
@@ -168,7 +169,7 @@ def table_kernel(
             if IN_REGISTERS and HAS_TERM:
                 terms = band_terms(rel_query, rows, term, relative, TILE, OUTSIDE, INPUT_PRECISION)
             if IN_REGISTERS and HAS_VALUE_TERM:
-                value_terms = band_terms(d_out, value_rows, value_table, relative, TILE, OUTSIDE, INPUT_PRECISION)
+                value_terms = band_terms(d_out, value_rows, value_table, relative, for_values(TILE), OUTSIDE, INPUT_PRECISION)
             scores_carried, d_probs_carried = empty_band(TILE, tl.float32), empty_band(TILE, tl.float32)
             for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
                 first_key = key_start + ahead * BLOCK_N
@@ -208,7 +209,7 @@ def table_kernel(
             if WANTS_SCORES:
                 d_probs = glued(d_probs, TILE, tl.float32)
                 if not IN_REGISTERS and HAS_VALUE_TERM:
-                    d_probs += band_terms(d_out, value_rows, value_table, relative, TILE, OUTSIDE, INPUT_PRECISION)
+                    d_probs += band_terms(d_out, value_rows, value_table, relative, for_values(TILE), OUTSIDE, INPUT_PRECISION)
                 if HAS_VALUE_TERM:
                     d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
                 if dropout is not None:
