@@ -18,19 +18,33 @@ from tests.conftest import poisoned
 from tests.fuzz.budget import assert_within, expected
 from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal
 from triton_relattn import blocks
+from triton_relattn.kernels.tile_config import TileConfig
 from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
 BLOCKS = ((128, 1 << 18), (16, 1), (7, 1 << 13), (1, 1 << 18), (16, 1 << 18))
 """Queries of a block and elements of a band, of blockwise."""
-TILES: tuple[dict[str, tuple[int, int, str | None]] | None, ...] = (
+
+
+def tile(block_m: int, block_n: int, carry: str | None = "scores", rotation: str = "gather") -> TileConfig:
+    """So many queries and keys, or table rows; in registers, 16 rows a warp."""
+    return TileConfig(block_m, block_n, block_m // 16, 1, carry, rotation)
+
+
+TILES: tuple[dict[str, TileConfig] | None, ...] = (
     None,
-    {"forward": (32, 16, "scores"), "rows": (32, 16, "both"), "columns": (16, 16, "scores"), "table": (32, 16, "scores")},
-    {"forward": (16, 16, None), "rows": (32, 32, None), "columns": (32, 16, "scores"), "table": (32, 32, "scores")},
-    {"forward": (32, 32, "scores"), "rows": (16, 16, "scores"), "columns": (32, 32, "scores"), "table": (16, 16, "scores")},
+    {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)},
+    {"forward": tile(16, 16, None), "rows": tile(32, 32, None), "columns": tile(32, 16), "table": tile(32, 32)},
+    {"forward": tile(32, 32), "rows": tile(16, 16), "columns": tile(32, 32), "table": tile(16, 16)},
+    {
+        "forward": tile(32, 16, rotation="exact"),
+        "rows": tile(32, 32, "both", "exact"),
+        "columns": tile(16, 16, rotation="exact"),
+        "table": tile(32, 16, rotation="exact"),
+    },
 )
-"""Queries and keys (or table rows) of a tile and what is carried, of the kernels; None: the default."""
+"""Of the kernels; None: the default."""
 
 
 @contextmanager
@@ -58,7 +72,7 @@ def environment(case: Case) -> Iterator[None]:
             torch.set_default_dtype(default)
 
 
-def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, tuple[int, int, str | None]] | None) -> None:
+def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, TileConfig] | None) -> None:
     """These tiles, in Triton's interpreter made fast."""
     from triton.runtime import interpreter
 
@@ -70,12 +84,7 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, tuple[int, int, str | 
     patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
     patch.setattr(interpreter.interpreter_builder, "options", options)
     if tiles is not None:
-
-        def select(kernel: str, *_: Any, **__: Any) -> configs.TileConfig:
-            block_m, block_n, carry = tiles[kernel]
-            return configs.TileConfig(block_m, block_n, 4, 1, carry)
-
-        patch.setattr(configs, "select", select)
+        patch.setattr(configs, "select", lambda kernel, *_, **__: tiles[kernel])
 
 
 def global_state() -> dict[str, Any]:

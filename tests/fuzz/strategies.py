@@ -66,7 +66,7 @@ def side(kernels: bool, chosen: int) -> int:
     if not kernels:
         return min(BLOCKS[chosen][0], 16)
     tiles = TILES[chosen]
-    return 64 if tiles is None else min(min(sizes[:2]) for sizes in tiles.values())
+    return 64 if tiles is None else min(min(tile.block_m, tile.block_n) for tile in tiles.values())
 
 
 def near_borders(limit: int, side: int, steps: tuple[int, ...] = (0, 1, -1)) -> st.SearchStrategy[int]:
@@ -142,7 +142,7 @@ def tables(
 @st.composite
 def sizes(draw: st.DrawFn, kernels: bool) -> dict[str, Any]:
     """Sequences, heads and widths; few of them in the interpreter, which is slow."""
-    chosen_blocks = draw(st.sampled_from([1, 2, 3, 1, 2, 3, 0]) if kernels else st.integers(0, len(BLOCKS) - 1))
+    chosen_blocks = draw(st.sampled_from([1, 2, 3, 4, 1, 2, 3, 4, 0]) if kernels else st.integers(0, len(BLOCKS) - 1))
     tile = side(kernels, chosen_blocks)
     limit, widths = (48 if tile == 16 else 70, (1, 8, 16, 3, 20, 33)) if kernels else (70, (1, 2, 3, 8, 5, 16, 17, 33, 64))
     width, length = st.sampled_from(widths), lengths(limit, tile)

@@ -41,7 +41,12 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
 
 
 SMALL = {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)}
-OTHER = {"forward": tile(16, 16, None), "rows": tile(16, 16, None), "columns": tile(32, 16), "table": tile(16, 16)}
+OTHER = {
+    "forward": tile(16, 16, None),
+    "rows": TileConfig(16, 16, 1, 1, None, "exact"),
+    "columns": TileConfig(32, 16, 2, 1, rotation="exact"),
+    "table": TileConfig(16, 16, 1, 1, rotation="exact"),
+}
 POSITIONS = {
     "none": None,
     "full": RelativePositions(-60, 60),
