@@ -162,7 +162,8 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("table, rel_bias", "wgmma", 128): TileConfig(16, 16, 2, 2),
 }
 
-# The same for rotations in registers, where they take fewer instructions than what is above: with tables for keys alone.
+# The same for rotations in registers, where they take fewer instructions than what is above. What is special about a call's terms
+# must have an entry of its own.
 _IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
     ("forward", "mma", 64): TileConfig(64, 64, 4, 2),
     ("forward", "mma", 64, "zero"): TileConfig(64, 32, 4, 2),
@@ -184,8 +185,26 @@ _IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
     ("columns", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 1),
     ("table", "wgmma", 64): TileConfig(64, 64, 4, 1),
     ("table", "wgmma", 64, "clamp", False): TileConfig(64, 32, 4, 1),
+    ("forward, rel_key and rel_bias", "mma", 64, "none"): TileConfig(64, 64, 4, 2),
+    ("forward, rel_key and rel_bias", "wgmma", 64, "none"): TileConfig(128, 64, 8, 2),
+    ("forward, rel_key and rel_bias", "wgmma", 128, "none"): TileConfig(128, 64, 8, 2),
+    ("rows, rel_key and rel_bias", "mma", 64, "none"): TileConfig(64, 32, 4, 2, "both"),
+    ("rows, rel_key and rel_bias", "wgmma", 128, "none"): TileConfig(64, 32, 4, 2, "both"),
+    ("columns, rel_key and rel_bias", "wgmma", 64, "none", True): TileConfig(64, 64, 4, 2),
+    ("columns, rel_key and rel_bias", "wgmma", 128, "none"): TileConfig(64, 32, 4, 2),
+    ("forward, rel_query", "mma", 64, "none", False): TileConfig(64, 64, 4, 2),
+    ("forward, rel_query", "wgmma", 64, "none", False): TileConfig(128, 64, 8, 2),
+    ("forward, rel_query", "wgmma", 128, "none", False): TileConfig(128, 64, 8, 2),
+    ("rows, rel_query", "mma", 64, "none", False): TileConfig(64, 32, 4, 2, "both"),
+    ("columns, rel_query", "wgmma", 64, "none", False): TileConfig(64, 64, 4, 2),
+    ("forward, narrow rel_query", "mma", 64, "zero", True): TileConfig(64, 32, 4, 2),
+    ("forward, narrow rel_query", "wgmma", 64, "zero", True): TileConfig(128, 64, 8, 2),
+    ("rows, narrow rel_query", "mma", 64, "zero", True): TileConfig(64, 32, 4, 2, "both"),
+    ("rows, narrow rel_query", "wgmma", 64, "zero", True): TileConfig(64, 32, 4, 2, "both"),
+    ("rows, narrow rel_query", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2, "both"),
+    ("table, narrow rel_query", "wgmma", 64, "zero", True): TileConfig(64, 64, 4, 1),
 }
-_EXACT = ("forward", "table")  # the kernels that have registers for float32 terms
+_EXACT = ("forward", "table")  # the kernels that have registers for float32 terms, in calls with nothing special
 
 
 def _find(table: dict[tuple[object, ...], TileConfig], calls: list[tuple[object, ...]]) -> TileConfig | None:
@@ -282,8 +301,8 @@ def _select_16_bits(
         names = names[:1]
     calls: list[tuple[object, ...]] = [(name, unit, width, outside, is_causal) for name in names]
     rotation = rotation_in_registers(arch, dtype)
-    if special is None and outside is not None and (rotation == "packed" or (rotation == "exact" and kernel in _EXACT)):
-        config = _find(_IN_REGISTERS, calls)
+    if outside is not None and (rotation == "packed" or (rotation == "exact" and special is None and kernel in _EXACT)):
+        config = _find(_IN_REGISTERS, calls[:1])
         if config is not None:
             return replace(config, rotation=rotation)
     return _find(_CONFIGS, calls) or TileConfig(16, 16, 4, 1)
