@@ -196,7 +196,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
-    """Every target, dtype, width and table; widths that are no power of two go with the next one."""
+    """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
     for launch in launches(target, dtype, width, f"{table} causal"):
         assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
 

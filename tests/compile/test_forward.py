@@ -106,7 +106,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
-    """Every target, dtype, width and table; widths that are no power of two go with the next one."""
+    """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
     config, kernel = launch(target, dtype, width, f"{table} causal")
     assert config.why_invalid(target, table != "none") is None
     assert kernel.metadata.shared <= SHARED_MEMORY[target]

@@ -30,6 +30,8 @@ def terms_of(inputs: Inputs) -> torch.Tensor:
     i = torch.arange(LENGTH)
     row, _ = RelativePositions.centred(2 * LENGTH - 1).rows(i - i[:, None])
     products = inputs.query.float() @ inputs.rel_key.float().mT
+    if inputs.rel_bias is not None:  # in the unit of scores
+        products = products + inputs.rel_bias.float() * inputs.query.shape[-1] ** 0.5
     return products.gather(-1, row.expand(*products.shape[:2], -1, -1))
 
 
@@ -59,8 +61,8 @@ def kernel_arithmetic(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: result.to(dtype) for name, result in results.items()}
 
 
-def with_terms_up_to(largest: float, dtype: torch.dtype) -> Inputs:
-    inputs = make_inputs(2, 2, LENGTH, LENGTH, 64, num_rows=2 * LENGTH - 1, dtype=dtype, seed=3)
+def with_terms_up_to(largest: float, dtype: torch.dtype, *, rel_bias: bool = False) -> Inputs:
+    inputs = make_inputs(2, 2, LENGTH, LENGTH, 64, num_rows=2 * LENGTH - 1, rel_bias=rel_bias, dtype=dtype, seed=3)
     assert inputs.rel_key is not None
     return inputs._replace(rel_key=(inputs.rel_key * (largest / terms_of(inputs).abs().max())).to(dtype))
 
@@ -78,6 +80,10 @@ def check(inputs: Inputs) -> None:
 @pytest.mark.parametrize("largest", [5, 40, 340])
 def test_bfloat16_obeys_the_error_rule(largest: float) -> None:
     check(with_terms_up_to(largest, torch.bfloat16))
+
+
+def test_a_bias_does_not_change_that() -> None:
+    check(with_terms_up_to(40, torch.bfloat16, rel_bias=True))
 
 
 def test_float16_does_not() -> None:
