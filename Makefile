@@ -40,9 +40,9 @@ test-newest:
 	.venv-newest/bin/pip install --quiet --upgrade triton
 	$(MAKE) smoke VENV=.venv-newest
 
-# Imports; every kernel compiled, with every feature; the operator and random calls in the interpreter.
+# Imports; every kernel compiled, with every feature; rotations in registers; the operator and random calls in the interpreter.
 smoke: setup
-	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py
+	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py tests/compile/test_rotations.py
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
 		tests/interpreter/test_backward.py::test_widths tests/fuzz/test_kernels.py
 

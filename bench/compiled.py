@@ -147,9 +147,7 @@ def recorded_launches(target: str, only: str | None = None) -> Iterator[list[Lau
 
 def selected(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> configs.TileConfig:
     """The configuration of one of configs.KERNELS that a call gets on the target; its tensors may be on "meta"."""
-    call = Call(tensors, spec)
-    call.arch = target
-    return call.tile(kernel)
+    return Call(tensors, spec, arch=target).tile(kernel)
 
 
 def compiled(

@@ -61,9 +61,7 @@ class Task:
     @property
     def call(self) -> Call:
         """Of tensors that take no memory."""
-        call = Call(*self.case.resolved(self.case.empty(), self.has_table))
-        call.arch = self.arch
-        return call
+        return Call(*self.case.resolved(self.case.empty(), self.has_table), arch=self.arch)
 
     @property
     def key(self) -> profiles.Key:
@@ -91,7 +89,9 @@ def steps_apart(one: TileConfig, other: TileConfig) -> int:
 def candidates(task: Task, reach: int) -> list[TileConfig]:
     """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
     default = task.default
-    near = sorted(configs.candidates(task.kernel, task.arch, task.call.dtype, task.has_table), key=partial(steps_apart, default))
+    near = sorted(
+        configs.candidates(task.kernel, task.arch, task.call.kind.dtype, task.has_table), key=partial(steps_apart, default)
+    )
     return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
 
 

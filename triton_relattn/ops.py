@@ -6,19 +6,19 @@ The tensors of AttentionTensors and the scalars of AttentionSpec are the schema,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from torch.autograd import forward_ad
 
 from . import blockwise, flops, sharding
 from .results import compute_dtype, gradient_like, new_like, without_autocast
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .when_imported import when_imported
 
-_SCHEMA_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
-_SCALARS = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(AttentionSpec))
+_SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
+_SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
 _TENSORS = ", ".join(
     f"{'Tensor?' if name in AttentionTensors._field_defaults else 'Tensor'} {name}" for name in AttentionTensors._fields
 )
@@ -191,11 +191,18 @@ when_imported("torch.utils.flop_counter", flops.register)
 when_imported("torch.distributed.tensor", sharding.register)
 
 
+def _is_differentiated(tensors: AttentionTensors) -> bool:
+    """Whether anybody may ask for a derivative, by reverse mode or (which is to be refused) forward mode."""
+    differentiable = [tensor for tensor in tensors[:_NUM_GRADIENTS] if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
+        return True
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in differentiable)
+
+
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    # torch.compile cannot trace a Function that marks a result as not differentiable where nothing requires a gradient.
-    run = torch.ops.triton_relattn.attention_forward if torch.compiler.is_compiling() else _Forward.apply
-    # Not dataclasses.astuple, which copies what it finds, symbolic integers of torch.export included.
-    scalars = (getattr(spec, field.name) for field in fields(spec))
-    out, lse, _ = run(*tensors, *scalars, implementation)
+    # Where nobody differentiates, a Function only costs time, and torch.compile cannot trace one that marks a result as constant.
+    function = _is_differentiated(tensors) and not torch.compiler.is_compiling()
+    run = _Forward.apply if function else torch.ops.triton_relattn.attention_forward
+    out, lse, _ = run(*tensors, *spec, implementation)
     return out, lse

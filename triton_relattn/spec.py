@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,8 +42,7 @@ DIFFERENTIABLE = AttentionTensors._fields[:7]
 """Names of the tensors that have gradients, in their order."""
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(NamedTuple):
     """All that is not a tensor. Field names and types are also the operator's schema (see ops.py)."""
 
     scale: float

@@ -1,4 +1,7 @@
-"""The contract of the public functions: ranks, shapes, dtypes, devices and values, checked once, before any work."""
+"""The contract of the public functions: ranks, shapes, dtypes, devices and values, checked once, before any work.
+
+No message is made before it is needed: that would take longer than the checks, and formatting a symbolic number fixes its value.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,10 @@ LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(to
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
-    _require(tuple(tensor.shape) == expected, f"{name} must have shape {meaning} = {expected}, got {tuple(tensor.shape)}")
+def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str, of_others: str = "") -> None:
+    if tensor.shape != expected:
+        meaning += f" with {of_others}" if of_others else ""
+        raise ValueError(f"{name} must have shape {meaning} = {expected}, got {tuple(tensor.shape)}")
 
 
 def _require_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
@@ -32,7 +32,8 @@ def _require_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> Non
         raise TypeError(
             f"{name} must be a strided tensor, got {'a nested one' if tensor.is_nested else f'layout {tensor.layout}'}"
         )
-    _require(tensor.device == query.device, f"{name} must be on query's device {query.device}, got {tensor.device}")
+    if tensor.device != query.device:
+        raise ValueError(f"{name} must be on query's device {query.device}, got {tensor.device}")
 
 
 def _check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, float32_too: bool = False) -> None:
@@ -67,24 +68,26 @@ def _check_shapes(tensors: AttentionTensors, batch: int, packed: bool, enable_gq
     query, key, value = tensors[:3]
     named = {"query": query, "key": key, "value": value, "rel_query": tensors.rel_query}
     for name, tensor in named.items():
-        if tensor is not None:
-            _require(tensor.dim() == rank, f"{name} must have {rank} dimensions {dimensions}, got {tuple(tensor.shape)}")
+        if tensor is not None and tensor.dim() != rank:
+            raise ValueError(f"{name} must have {rank} dimensions {dimensions}, got {tuple(tensor.shape)}")
     heads, length = (query.shape[1], query.shape[0]) if packed else query.shape[1:3]
     key_heads, key_length = (key.shape[1], key.shape[0]) if packed else key.shape[1:3]
     width, value_width = query.shape[-1], value.shape[-1]
-    _require(width > 0 and value_width > 0, f"widths must be positive, got {width} (query), {value_width} (value)")
+    if width == 0 or value_width == 0:
+        raise ValueError(f"widths must be positive, got {width} (query), {value_width} (value)")
     if enable_gqa:
-        groups = f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}"
-        _require(heads % key_heads == 0 if key_heads else heads == 0, groups)
-    else:
-        of_key = f"key must have query's {heads} heads, got {key_heads} in {tuple(key.shape)}; enable_gqa=True lets heads share"
-        _require(key_heads == heads, of_key)
-    _require_shape("key", key, shape(key_heads, key_length, width), f"{dimensions} with query's batch and width")
-    _require_shape("value", value, shape(key_heads, key_length, value_width), f"{dimensions} with key's heads and length")
+        if heads % key_heads if key_heads else heads:
+            raise ValueError(f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}")
+    elif key_heads != heads:
+        got = f"got {key_heads} in {tuple(key.shape)}"
+        raise ValueError(f"key must have query's {heads} heads, {got}; enable_gqa=True lets heads share")
+    _require_shape("key", key, shape(key_heads, key_length, width), dimensions, "query's batch and width")
+    _require_shape("value", value, shape(key_heads, key_length, value_width), dimensions, "key's heads and length")
     if tensors.rel_query is not None:
         rel_width = tensors.rel_query.shape[-1]
-        _require(rel_width > 0, f"widths must be positive, got {rel_width} (rel_query)")
-        _require_shape("rel_query", tensors.rel_query, shape(heads, length, rel_width), f"{dimensions} with query's length")
+        if rel_width == 0:
+            raise ValueError(f"widths must be positive, got {rel_width} (rel_query)")
+        _require_shape("rel_query", tensors.rel_query, shape(heads, length, rel_width), dimensions, "query's length")
 
 
 def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
@@ -100,13 +103,13 @@ def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
         rank = 1 + len(tail)
         fits = table.dim() in (rank, rank + 1) and tuple(table.shape[table.dim() - len(tail) :]) == tail
         rows = table.shape[-rank] if fits else 0
-        what = f" and width = {width}" if width is not None else ""
-        _require(rows > 0, f"{name} must have shape {meaning} with R >= 1{what}, got {tuple(table.shape)}")
+        if rows == 0:
+            what = f" and width = {width}" if width is not None else ""
+            raise ValueError(f"{name} must have shape {meaning} with R >= 1{what}, got {tuple(table.shape)}")
         if table.dim() == rank + 1:
             _require_shape(name, table, (heads, *table.shape[1:]), meaning.split(" or ")[1])
         num_rows[name] = rows
     first = next(iter(num_rows.values()), None)
-    # Here and below no message is made before it is needed: formatting a symbolic number would fix its value.
     if any(rows != first for rows in num_rows.values()):
         rows_of = ", ".join(f"{rows} ({name})" for name, rows in num_rows.items())
         raise ValueError(f"all tables must have the same number of rows R, got {rows_of}")
@@ -118,13 +121,13 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
     _require_tensor("attn_mask", attn_mask, query)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in (query.dtype, torch.float32):
         raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
-    _require(
-        not attn_mask.requires_grad,
-        "attn_mask has no gradient, but requires_grad is set; a learned bias by distance is rel_bias, otherwise detach it",
-    )
+    if attn_mask.requires_grad:
+        raise ValueError(
+            "attn_mask has no gradient, but requires_grad is set; a learned bias by distance is rel_bias, otherwise detach it"
+        )
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    fits = len(sizes) == 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
-    _require(fits, f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}")
+    if len(sizes) != 4 or not all(size in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise ValueError(f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}")
     return attn_mask.reshape(sizes) if attn_mask.dim() != 4 else attn_mask
 
 
@@ -164,7 +167,8 @@ def _window(window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
 
 def _resolve_positions(positions: RelativePositions | None, num_rows: int | None) -> RelativePositions:
     if num_rows is None:
-        _require(positions is None, "positions describes the rows of a table, but there is none")
+        if positions is not None:
+            raise ValueError("positions describes the rows of a table, but there is none")
         return RelativePositions(0, 0, "zero")
     if positions is None:
         return RelativePositions.centred(num_rows)
@@ -242,8 +246,10 @@ def resolve(
         _check_operand("rel_query", rel_query, query)
     _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta, return_lse=return_lse)
     _check_shapes(tensors, query.shape[0] if query.dim() else 0, cu_seqlens is not None, enable_gqa)
-    _require(rel_query is None or rel_key is not None, "rel_query needs rel_key, the table that it is multiplied with")
-    _require(rel_scale is None or rel_key is not None, "rel_scale is the factor of the product with rel_key, which is None")
+    if rel_key is None and rel_query is not None:
+        raise ValueError("rel_query needs rel_key, the table that it is multiplied with")
+    if rel_key is None and rel_scale is not None:
+        raise ValueError("rel_scale is the factor of the product with rel_key, which is None")
     num_rows = _check_tables(tensors, query.shape[1])
 
     if cu_seqlens is not None and max_seqlens is not None:
@@ -265,8 +271,8 @@ def resolve(
         lengths = _check_integers("key_lengths", key_lengths, query, batch, "batch")
         if lengths:
             low, high = min(lengths), max(lengths)
-            inside = 0 <= low and high <= key.shape[2]
-            _require(inside, f"key_lengths must lie in [0, {key.shape[2]}], got values from {low} to {high}")
+            if low < 0 or high > key.shape[2]:
+                raise ValueError(f"key_lengths must lie in [0, {key.shape[2]}], got values from {low} to {high}")
         tensors = tensors._replace(key_lengths=key_lengths)
     offsets: list[int] | None
     if isinstance(query_offset, torch.Tensor):
@@ -309,15 +315,16 @@ def resolve(
 def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> None:
     name = f"cu_seqlens_{which}"
     _require_tensor(name, cu_seqlens, query)
-    one_or_more = cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0
-    _require(one_or_more, f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
     starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
     longest = _integer(f"max_seqlen_{which}", max_seqlen)
     if longest < 0:
         raise ValueError(f"max_seqlen_{which} must not be negative, got {longest}")
     if starts is not None:
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-        ends = starts[0] == 0 and starts[-1] == total
-        _require(min(lengths, default=0) >= 0 and ends, f"{name} must rise from 0 to the total length {total}, got {starts}")
+        if min(lengths, default=0) < 0 or starts[0] != 0 or starts[-1] != total:
+            raise ValueError(f"{name} must rise from 0 to the total length {total}, got {starts}")
         needed = max(lengths, default=0)
-        _require(longest >= needed, f"max_seqlen_{which} must be at least {needed}, the longest of {name}, got {longest}")
+        if longest < needed:
+            raise ValueError(f"max_seqlen_{which} must be at least {needed}, the longest of {name}, got {longest}")

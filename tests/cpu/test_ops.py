@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from dataclasses import astuple, fields
 from typing import Any
 
 import pytest
@@ -107,16 +106,16 @@ def arguments(name: str, requires_grad: bool = False, wanted: tuple[bool, ...] =
     """Arguments of the forward and of the backward operator."""
     inputs, tensors, spec = resolved(name)
     plain = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
-    lse = FORWARD(*plain, *astuple(spec), "blockwise")[1]
+    lse = FORWARD(*plain, *spec, "blockwise")[1]
     leaves = [None if tensor is None else tensor.detach().requires_grad_(requires_grad) for tensor in tensors[:7]]
-    forward = (*leaves, *plain[7:], *astuple(spec), "blockwise")
-    return forward, (inputs.d_out, inputs.d_lse, None, lse, None, *plain, *astuple(spec), "blockwise", wanted)
+    forward = (*leaves, *plain[7:], *spec, "blockwise")
+    return forward, (inputs.d_out, inputs.d_lse, None, lse, None, *plain, *spec, "blockwise", wanted)
 
 
 def test_schema_is_that_of_the_tensors_and_the_spec() -> None:
     """What a caller of the operators relies on: order and names."""
     names = [argument.name for argument in FORWARD._schema.arguments]
-    assert names == [*AttentionTensors._fields, *(field.name for field in fields(AttentionSpec)), "implementation"]
+    assert names == [*AttentionTensors._fields, *AttentionSpec._fields, "implementation"]
     of_backward = [argument.name for argument in BACKWARD._schema.arguments]
     assert of_backward == ["d_out", "d_lse", "out", "lse", "statistics", *names, "wanted"]
     assert len(BACKWARD._schema.returns) == len(DIFFERENTIABLE) == 7

@@ -132,7 +132,8 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
 def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> None:
     query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
-    call = Call(*validation.resolve(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1))
+    resolved = validation.resolve(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1)
+    call = Call(*resolved, arch=ARCH)
     assert call.outside == "clamp"
     for kernel in configs.KERNELS:
         profiles.save(
@@ -142,11 +143,9 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
                 replace(KEY, kernel=kernel, outside="clamp"): replace(ENTRY, config=OTHER),
             },
         )
-    call.arch = ARCH
     assert {call.tile(kernel) for kernel in configs.KERNELS} == {CONFIG}
     assert call.tile("rows", OTHER) == OTHER
-    call.arch = "interpreter"
-    assert call.tile("rows") == TileConfig(64, 64, 4, 1)
+    assert Call(*resolved, arch="interpreter").tile("rows") == TileConfig(64, 64, 4, 1)
 
 
 def without(fields: dict[str, Any], name: str) -> dict[str, Any]:

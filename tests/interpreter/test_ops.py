@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...
     """Arguments of the forward and of the backward operator."""
     inputs, of_call = CASES[case]
     tensors, spec = resolve(inputs, **of_call)
-    forward = (*tensors, *astuple(spec), "triton")
+    forward = (*tensors, *spec, "triton")
     return forward, (inputs.d_out, inputs.d_lse, *FORWARD(*forward), *forward, wanted)
 
 

@@ -1,6 +1,9 @@
 """The Triton kernels: one per file, over shared device functions (tiles, band, masking, scores). Importing this needs triton."""
 
+import functools
 
+
+@functools.cache
 def kernels_are_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter; TRITON_INTERPRET decides when they are first imported.
 

@@ -58,41 +58,59 @@ def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]]
     return None if tensor is None else (tensor, tensor.stride())
 
 
-def per_head(table: torch.Tensor | None, heads: int, rank: int) -> torch.Tensor | None:
-    """A table as (1, heads, R, ...), a view: a shared one has stride 0. rank: its dimensions, if it is shared."""
-    return None if table is None else table.expand(heads, *table.shape[-rank:])[None]
+def per_head(table: torch.Tensor | None, rank: int) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """A table as (1, heads, R, ...), with its strides: 0 from head to head if they share it. rank: its dimensions then."""
+    if table is None:
+        return None
+    return table, (0,) * (2 + rank - table.dim()) + table.stride()
+
+
+class Kind(NamedTuple):
+    """What configs.select distinguishes, besides the kernel."""
+
+    arch: str
+    dtype: torch.dtype
+    width: int
+    outside: str | None
+    is_causal: bool
+    special: str | None
 
 
 class Call:
     """One call as the launchers see it: its sizes, and the arguments that all kernels share."""
 
-    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec, others: Iterable[torch.Tensor | None] = ()) -> None:
-        """others: what else is addressed by batch entry, head and row."""
+    def __init__(
+        self,
+        tensors: AttentionTensors,
+        spec: AttentionSpec,
+        others: Iterable[torch.Tensor | None] = (),
+        arch: str | None = None,
+    ) -> None:
+        """others: what else is addressed by batch entry, head and row. arch: instead of the device's."""
         query, key, value = tensors.query, tensors.key, tensors.value
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
-        self.spec = spec
-        self.arch = configs.architecture(query.device)
-        self.dtype = query.dtype
+        self.arch = arch or configs.architecture(query.device)
         self.selected: dict[str, Place] = {}  # by kernel: what tile has chosen itself
         self.outside = spec.outside(tensors.query_offsets is None) if tensors.has_table else None
         rel_query = query if tensors.rel_query is None else tensors.rel_query
         self.widths = {"HEAD_DIM": query.shape[-1], "VALUE_DIM": value.shape[-1], "REL_DIM": rel_query.shape[-1]}
         self.rel_query = rel_query
-        self.rel_key = per_head(tensors.rel_key, self.heads, 2)
-        self.rel_value = per_head(tensors.rel_value, self.heads, 2)
         rel_bias = tensors.rel_bias
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
-        self.rel_bias = per_head(rel_bias, self.heads, 1)
-        self.special = None  # what configs.select distinguishes
-        if self.rel_value is not None:
-            self.special = "rel_value"
+        self.tables = (per_head(tensors.rel_key, 2), per_head(tensors.rel_value, 2), per_head(rel_bias, 1))
+        special = None
+        if tensors.rel_value is not None:
+            special = "rel_value"
         elif tensors.rel_query is not None:
             narrow = configs.padded_width(rel_query.shape[-1]) < configs.padded_width(query.shape[-1])
-            self.special = "narrow rel_query" if narrow else "rel_query"
-        elif self.rel_bias is not None:
-            self.special = "rel_bias" if self.rel_key is None else "rel_key and rel_bias"
+            special = "narrow rel_query" if narrow else "rel_query"
+        elif rel_bias is not None:
+            special = "rel_bias" if tensors.rel_key is None else "rel_key and rel_bias"
+        widest = max(self.widths.values())
+        self.kind = Kind(self.arch, query.dtype, widest, self.outside, spec.window_right >= 0, special)
+        self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
@@ -103,7 +121,7 @@ class Call:
         self.keep_scale = keep_scale(spec.dropout_p)
         addressed = (query, key, value, tensors.rel_query, *others)
         wide_index = any(configs.needs_wide_index(tensor) for tensor in addressed if tensor is not None)
-        for table in (self.rel_key, self.rel_value):
+        for table in (tensors.rel_key, tensors.rel_value):
             if table is not None:
                 wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
         self.arguments: dict[str, Any] = {
@@ -135,17 +153,6 @@ class Call:
             "INPUT_PRECISION": configs.input_precision(query.dtype, self.arch),
             "WIDE_INDEX": wide_index,
         }
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What configs.select distinguishes, besides the kernel and the length."""
-        is_causal = self.spec.window_right >= 0
-        return self.arch, self.dtype, max(self.widths.values()), self.outside, is_causal, self.special
-
-    @property
-    def length(self) -> int:
-        """Of the longest sequence, of queries or keys."""
-        return max(self.spec.max_seqlen_q, self.spec.max_seqlen_k)
 
     def launch(
         self, name: str, kernel: Any, config: configs.TileConfig, grid: tuple[int, ...], *arguments: Any, **options: Any

@@ -68,7 +68,8 @@ def backward(
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("rows", "columns", "table")}
     inputs = [
         *map(strided, (query, key, value, tensors.rel_query)),
-        *map(strided, (call.rel_key, call.rel_value, call.rel_bias, call.attn_mask)),
+        *call.tables,
+        strided(call.attn_mask),
     ]
     statistics = strided(statistics if statistics is not None and statistics.numel() > 0 else None)
 
@@ -77,9 +78,9 @@ def backward(
     if call.outside == "clamp":
         per_side = (entries, heads, 2, seqlen_q)
         new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros  # rows of no sequence are summed, too
-        if call.rel_key is not None or call.rel_bias is not None:
+        if tensors.rel_key is not None or tensors.rel_bias is not None:
             far_scores, far_sums = (new(per_side, dtype=torch.float32) for _ in range(2))
-        if call.rel_value is not None:
+        if tensors.rel_value is not None:
             far_values, far_kept = (new(per_side, dtype=torch.float32) for _ in range(2))
 
     def run_rows(out: torch.Tensor | None, d_query: torch.Tensor | None, d_rel_query: torch.Tensor | None) -> None:

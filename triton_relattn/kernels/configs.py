@@ -6,11 +6,11 @@ them to it); they have not been tuned by timing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
 import torch
-import triton
 
 from . import profiles
 from .tile_config import KERNELS as KERNELS
@@ -19,6 +19,7 @@ from .tile_config import MAX_BLOCK, TileConfig
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the table kernel, so that its uneven walks even out
 
 
+@functools.cache
 def architecture(device: torch.device) -> str:
     """ "sm_90", "gfx942", ...; "interpreter" on the CPU."""
     if device.type != "cuda":
@@ -31,7 +32,7 @@ def architecture(device: torch.device) -> str:
 
 def padded_width(width: int) -> int:
     """Width of a tile that holds width columns: a power of two, and at least the 16 that matrix units need."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def input_precision(dtype: torch.dtype, arch: str) -> str:
@@ -50,6 +51,7 @@ def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
     return rows * row_stride + (tensor.shape[-1] + MAX_BLOCK) * column_stride >= 2**31
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -275,14 +277,28 @@ def select(
     """
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
-    if length is not None:
+    if length is not None and profiles.exist(arch):
         tuned = profiles.find(profile_key(kernel, arch, dtype, width, outside, is_causal, special, length))
         if tuned is not None:
             return tuned
+    return _default(kernel, arch, dtype, _tile_width(width), outside, is_causal, special, input_precision(dtype, arch))
+
+
+@functools.cache
+def _default(
+    kernel: str,
+    arch: str,
+    dtype: torch.dtype,
+    width: int,
+    outside: str | None,
+    is_causal: bool,
+    special: str | None,
+    precision: str,
+) -> TileConfig:
     if dtype == torch.float32:
-        config = _select_float32(kernel, arch, _tile_width(width), special)
+        config = _select_float32(kernel, width, special, precision)
     else:
-        config = _select_16_bits(kernel, arch, dtype, _tile_width(width), outside, is_causal, special)
+        config = _select_16_bits(kernel, arch, dtype, width, outside, is_causal, special)
     return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
 
 
@@ -308,8 +324,8 @@ def _select_16_bits(
     return _find(_CONFIGS, calls) or TileConfig(16, 16, 4, 1)
 
 
-def _select_float32(kernel: str, arch: str, width: int, special: str | None) -> TileConfig:
-    if input_precision(torch.float32, arch) == "ieee":  # no matrix units: whole rows of the operands lie in registers
+def _select_float32(kernel: str, width: int, special: str | None, precision: str) -> TileConfig:
+    if precision == "ieee":  # no matrix units: whole rows of the operands lie in registers
         return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8, 1)
     if kernel == "forward":
         if width == 256 and special is not None:

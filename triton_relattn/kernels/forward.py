@@ -1,7 +1,5 @@
 """The forward kernel and its launcher: online softmax over key tiles with the relative terms from the rotating band."""
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -211,14 +209,14 @@ def forward(
     if out.numel() > 0:
         if spec.scale < 0:  # rare, and exact: the kernel takes positive scales
             rel_query = query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
-            tensors, spec = tensors._replace(query=-query, rel_query=rel_query), replace(spec, scale=-spec.scale)
+            tensors, spec = tensors._replace(query=-query, rel_query=rel_query), spec._replace(scale=-spec.scale)
         call = Call(tensors, spec, (out,))
         tile = call.tile("forward", config)
         programs = triton.cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         call.launch(
             *("forward", forward_kernel, tile, (programs,)),
             *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),
-            *map(strided, (call.rel_key, call.rel_value, call.rel_bias, call.attn_mask)),
-            *map(strided, (out, lse, statistics)),
+            *call.tables,
+            *map(strided, (call.attn_mask, out, lse, statistics)),
         )
     return out, lse, query.new_empty(0, dtype=torch.float32) if statistics is None else statistics

@@ -125,6 +125,11 @@ def _profiles(arch: str) -> dict[Key, TileConfig]:
     return {**load(PACKAGE_FOLDER / f"{arch}.json"), **load(user_profile_path(arch))}
 
 
+def exist(arch: str) -> bool:
+    """Whether there is any timed configuration for an architecture."""
+    return bool(_profiles(arch))
+
+
 def find(key: Key) -> TileConfig | None:
     """The timed configuration of such calls, the user's before the package's; files are read at an architecture's first call."""
     return _profiles(key.arch).get(key)
