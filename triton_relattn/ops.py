@@ -5,7 +5,7 @@ The tensors of AttentionTensors and the scalars of AttentionSpec are the schema,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -28,7 +28,7 @@ _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 _library = torch.library.Library("triton_relattn", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor d_out, Tensor d_lse, Tensor? out, Tensor lse, Tensor? statistics, {_TENSORS}, {_SCALARS}, "
+    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {_TENSORS}, {_SCALARS}, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
 
@@ -67,7 +67,8 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
 def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
     *arguments, wanted = arguments
     tensors, spec, implementation = _split(arguments)
-    d_lse = d_lse.masked_fill(lse == -torch.inf, 0)  # what merges partial results may have NaN for a query that sees nothing
+    if d_lse is not None:  # what merges partial results may have NaN for a query that sees nothing
+        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
     if implementation == "triton":
         from .kernels.backward import backward
 
@@ -75,7 +76,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
             gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, d_lse, lse, tensors, spec, wanted)
+            gradients = blockwise.backward(d_out, torch.zeros_like(lse) if d_lse is None else d_lse, lse, tensors, spec, wanted)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -108,22 +109,29 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: checkpointing allows no more
-    _, lse, _, query, _, value, *_ = saved
+    _, _, _, query, _, value, *_ = saved
     if d_out is None:
         d_out = query.new_zeros(*query.shape[:3], value.shape[3])
-    if d_lse is None:
-        d_lse = torch.zeros_like(lse)
     # Compiled graphs refuse a second derivative by themselves, and torch.compile cannot trace one Function in another's backward.
-    run = torch.ops.triton_relattn.attention_backward if torch.compiler.is_compiling() else _Backward.apply
+    function = not torch.compiler.is_compiling() and _is_differentiated((d_out, d_lse, *saved))
+    run = _Backward.apply if function else torch.ops.triton_relattn.attention_backward
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
     gradients = run(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
     others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
+def _is_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether anybody may ask for a derivative by them, in reverse mode or (which is to be refused) in forward mode."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
+
+
 def _no_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
     raise NotImplementedError(
-        'triton_relattn::attention_forward has no forward-mode derivatives (jvp); implementation="reference" has them'
+        "triton_relattn::attention_forward and attention_backward have no forward-mode derivatives (jvp); "
+        'implementation="reference" has them'
     )
 
 
@@ -161,6 +169,8 @@ class _Backward(torch.autograd.Function):
             'implementation="reference" has all of them'
         )
 
+    jvp = staticmethod(_no_forward_mode)
+
 
 # A registered formula serves those who call the operator itself. The public function goes through _Forward: a registered
 # formula does not work under torch.func, and its forward-mode tangents are zero where _Forward raises.
@@ -191,18 +201,10 @@ when_imported("torch.utils.flop_counter", flops.register)
 when_imported("torch.distributed.tensor", sharding.register)
 
 
-def _is_differentiated(tensors: AttentionTensors) -> bool:
-    """Whether anybody may ask for a derivative, by reverse mode or (which is to be refused) forward mode."""
-    differentiable = [tensor for tensor in tensors[:_NUM_GRADIENTS] if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
-        return True
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in differentiable)
-
-
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
     # Where nobody differentiates, a Function only costs time, and torch.compile cannot trace one that marks a result as constant.
-    function = _is_differentiated(tensors) and not torch.compiler.is_compiling()
+    function = not torch.compiler.is_compiling() and _is_differentiated(tensors)
     run = _Forward.apply if function else torch.ops.triton_relattn.attention_forward
     out, lse, _ = run(*tensors, *spec, implementation)
     return out, lse

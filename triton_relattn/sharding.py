@@ -84,7 +84,7 @@ def register() -> None:
                 is_sum = name in _TABLES and isinstance(placement, Replicate) and not isinstance(result, Replicate)
                 has_gradient = want and getattr(tensors, name) is not None
                 gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
-            of_results = [result, result, None if out is None else result, result]
+            of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]
             of_statistics = result if has_statistics(tensors, implementation) else Replicate()
             saved = [*of_results, None if statistics is None else of_statistics]
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.cpu.oracle import assert_same
@@ -212,6 +213,31 @@ def test_forward_mode() -> None:
     small = 1e-6 * query[0, 0, :9]
     difference = attend(query, key, value, table + small) - attend(query, key, value, table - small)
     torch.testing.assert_close(tangent, difference / 2e-6, rtol=1e-6, atol=1e-7)
+
+
+def test_no_forward_mode_goes_unnoticed() -> None:
+    """Tangents that the operator would drop are refused, wherever they come from: of any tensor, through vmap, in a backward."""
+    tensors = [tensor.detach() for tensor in leaves()]
+    refused = partial(pytest.raises, NotImplementedError, match="forward-mode")
+    for index, tensor in enumerate(tensors):
+        with torch.no_grad(), forward_ad.dual_level(), refused():
+            attend(*tensors[:index], forward_ad.make_dual(tensor, tensor), *tensors[index + 1 :])
+    query, key, value, table = tensors
+
+    def of_table(table: torch.Tensor) -> torch.Tensor:
+        return attend(query, key, value, table)
+
+    for transform in (torch.func.jacfwd, torch.func.hessian):
+        with refused():
+            transform(lambda table: of_table(table).sum())(table)
+    many = torch.stack([table, -table])
+    with refused():
+        torch.func.vmap(partial(torch.func.jvp, of_table))((many,), (many,))
+    with pytest.raises(AssertionError):  # torch's own, on the way to the refusal
+        torch.func.jvp(torch.func.vmap(of_table), (many,), (many,))
+    out = attend(query.requires_grad_(), key, value, table)
+    with forward_ad.dual_level(), refused():
+        torch.autograd.grad(out, query, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
 def test_flop_counter() -> None:

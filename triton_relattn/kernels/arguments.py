@@ -65,6 +65,11 @@ def per_head(table: torch.Tensor | None, rank: int) -> tuple[torch.Tensor, tuple
     return table, (0,) * (2 + rank - table.dim()) + table.stride()
 
 
+def cdiv(length: int, block: int) -> int:
+    """How many blocks cover a length. Triton's, called by the host, takes as long as a tensor's allocation."""
+    return -(-length // block)
+
+
 class Kind(NamedTuple):
     """What configs.select distinguishes, besides the kernel."""
 

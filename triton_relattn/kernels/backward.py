@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import triton
 
 from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs
-from .arguments import LAUNCH_OPTIONS, Call, strided
+from .arguments import LAUNCH_OPTIONS, Call, cdiv, contiguous, strided
 from .band import clamp_margin
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
@@ -21,7 +20,7 @@ from .fitting import until_it_fits
 @until_it_fits
 def backward(
     d_out: torch.Tensor,
-    d_lse: torch.Tensor,
+    d_lse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     statistics: torch.Tensor | None,
@@ -36,6 +35,7 @@ def backward(
     rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits).
 
     Args:
+        d_lse: None for zeros.
         statistics: as the forward returns them.
         tiles: configurations by the kernels' names, for those that shall not be the selected ones.
     """
@@ -60,7 +60,7 @@ def backward(
                 both["query"] += d_rel_query
             return tuple(both[name] if name != "rel_query" else None for name in DIFFERENTIABLE)
 
-    lse, d_lse = lse.contiguous(), d_lse.contiguous()
+    lse, d_lse = lse.contiguous(), contiguous(d_lse)
     rows_gradients = [gradients[name] for name in ("query", "rel_query")]
     columns_gradients = [gradients[name] for name in ("key", "value")]
     wants_tables = [name for name in ("rel_key", "rel_value", "rel_bias") if gradients[name] is not None]
@@ -84,7 +84,7 @@ def backward(
             far_values, far_kept = (new(per_side, dtype=torch.float32) for _ in range(2))
 
     def run_rows(out: torch.Tensor | None, d_query: torch.Tensor | None, d_rel_query: torch.Tensor | None) -> None:
-        programs = triton.cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads
+        programs = cdiv(spec.max_seqlen_q, tiles["rows"].block_m) * call.num_sequences * heads
         call.launch(
             *("rows", rows_kernel, tiles["rows"], (programs,)),
             *inputs,
@@ -104,7 +104,7 @@ def backward(
         else:
             run_rows(out, *rows_gradients)
     if any(gradient is not None for gradient in columns_gradients):
-        programs = triton.cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads
+        programs = cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads
         call.launch(
             *("columns", columns_kernel, tiles["columns"], (programs,)),
             *inputs,
@@ -124,7 +124,7 @@ def backward(
         # Keys beyond a clamped table: near ones by distance (the margins), all far ones in one more row at either end.
         margin = clamp_margin(tiles["rows"].block_m, tiles["rows"].block_n) if call.outside == "clamp" else 0
         padding = margin + 1 if call.outside == "clamp" else 0
-        programs = triton.cdiv(num_rows + 2 * margin, tiles["table"].block_n) * table_heads
+        programs = cdiv(num_rows + 2 * margin, tiles["table"].block_n) * table_heads
         splits = configs.table_splits(query.device, programs, call.num_sequences * heads // table_heads)
         partials = {
             name: query.new_empty(splits, table_heads, num_rows + 2 * padding, *widths, dtype=torch.float32)

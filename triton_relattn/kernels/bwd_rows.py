@@ -76,7 +76,7 @@ def rows_kernel(
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """d_query, d_rel_query and more of BLOCK_M queries of one head. d_queries and d_rel_queries may be None.
+    """d_query, d_rel_query and more of BLOCK_M queries of one head. d_queries, d_rel_queries and d_lses (zeros) may be None.
 
     deltas [B, H, Nq] is ``sum_j P dP - d_lse``; without outs the delta to begin with is there already. The others,
     [B, H, 2, Nq], are about far keys, those in tiles wholly beyond a clamped table, past and future: far_scores and far_values
@@ -107,9 +107,10 @@ def rows_kernel(
     d_outs = head_matrix(d_outs, place.entry, head, place.query_start, WIDE_INDEX)
     d_out = load_rows(d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
     mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
-    d_lse = tl.load(row_vector(d_lses, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)
     base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
     deltas = row_vector(deltas, place.entry, head, place.query_start)
+    if d_lses is not None:
+        d_lses = row_vector(d_lses, place.entry, head, place.query_start)
     if outs is None:
         delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
     else:
@@ -120,9 +121,11 @@ def rows_kernel(
             # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
             # [M, Dv] @ [Dv, M] -> [M, M]
             products = tl.dot(d_out, tl.trans(out), input_precision=INPUT_PRECISION)
-            delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1) - d_lse
+            delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
         else:
-            delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1) - d_lse
+            delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1)
+        if d_lses is not None:
+            delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
 
     last_query = tl.minimum(row_start + BLOCK_M, place.num_queries) - 1
     key_first = first_key(row_start, place, window, BLOCK_N)
@@ -301,8 +304,9 @@ def rows_kernel(
             else:
                 rel_acc = band_acc
 
-    # The exact delta less delta. d_lse is loaded again, which is cheaper than to keep it in registers all the way.
-    correction = total - tl.load(row_vector(d_lses, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)
+    correction = total  # the exact delta less delta
+    if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
+        correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
     tl.store(deltas + offs_m, delta + correction, mask=valid_m)
     if HAS_TERM and OUTSIDE == "clamp":
         past -= correction * past_sum

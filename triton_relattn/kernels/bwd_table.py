@@ -184,17 +184,17 @@ def table_kernel(
             scores = glued(scores, TILE, tl.float32)
             if not IN_REGISTERS and HAS_TERM:
                 scores += band_terms(rel_query, rows, term, relative, TILE, OUTSIDE, INPUT_PRECISION)
-            low, high = visible_band(offs_m, relative, place, window)
+            first_keys = offs_m + (place.query_offset + relative)
+            low, high = visible_band(offs_m, first_keys, relative, place, window)
             if OUTSIDE == "clamp":
                 rows_start = offs_m // ROWS_BLOCK_M * ROWS_BLOCK_M
                 near_start, near_stop = near_keys(
                     rows_start, first, last, place.query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE
                 )
-                first_keys = offs_m + (place.query_offset + relative)
                 low, high = tl.maximum(low, near_start - first_keys), tl.minimum(high, near_stop - first_keys)
             # Not by zeros: a query that does not exist would turn a table row of NaN into NaN for all rows.
             seen = band_within(low, high, TILE)
-            offs_n = (offs_m + (place.query_offset + relative))[:, None] + band_column(TILE)
+            offs_n = first_keys[:, None] + band_column(TILE)
             scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, scaling)
             base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
             probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))

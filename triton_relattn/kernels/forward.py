@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..results import new_like
 from ..spec import AttentionSpec, AttentionTensors
-from .arguments import Call, strided
+from .arguments import Call, cdiv, strided
 from .band import (
     FAR,
     NEAR,
@@ -212,7 +212,7 @@ def forward(
             tensors, spec = tensors._replace(query=-query, rel_query=rel_query), spec._replace(scale=-spec.scale)
         call = Call(tensors, spec, (out,))
         tile = call.tile("forward", config)
-        programs = triton.cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
+        programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         call.launch(
             *("forward", forward_kernel, tile, (programs,)),
             *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),

@@ -53,9 +53,9 @@ def visible(offs_m, offs_n, place, window):
 
 
 @triton.jit
-def visible_band(offs_m, relative_position, place, window):
-    """(low, high) [M]: each query sees the keys at relative_position + c, for low <= c < high; one that does not exist, none."""
-    first_keys = offs_m + (place.query_offset + relative_position)
+def visible_band(offs_m, first_keys, relative_position, place, window):
+    """(low, high) [M]: each query sees the keys first_keys + c, at relative_position + c, for low <= c < high; one that does not
+    exist, none."""
     low = -first_keys
     high = tl.where(offs_m < place.num_queries, place.num_keys - first_keys, 0)
     if window[1] is not None:
