@@ -159,7 +159,7 @@ def compiled(
             forward(tensors, spec, config)
         else:
             out, lse = tensors.query, torch.empty(tensors.query.shape[:3])
-            backward(out, lse, out, lse, None, tensors, spec, tiles=None if config is None else {kernel: config})
+            backward(out, None, out, lse, None, tensors, spec, tiles=None if config is None else {kernel: config})
     return launches[0].kernel
 
 
