@@ -24,20 +24,24 @@ from triton_relattn.testing import (
 LENGTH = 192
 
 
-def terms_of(inputs: Inputs) -> torch.Tensor:
-    """q_i . E[j - i] of all pairs, float32, (B, H, N, N)."""
-    assert inputs.rel_key is not None
+def row_of_pairs() -> torch.Tensor:
     i = torch.arange(LENGTH)
-    row, _ = RelativePositions.centred(2 * LENGTH - 1).rows(i - i[:, None])
-    products = inputs.query.float() @ inputs.rel_key.float().mT
-    if inputs.rel_bias is not None:  # in the unit of scores
+    return RelativePositions.centred(2 * LENGTH - 1).rows(i - i[:, None])[0]
+
+
+def terms_of(inputs: Inputs) -> torch.Tensor:
+    """q_i . E[j - i], and the bias in the unit of scores, of all pairs, float32, (B, H, N, N)."""
+    products = inputs.query.new_zeros(*inputs.query.shape[:3], 2 * LENGTH - 1, dtype=torch.float32)
+    if inputs.rel_key is not None:
+        products = products + inputs.query.float() @ inputs.rel_key.float().mT
+    if inputs.rel_bias is not None:
         products = products + inputs.rel_bias.float() * inputs.query.shape[-1] ** 0.5
-    return products.gather(-1, row.expand(*products.shape[:2], -1, -1))
+    return products.gather(-1, row_of_pairs().expand(*products.shape[:2], -1, -1))
 
 
 def kernel_arithmetic(inputs: Inputs) -> dict[str, torch.Tensor]:
     """out and gradients, with terms rounded to float16, beyond its range to its largest number."""
-    query, key, value, rel_key, d_out = (tensor.float() for tensor in (*inputs[:4], inputs.d_out) if tensor is not None)
+    query, key, value, d_out = (tensor.float() for tensor in (*inputs[:3], inputs.d_out))
     dtype, scale = inputs.query.dtype, inputs.query.shape[-1] ** -0.5
     terms = terms_of(inputs).clamp(-65504, 65504).half().float()
     logits = scale * (query @ key.mT + terms)
@@ -47,17 +51,19 @@ def kernel_arithmetic(inputs: Inputs) -> dict[str, torch.Tensor]:
     out = weights.to(dtype).float() @ value / weights.sum(-1, keepdim=True)
     d_probs = d_out @ value.mT
     d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True) + inputs.d_lse.float()[..., None])
+
+    def by_row(d_scores: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*query.shape[:3], 2 * LENGTH - 1).scatter_add_(-1, row_of_pairs().expand_as(d_scores), d_scores)
+
+    results = {"out": out, "d_value": probs.to(dtype).float().mT @ d_out}
+    if inputs.rel_bias is not None:
+        results["d_rel_bias"] = by_row(d_scores).sum((0, 1, 2))  # before rounding
     d_scores = d_scores.to(dtype).float()
-    i = torch.arange(LENGTH)
-    row, _ = RelativePositions.centred(2 * LENGTH - 1).rows(i - i[:, None])
-    by_row = torch.zeros(*query.shape[:3], rel_key.shape[-2]).scatter_add_(-1, row.expand_as(d_scores), d_scores)
-    results = {
-        "out": out,
-        "d_query": scale * (d_scores @ key + by_row @ rel_key),
-        "d_key": scale * d_scores.mT @ query,
-        "d_value": probs.to(dtype).float().mT @ d_out,
-        "d_rel_key": scale * (by_row.mT @ query).sum((0, 1)),
-    }
+    d_query = d_scores @ key
+    if inputs.rel_key is not None:
+        d_query += by_row(d_scores) @ inputs.rel_key.float()
+        results["d_rel_key"] = scale * (by_row(d_scores).mT @ query).sum((0, 1))
+    results |= {"d_query": scale * d_query, "d_key": scale * d_scores.mT @ query}
     return {name: result.to(dtype) for name, result in results.items()}
 
 
@@ -84,6 +90,16 @@ def test_bfloat16_obeys_the_error_rule(largest: float) -> None:
 
 def test_a_bias_does_not_change_that() -> None:
     check(with_terms_up_to(40, torch.bfloat16, rel_bias=True))
+
+
+@pytest.mark.parametrize("largest", [1, 10, 200])
+def test_a_bias_alone_obeys_it_too(largest: float) -> None:
+    """As in T5, up to 10, and as large as ALiBi's become; in the unit of scores it is eight times that."""
+    inputs = make_inputs(
+        2, 2, LENGTH, LENGTH, 64, num_rows=2 * LENGTH - 1, rel_key=False, rel_bias=True, dtype=torch.bfloat16, seed=3
+    )
+    assert inputs.rel_bias is not None
+    check(inputs._replace(rel_bias=(inputs.rel_bias * (largest / inputs.rel_bias.abs().max())).to(torch.bfloat16)))
 
 
 def test_float16_does_not() -> None:

@@ -123,7 +123,7 @@ def rows_kernel(
             products = tl.dot(d_out, tl.trans(out), input_precision=INPUT_PRECISION)
             delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
         else:
-            # Along axis 0 of the transposed: as a sum along axis 1 delta has a layout that took up to 20 more registers in the loop.
+            # Of the transposed along axis 0: the sum along axis 1 has a layout that took up to 20 more registers in the loop.
             delta = tl.sum(tl.trans(out.to(tl.float32) * d_out.to(tl.float32)), axis=0)
         if d_lses is not None:
             delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
