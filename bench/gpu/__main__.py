@@ -3,6 +3,7 @@
     tests         the tests that are marked gpu
     correctness   forward and backward against float64, by the error rule of the tests
     configs       every kernel by itself, in every configuration that is selected on this GPU
+    sanitizer     small calls under compute-sanitizer: memcheck and racecheck
     repeats       many runs of one call are equal bit for bit
     speed         all methods of bench in turn, and the parts of our backward
     memory        peaks against the sequence length
@@ -35,7 +36,7 @@ from bench.options import some_of
 from bench.rows import ROOT
 from triton_relattn.kernels import configs, kernels_are_interpreted
 
-from . import checks, measurements
+from . import checks, measurements, sanitizer
 from .report import Report
 
 
@@ -67,11 +68,12 @@ PARTS = {
     "tests": (marked_tests, 0.14),
     "correctness": (checks.correctness, 0.18),
     "configs": (checks.every_config, 0.12),
+    "sanitizer": (sanitizer.sanitizer, 0.06),
     "repeats": (checks.repeats, 0.04),
-    "speed": (measurements.measure_speed, 0.28),
+    "speed": (measurements.measure_speed, 0.26),
     "memory": (measurements.measure_memory, 0.04),
     "host": (measurements.host, 0.02),
-    "tune": (measurements.search, 0.18),
+    "tune": (measurements.search, 0.14),
 }
 """What to run, and its share of the seconds if all run."""
 

@@ -140,6 +140,41 @@ def test_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "2 failed" in capsys.readouterr().out
 
 
+SANITIZER = """#!/bin/sh
+# As compute-sanitizer: --tool, its name, --error-exitcode, a number, and the program
+[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 3
+case "$2" in
+    {broken}) echo "========= Error: device not supported"; exit 1 ;;
+    {finding}) echo "call: one"; echo "========= ERROR SUMMARY: 2 errors"; exit "$4" ;;
+esac
+shift 4
+"$@" && echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+@pytest.mark.parametrize(("broken", "finding"), [("none", "racecheck"), ("racecheck", "memcheck")])
+def test_sanitizer(
+    broken: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a tool finds is a failure, that it cannot work here is none; without one the part is left out."""
+    program = tmp_path / "bin" / "compute-sanitizer"
+    program.parent.mkdir()
+    program.write_text(SANITIZER.format(broken=broken, finding=finding))
+    program.chmod(0o755)
+    arguments = ["--results", str(tmp_path / "results"), "--device", "cpu", "--tiny", "--parts", "sanitizer"]
+    assert main(arguments) == 0
+    assert "there is no compute-sanitizer" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    assert main(arguments) == 1
+    rows = {row["case"]: row for row in rows_of(unpacked(tmp_path / "results") / "checks.csv")}
+    assert (rows[finding]["status"], rows[finding]["value"]) == ("FAILED", "1") and "2 errors" in rows[finding]["message"]
+    if broken == "racecheck":
+        assert "racecheck cannot work here: ========= Error: device not supported" in capsys.readouterr().out
+        assert set(rows) == {finding}
+    else:
+        assert (rows["memcheck"]["status"], rows["memcheck"]["value"]) == ("ok", "6")
+
+
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--results", str(tmp_path / "results")]) == 2
@@ -165,5 +200,5 @@ def test_interrupted_with_several_processes(tmp_path: Path) -> None:
 def test_parts_are_known(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--results", str(tmp_path), "--parts", "correctness,nonsense"])
-    assert list(PARTS) == ["tests", "correctness", "configs", "repeats", "speed", "memory", "host", "tune"]
+    assert list(PARTS) == ["tests", "correctness", "configs", "sanitizer", "repeats", "speed", "memory", "host", "tune"]
     assert sum(share for _, share in PARTS.values()) == pytest.approx(1)

@@ -1,0 +1,79 @@
+"""Small calls under compute-sanitizer: memory that is not the kernels' own, races in shared memory. As a program, the calls.
+
+compute-sanitizer is part of the CUDA toolkit. Some virtual machines hide what it needs of the driver; it then says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+from bench.rows import ROOT
+
+from .checks import correctness_cases, run_case
+from .report import Report
+
+TOOLS = ("memcheck", "racecheck")
+FOUND = 86
+"""Exit status of compute-sanitizer where a tool has found something; the program's own is passed on."""
+ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Each tensor is an allocation of its own: else what lies beyond its end is torch's, and no error."""
+
+
+def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Each tool in turn. Without compute-sanitizer, or where it cannot work, that is said and nothing has failed."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        report.say("sanitizer: there is no compute-sanitizer")
+        return
+    for tool in TOOLS:
+        command = [program, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m", "bench.gpu.sanitizer"]
+        path = report.raw / f"{tool}.txt"
+        row = {"part": "sanitizer", "case": tool, "unit": "calls"}
+        try:
+            with path.open("w") as output:
+                seconds = max(1.0, (deadline - time.monotonic()) / (len(TOOLS) - TOOLS.index(tool)))
+                environment = {**os.environ, **ALONE}
+                status = subprocess.run(
+                    [*command, "--device", options.device],
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    timeout=seconds,
+                ).returncode
+        except subprocess.TimeoutExpired:
+            status = 0  # as far as it came
+        lines = path.read_text().splitlines()
+        calls = sum(line.startswith("call: ") for line in lines)
+        summary = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "")
+        if status not in (0, FOUND) and calls == 0:
+            report.say(f"sanitizer: {tool} cannot work here: {summary}")
+            continue
+        passed = status == 0 and calls > 0
+        report.add("checks.csv", {**row, "value": calls, "status": "ok" if passed else "FAILED", "message": summary})
+        report.say(f"sanitizer: {tool}, {calls} calls: {summary}")
+
+
+def main() -> int:
+    """Forward and backward of each small case, checked; one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    device = parser.parse_args().device
+    failed = 0
+    for case in correctness_cases(tiny=True):
+        if device == "cuda" and case.dtype == "float16":
+            case = replace(case, dtype="bfloat16")
+        problems = [row for row in run_case(case, device) if row["status"] != "ok"]
+        print(f"call: {case}: {problems or 'ok'}", flush=True)
+        failed += bool(problems)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
