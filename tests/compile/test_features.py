@@ -18,8 +18,8 @@ from tests.compile.test_forward import NVIDIA
 from triton_relattn import RelativePositions, validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.band import clamp_margin
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.walk import clamp_margin
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
 FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3, "enable_gqa": True}

@@ -1,4 +1,7 @@
-"""The Triton kernels: one per file, over shared device functions (tiles, band, masking, scores). Importing this needs triton."""
+"""The Triton kernels: one per file, over shared device functions (tiles, table, band, quads, walk, masking, scores).
+
+Importing this needs triton.
+"""
 
 import functools
 

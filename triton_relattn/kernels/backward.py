@@ -10,11 +10,11 @@ from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs
 from .arguments import LAUNCH_OPTIONS, Call, cdiv, contiguous, strided
-from .band import clamp_margin
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
 from .bwd_table import table_ends_kernel, table_kernel
 from .fitting import until_it_fits
+from .walk import clamp_margin
 
 
 @until_it_fits

@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
-from .band import FAR, NEAR, Table, for_values, near_keys, part_range, walk_position, whole_tile
+from .band import for_values, whole_tile
 from .dropout import kept
 from .masking import first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
+from .table import Table
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .walk import FAR, NEAR, near_keys, part_range, walk_position
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])

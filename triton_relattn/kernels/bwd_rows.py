@@ -7,28 +7,13 @@ the terms of the keys beyond the table and sums over these keys.
 import triton
 import triton.language as tl
 
-from .band import (
-    FAR,
-    NEAR,
-    Table,
-    add_end_rows,
-    add_terms,
-    blocks_before,
-    empty_band,
-    far_terms,
-    for_values,
-    near_keys,
-    next_terms,
-    part_range,
-    reached_positions,
-    reached_rows,
-    waiting_dtype,
-    walk_position,
-)
+from .band import add_terms, blocks_before, empty_band, for_values, next_terms, waiting_dtype
 from .dropout import kept
 from .masking import first_key, last_key, locate, visible
 from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
+from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .walk import FAR, NEAR, near_keys, part_range, walk_position
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])

@@ -8,27 +8,24 @@ import triton
 import triton.language as tl
 
 from .band import (
-    Table,
     band_column,
     band_within,
-    block_of_rows,
-    clamp_margin,
     cut,
     empty_band,
     for_values,
     from_tiles,
     glued,
     in_tiles,
-    near_keys,
     rotate,
     rotated_tile,
-    table_rows,
     term_dtype,
 )
 from .dropout import kept
 from .masking import locate, visible_band
 from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .table import Table, block_of_rows, table_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .walk import clamp_margin, near_keys
 
 
 @triton.jit

@@ -7,27 +7,15 @@ import triton.language as tl
 from ..results import new_like
 from ..spec import AttentionSpec, AttentionTensors
 from .arguments import Call, cdiv, strided
-from .band import (
-    FAR,
-    NEAR,
-    Table,
-    add_end_rows,
-    add_tile,
-    blocks_before,
-    far_terms,
-    near_keys,
-    next_terms,
-    part_range,
-    reached_positions,
-    reached_rows,
-    walk_position,
-)
+from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
 from .dropout import kept
 from .fitting import until_it_fits
 from .masking import first_key, last_key, locate, visible
 from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, is_linear, softmax_update, tile_scores
+from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .walk import FAR, NEAR, near_keys, part_range, walk_position
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])

@@ -1,0 +1,395 @@
+"""Faults in the kernels."""
+
+from __future__ import annotations
+
+from ..fault import Change, Fault
+from .places import (
+    COLUMNS,
+    FORWARD,
+    ON_BACKWARD,
+    ON_BACKWARD_EDGES,
+    ON_FEATURES,
+    ON_FORWARD,
+    ON_FORWARD_EDGES,
+    ON_GUARDS,
+    ON_KERNEL_SURVIVORS,
+    ROWS,
+    SCORES,
+    TABLE,
+)
+
+OF_FORWARD = (
+    Fault(
+        "sign-of-r",
+        "the forward takes the relative position of the query as the key sees it",
+        (f"{ON_FORWARD}::test_tables[32x16-shorter-clamp]",),
+        (
+            Change(
+                FORWARD,
+                "relative = key_start - row_start - place.query_offset",
+                "relative = row_start - key_start + place.query_offset",
+            ),
+        ),
+    ),
+    Fault(
+        "accumulator-not-rescaled",
+        "what was summed keeps its scale when the maximum grows",
+        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (Change(FORWARD, "value, acc * rescale[:, None], input", "value, acc, input"),),
+    ),
+    Fault(
+        "pending-probabilities-not-rescaled",
+        "sums of far keys' probabilities, for the end rows of rel_value, keep their scale when the maximum grows",
+        (f"{ON_FEATURES}::test_sharp_attention_in_float16[clamp]",),
+        (Change(FORWARD, "past, future = past * rescale, future * rescale", "past, future = past, future"),),
+    ),
+    Fault(
+        "sum-not-rescaled",
+        "the softmax's sum keeps its scale when the maximum grows",
+        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (Change(SCORES, "row_sum * rescale + tl.sum(probs, axis=1), rescale", "row_sum + tl.sum(probs, axis=1), rescale"),),
+    ),
+    Fault(
+        "accumulator-in-16-bits",
+        "the sum of probabilities times values is rounded to the inputs' dtype at every tile",
+        (f"{ON_KERNEL_SURVIVORS}::test_long_sums_are_rounded_once",),
+        (Change(FORWARD, "acc * rescale[:, None], input", "(acc * rescale[:, None]).to(value.dtype).to(tl.float32), input"),),
+    ),
+    Fault(
+        "lse-in-base-2",
+        "the factor from base 2 is missing in lse",
+        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (Change(FORWARD, "row_max * (scale * LN_2) + tl.log(row_sum)", "row_max * scale + tl.log(row_sum)"),),
+    ),
+    Fault(
+        "nothing-seen-so-far",
+        "-inf - -inf: a row whose first tile is hidden becomes NaN",
+        (f"{ON_FORWARD_EDGES}::test_rows_that_see_nothing[torch.float32-causal]",),
+        (
+            Change(
+                SCORES,
+                'shift = tl.where(new_max == -float("inf"), 0.0, new_max * scale)',
+                "shift = new_max * scale",
+            ),
+        ),
+    ),
+    Fault(
+        "nothing-seen-at-all",
+        "0 / 0: out of a query that sees nothing is NaN",
+        (f"{ON_FORWARD_EDGES}::test_rows_that_see_nothing[torch.float32-causal]",),
+        (Change(FORWARD, "row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  #", "row_sum = row_sum  #"),),
+    ),
+    Fault(
+        "maximum-not-subtracted-first",
+        "logits that a mask makes huge are scaled before the maximum is subtracted",
+        (f"{ON_FEATURES}::test_mask_of_finfo_min[full-torch.float32]",),
+        (Change(FORWARD, "row_max, row_sum, scale, is_additive(mask))", "row_max, row_sum, scale, False)"),),
+    ),
+    Fault(
+        "head-modulo-groups",
+        "query heads take key head h % Hk instead of h // group",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_2]",),
+        (Change(FORWARD, "place.entry, head // GROUP,", "place.entry, head % (num_heads // GROUP),", times=2),),
+    ),
+    Fault(
+        "strides-of-the-key-for-the-value",
+        "value is addressed with the strides of key",
+        (f"{ON_FORWARD_EDGES}::test_strides[padded]",),
+        (
+            Change(
+                FORWARD,
+                "            *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),\n",
+                "            *map(strided, (tensors.query, tensors.key)),\n"
+                "            (tensors.value, tensors.key.stride()),\n"
+                "            strided(tensors.rel_query),\n",
+            ),
+        ),
+    ),
+    Fault(
+        "negative-scale-turns-the-table",
+        "the query is negated for a negative scale, and the relative term with it",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_of_the_query]",),
+        (
+            Change(
+                FORWARD,
+                "rel_query = query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query",
+                "rel_query = tensors.rel_query",
+            ),
+        ),
+    ),
+    Fault(
+        "dropout-by-local-column",
+        "the forward drops by the column within the tile",
+        (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
+        (
+            Change(
+                FORWARD,
+                "kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])",
+                "kept(dropout, place.batch, head, offs_m[:, None], tile_n[None, :])",
+            ),
+        ),
+    ),
+    Fault(
+        "race-of-packed-queries",
+        "programs also write the rows behind their sequence, which belong to the next",
+        (f"{ON_GUARDS}::test_guarded[packed_everything-zero-shuffled]",),
+        (Change(FORWARD, "valid_m = offs_m < place.num_queries", "valid_m = offs_m < sequences.max_seqlen_q"),),
+    ),
+)
+
+
+OF_ROWS = (
+    Fault(
+        "delta-without-its-correction",
+        "the other kernels get rowsum(out * d_out), with the rounding of out",
+        (f"{ON_FEATURES}::test_sharp_attention_in_float16[full]",),
+        (Change(ROWS, "tl.store(deltas + offs_m, delta + correction", "tl.store(deltas + offs_m, delta"),),
+    ),
+    Fault(
+        "far-sums-without-the-correction",
+        "far keys' sums of dS keep the rounding of out, which the end rows' gradients add up",
+        (f"{ON_FEATURES}::test_sharp_attention_in_float16[clamp]", f"{ON_BACKWARD}::test_table_gradient_needs_the_exact_delta"),
+        (
+            Change(ROWS, "        past -= correction * past_sum\n", ""),
+            Change(ROWS, "        future -= correction * future_sum\n", ""),
+        ),
+    ),
+    Fault(
+        "cotangent-of-lse-dropped",
+        "d_query lacks what comes through lse",
+        (f"{ON_BACKWARD}::test_gradient_through_one_result[full-lse]",),
+        (Change(ROWS, "delta -= tl.load(d_lses", "delta -= 0.0 * tl.load(d_lses"),),
+    ),
+    Fault(
+        "cotangent-of-lse-dropped-from-delta",
+        "d_key and the gradients of the tables lack what comes through lse",
+        (f"{ON_BACKWARD}::test_gradient_through_one_result[full-lse]",),
+        (Change(ROWS, "correction -= tl.load(d_lses", "correction -= 0.0 * tl.load(d_lses"),),
+    ),
+    Fault(
+        "rows-slope-of-the-softcap",
+        "the derivative of the softcap is missing in d_query",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_softcap]",),
+        (Change(ROWS, "                d_scores *= slope\n", "                d_scores *= 1.0\n"),),
+    ),
+    Fault(
+        "rows-dropout-unscaled",
+        "the scale of dropout is missing in dP, in the rows kernel",
+        (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
+        (Change(ROWS, "d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)", "d_probs, 0.0)"),),
+    ),
+    Fault(
+        "scale-for-rel-scale",
+        "d_query of the relative term is scaled as the other",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-rel_scale_of_the_query]",),
+        (
+            Change(
+                ROWS,
+                "                    d_scores *= tl.cast(scaling.rel_scale, tl.float32)\n",
+                "                    d_scores *= 1.0\n",
+            ),
+        ),
+    ),
+    Fault(
+        "waiting-gradients-lost",
+        "after the last tile of a walk one block of gradients too few is multiplied with the table",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-width_40]",),
+        (
+            Change(
+                ROWS,
+                "for ahead in tl.static_range(BLOCK_M // BLOCK_N):",
+                "for ahead in tl.static_range(BLOCK_M // BLOCK_N - 1):",
+            ),
+        ),
+    ),
+    Fault(
+        "rows-query-offset",
+        "the gradient of the query is taken at distances with the sign of query_offset turned round",
+        (f"{ON_BACKWARD_EDGES}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
+        (
+            Change(
+                ROWS,
+                "relative = key_start - row_start - place.query_offset",
+                "relative = key_start - row_start + place.query_offset",
+            ),
+        ),
+    ),
+)
+
+
+OF_COLUMNS = (
+    Fault(
+        "tail-of-queries-unmasked",
+        "queries that do not exist take part: zeros, or NaN with a table row that holds NaN",
+        (
+            f"{ON_FEATURES}::test_nan_that_no_query_sees[-lengths]",
+            f"{ON_BACKWARD_EDGES}::test_nan_in_rows_that_no_visible_pair_has",
+        ),
+        (
+            Change(
+                COLUMNS,
+                "seen = visible(offs_m[:, None], offs_n[None, :], place, window) & valid_m[:, None]",
+                "seen = visible(offs_m[:, None], offs_n[None, :], place, window)",
+            ),
+        ),
+    ),
+    Fault(
+        "columns-read-behind-the-queries",
+        "queries behind the last are loaded, from memory of others",
+        (f"{ON_GUARDS}::test_guarded[dropout-zero-shuffled]",),
+        (
+            Change(
+                COLUMNS,
+                "query = load_rows(head_queries, row_start, tile_m, valid_m,",
+                "query = load_rows(head_queries, row_start, tile_m, tile_m >= 0,",
+            ),
+        ),
+    ),
+    Fault(
+        "columns-head-modulo-groups",
+        "keys collect the gradients of query heads m * Hk + h instead of h * group + m",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_2]",),
+        (Change(COLUMNS, "head = key_head * GROUP + member", "head = member * (num_heads // GROUP) + key_head"),),
+    ),
+    Fault(
+        "value-gradient-without-dropout-scale",
+        "d_value is not scaled by 1 / (1 - p)",
+        (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
+        (Change(COLUMNS, "d_value *= tl.cast(dropout.keep_scale, tl.float32)", "d_value *= 1.0"),),
+    ),
+    Fault(
+        "value-gradient-in-16-bits",
+        "the sum of probabilities times d_out is rounded to the inputs' dtype at every tile",
+        (f"{ON_KERNEL_SURVIVORS}::test_long_sums_are_rounded_once",),
+        (Change(COLUMNS, "d_out, d_value, input_precision", "d_out, d_value.to(d_out.dtype).to(tl.float32), input_precision"),),
+    ),
+    Fault(
+        "columns-sides-swapped",
+        "keys beyond a clamped table take the term of the other end",
+        (f"{ON_BACKWARD}::test_tables[default-wholly_past-clamp]",),
+        (Change(COLUMNS, "side = tl.where(row_start < near_start, 1, 0)", "side = tl.where(row_start < near_start, 0, 1)"),),
+    ),
+    Fault(
+        "columns-limits-not-turned-round",
+        "the near part of the columns' walk is that of the table as queries see it",
+        (f"{ON_BACKWARD}::test_tables[default-past-clamp]",),
+        (
+            Change(
+                COLUMNS,
+                "near_keys(key_start, -last, -first, -place.query_offset,",
+                "near_keys(key_start, first, last, -place.query_offset,",
+            ),
+        ),
+    ),
+    Fault(
+        "race-of-packed-keys",
+        "programs write zeros to the keys behind their sequence, which belong to the next",
+        (f"{ON_GUARDS}::test_guarded[packed_everything-zero-shuffled]",),
+        (
+            Change(
+                COLUMNS,
+                "key_limit = sequences.max_seqlen_k if sequences.cu_seqlens_k is None else place.num_keys",
+                "key_limit = sequences.max_seqlen_k",
+            ),
+        ),
+    ),
+)
+
+
+OF_TABLE = (
+    Fault(
+        "key-lengths-ignored-by-the-table",
+        "the gradient of a table counts keys beyond key_lengths",
+        (f"{ON_BACKWARD}::test_tables[default-exact-zero]",),
+        (
+            Change(TABLE, "from .masking import locate", "from .masking import Place, locate"),
+            Change(
+                TABLE,
+                "        head = table_head if PER_HEAD else unit - sequence * num_heads\n        head_queries",
+                "        head = table_head if PER_HEAD else unit - sequence * num_heads\n"
+                "        batch, entry, query_start, key_start, num_queries, num_keys, query_offset = place\n"
+                "        num_keys = sequences.max_seqlen_k\n"
+                "        place = Place(batch, entry, query_start, key_start, num_queries, num_keys, query_offset)\n"
+                "        head_queries",
+            ),
+        ),
+    ),
+    Fault(
+        "hidden-keys-are-read",
+        "keys beyond key_lengths are multiplied by 0: NaN if they hold NaN",
+        (f"{ON_BACKWARD_EDGES}::test_nan_in_storage_and_hidden_keys[False-zero]",),
+        (
+            Change(
+                TABLE,
+                "+ tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)",
+                "+ tile_n).to(tl.uint32) < sequences.max_seqlen_k.to(tl.uint32)",
+            ),
+        ),
+    ),
+    Fault(
+        "table-slope-of-the-softcap",
+        "the derivative of the softcap is missing in the gradients of tables",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_softcap]",),
+        (Change(TABLE, "                    d_scores *= slope\n", "                    d_scores *= 1.0\n"),),
+    ),
+    Fault(
+        "table-dropout-by-entry",
+        "in a packed batch the gradient of a table drops what the first sequence drops",
+        (f"{ON_FEATURES}::test_packed[full-0.4]",),
+        (Change(TABLE, "kept(dropout, place.batch, head", "kept(dropout, place.entry, head"),),
+    ),
+    Fault(
+        "shared-table-of-the-first-heads",
+        "the gradient of a table that heads share is not summed over them",
+        (f"{ON_BACKWARD_EDGES}::test_number_of_splits[False-clamp]",),
+        (
+            Change(
+                TABLE,
+                "num_units = num_sequences if PER_HEAD else num_sequences * num_heads",
+                "num_units = num_sequences",
+            ),
+        ),
+    ),
+    Fault(
+        "table-walk-begins-late",
+        "queries that meet only the last rows of a block of rows are left out",
+        (f"{ON_BACKWARD}::test_lengths[15-17]",),
+        (Change(TABLE, "-place.query_offset - relative - (BLOCK_N - 1), 0)", "-place.query_offset - relative, 0)"),),
+    ),
+    Fault(
+        "table-loses-the-diagonal",
+        "a block of rows that begins at the edge of the window is skipped",
+        (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_a_window",),
+        (Change(TABLE, "tl.where(relative > window[1], 0, stop)", "tl.where(relative >= window[1], 0, stop)"),),
+    ),
+    Fault(
+        "far-keys-counted-twice",
+        "the first key behind the near tiles is counted by the rows kernel and by the table's",
+        (f"{ON_BACKWARD}::test_tiles_of_rows_and_table_kernel[False-rows1-table1]",),
+        (Change(TABLE, "near_stop - first_keys)", "near_stop + 1 - first_keys)"),),
+    ),
+    Fault(
+        "race-of-table-splits",
+        "all programs that share a block of rows write their sum to the same place",
+        (f"{ON_BACKWARD_EDGES}::test_number_of_splits[True-full]",),
+        (Change(TABLE, "head_matrix(d_rel_keys, split, table_head", "head_matrix(d_rel_keys, 0, table_head"),),
+    ),
+    Fault(
+        "race-of-table-rows",
+        "the last block of rows writes one row more: the first of the next head's, or memory of others",
+        (f"{ON_GUARDS}::test_guarded[dropout-zero-shuffled]",),
+        (
+            Change(
+                TABLE,
+                "exists = relative + tile_n <= last + MARGIN",
+                "exists = relative + tile_n <= last + MARGIN + 1",
+            ),
+        ),
+    ),
+    Fault(
+        "race-of-bias-heads",
+        "all heads write the gradient of rel_bias to the first head's",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_3]",),
+        (Change(TABLE, "row_vector(d_rel_bias, split, table_head, row)", "row_vector(d_rel_bias, split, 0, row)"),),
+    ),
+)

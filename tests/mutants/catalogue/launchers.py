@@ -1,0 +1,142 @@
+"""Faults in the launchers of the kernels."""
+
+from __future__ import annotations
+
+from ..fault import Change, Fault
+from .places import ARGUMENTS, BACKWARD, CONFIGS, ON_BACKWARD, ON_FEATURES, ON_FORWARD, ON_KERNEL_SURVIVORS, OPS, SPEC, TILES
+
+OF_LAUNCHERS = (
+    Fault(
+        "clamp-taken-for-zero",
+        "beyond a clamped table there is no term",
+        (f"{ON_FORWARD}::test_tables[32x16-shorter-clamp]",),
+        (Change(SPEC, 'return "clamp" if self.clamp else "zero"', 'return "zero"'),),
+    ),
+    Fault(
+        "zero-taken-for-clamp",
+        "beyond a bounded table its end rows apply",
+        (f"{ON_FORWARD}::test_tables[32x16-shorter-zero]",),
+        (Change(SPEC, 'return "clamp" if self.clamp else "zero"', 'return "clamp"'),),
+    ),
+    Fault(
+        "table-thought-to-cover",
+        "a table whose last row is missing for one pair counts as one that covers all",
+        (ON_KERNEL_SURVIVORS, "-k", "short"),
+        (Change(SPEC, "farthest_future <= self.last:", "farthest_future <= self.last + 1:"),),
+    ),
+    Fault(
+        "rel-scale-for-scale",
+        "q . k is scaled by rel_scale",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-rel_scale]",),
+        (Change(ARGUMENTS, "scale / math.log(2),", "spec.rel_scale / math.log(2),"),),
+    ),
+    Fault(
+        "end-rows-scaled-as-the-query",
+        "far keys' part of the end rows' gradients has scale for rel_scale",
+        (f"{ON_KERNEL_SURVIVORS}::test_far_keys[scale-query]",),
+        (Change(BACKWARD, "far_sums, spec.rel_scale)", "far_sums, spec.scale)"),),
+    ),
+    Fault(
+        "shared-table-beside-tables-of-heads",
+        "where another table has one for each head, a shared one's gradient is that of the first head",
+        (ON_KERNEL_SURVIVORS, "-k", "shared"),
+        (
+            Change(
+                BACKWARD,
+                "inner[0] if shared and not per_head else inner.sum(0) if shared else inner",
+                "inner[0] if shared else inner",
+            ),
+        ),
+    ),
+    Fault(
+        "end-row-without-its-margin",
+        "near keys beyond a clamped table are missing in the gradient of its last row",
+        (f"{ON_BACKWARD}::test_tables[default-shorter-clamp]",),
+        (Change(BACKWARD, "                inner[:, -1] += sums[:, padding + num_rows :].sum(1)\n", ""),),
+    ),
+    Fault(
+        "bias-without-an-end-row",
+        "far keys are missing in the gradient of rel_bias at one end, which memory that nothing has written takes",
+        (f"{ON_FEATURES}::test_one_table_alone[clamp-rel_bias]",),
+        (Change(BACKWARD, "for side in (0, -1):", "for side in (0,):"),),
+    ),
+    Fault(
+        "exact-delta-skipped",
+        "exact_delta makes no first pass",
+        (f"{ON_FEATURES}::test_exact_delta[False]",),
+        (
+            Change(
+                BACKWARD,
+                "            run_rows(out, None, None)\n            run_rows(None, *rows_gradients)\n",
+                "            run_rows(out, *rows_gradients)\n",
+            ),
+        ),
+    ),
+    Fault(
+        "rows-of-no-sequence-are-summed",
+        "what no program writes is summed for the end rows of a packed batch",
+        (f"{ON_FEATURES}::test_rows_of_no_sequence",),
+        (
+            Change(
+                BACKWARD,
+                "new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros",
+                "new = query.new_empty",
+            ),
+        ),
+    ),
+    Fault(
+        "start-in-32-bits",
+        "the offset of a batch entry overflows at 2**31 elements",
+        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_head_and_of_a_tile[entry-key]",),
+        (
+            Change(
+                TILES,
+                "    start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]\n"
+                "    start += tl",
+                "    start = pointer + entry * strides[0] + tl.cast(head, tl.int64) * strides[1]\n    start += tl",
+            ),
+        ),
+    ),
+    Fault(
+        "head-in-32-bits",
+        "the offset of a head overflows at 2**31 elements",
+        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_head_and_of_a_tile[head-key]",),
+        (
+            Change(
+                TILES,
+                "tl.cast(head, tl.int64) * strides[1]\n    start += tl.cast(first_row",
+                "head * strides[1]\n    start += tl.cast(first_row",
+            ),
+        ),
+    ),
+    Fault(
+        "sequence-in-32-bits",
+        "the offset of a packed sequence overflows at 2**31 elements",
+        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_packed_sequence",),
+        (Change(TILES, "tl.cast(first_row, tl.int64) * strides[2]", "tl.cast(first_row, tl.int32) * strides[2]"),),
+    ),
+    Fault(
+        "tile-in-32-bits",
+        "the offset of a tile overflows at 2**31 elements",
+        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_head_and_of_a_tile[tile-key]",),
+        (Change(TILES, "matrix[0] + tl.cast(start, tl.int64) * matrix[1]", "matrix[0] + start * matrix[1]"),),
+    ),
+    Fault(
+        "wide-rows-in-32-bits",
+        "rows far apart are thought to need no 64-bit offsets",
+        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_table[rel_key]",),
+        (Change(CONFIGS, "column_stride >= 2**31", "column_stride >= 2**41"),),
+    ),
+    Fault(
+        "wide-values-table-in-32-bits",
+        "of the tables only rel_key is looked at for 64-bit offsets",
+        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_table[rel_value]",),
+        (Change(ARGUMENTS, "for table in (tensors.rel_key, tensors.rel_value):", "for table in (tensors.rel_key,):"),),
+    ),
+    Fault(
+        "gradient-of-infinite-lse",
+        "a NaN gradient of an lse that is -inf spreads",
+        (f"{ON_FEATURES}::test_nan_gradient_of_an_lse_that_is_infinite[clamp]",),
+        (Change(OPS, "d_lse = d_lse.masked_fill(lse == -torch.inf, 0)", "d_lse = d_lse"),),
+    ),
+)

@@ -1,0 +1,53 @@
+"""Files that have faults, and files of tests that notice them."""
+
+from __future__ import annotations
+
+OF_KERNELS = "triton_relattn/kernels"
+BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING, TILES, ARGUMENTS, BACKWARD, CONFIGS, KEPT = (
+    f"{OF_KERNELS}/{name}.py"
+    for name in (
+        "band",
+        "table",
+        "walk",
+        "quads",
+        "forward",
+        "bwd_rows",
+        "bwd_columns",
+        "bwd_table",
+        "scores",
+        "masking",
+        "tiles",
+        "arguments",
+        "backward",
+        "configs",
+        "dropout",
+    )
+)
+BLOCKWISE, BLOCKS, DROPOUT, SPEC, OPS, FUNCTIONAL, RESULTS, POSITIONS = (
+    f"triton_relattn/{name}.py"
+    for name in ("blockwise", "blocks", "dropout", "spec", "ops", "functional", "results", "positions")
+)
+
+# Tests of the kernels, and those of the rest.
+ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES, ON_GUARDS, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
+    f"tests/interpreter/test_{name}.py"
+    for name in ("forward", "forward_edges", "backward", "backward_edges", "features", "guards", "rotations", "survivors")
+)
+ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_TORCH, ON_DELTA, ON_POSITIONS, ON_SURVIVORS = (
+    f"tests/cpu/test_{name}.py"
+    for name in (
+        "blockwise",
+        "blockwise_edges",
+        "masks",
+        "dropout",
+        "varlen",
+        "random",
+        "ops",
+        "torch",
+        "delta",
+        "positions",
+        "survivors",
+    )
+)
+RANDOM = (f"{ON_RANDOM}::test_against_loops", "-k", "blockwise")
+RANDOM_PACKED = (f"{ON_VARLEN}::test_random_combination", "-k", "blockwise")

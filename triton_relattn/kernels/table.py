@@ -1,0 +1,167 @@
+"""A table of one head: its rows by relative position, what they are multiplied with, and which of them are used.
+
+OUTSIDE says what lies beyond the table: "clamp" (its end row), "zero" (no term), "none" (nothing does: it covers every pair);
+None: there is no table.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tiles import key_order, load_rows
+
+
+class Table(NamedTuple):
+    """What rows of queries, or of d_out, are multiplied with: a table of one head."""
+
+    matrix: Any  # (pointer, row stride, column stride) of rel_key or rel_value, or None
+    scale: Any  # factor of the product, or None for 1
+    bias: Any  # (pointer, row stride) of rel_bias, or None
+    bias_scale: Any  # its factor
+    first: Any  # relative position of row 0
+    last: Any  # and of the last row
+
+
+class Reached(NamedTuple):
+    """The part of a table that is used: a Table without what may be None, which functions cannot return in Triton 3.6."""
+
+    matrix: Any
+    first: Any
+    last: Any
+
+
+@triton.jit
+def row_indices(table, relative_position, TILE: tl.constexpr, OUTSIDE: tl.constexpr):
+    """(start, rows [N], exists [N]): the rows of N relative positions, the given one first, and where there is one."""
+    start = relative_position - table.first
+    rows = key_order(TILE)
+    if OUTSIDE == "clamp":
+        rows = tl.minimum(tl.maximum(start + rows, 0), table.last - table.first)
+        start = 0
+        exists = rows >= 0  # none if last is before first
+    else:
+        exists = (start + rows).to(tl.uint32) <= tl.cast(table.last - table.first, tl.uint32)  # negative rows are large
+    return start, rows, exists
+
+
+@triton.jit
+def table_rows(
+    table,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+):
+    """[N, D]: table rows of N relative positions, the given one first; outside first and last the end row or zeros."""
+    start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
+    return load_rows(table.matrix, start, rows, exists, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit
+def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr, OUTSIDE, INPUT_PRECISION):
+    """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions."""
+    if table.matrix is not None:
+        # [M, D] @ [D, N] -> [M, N]
+        block = tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION)
+        if table.scale is not None:
+            block *= tl.cast(table.scale, tl.float32)
+    else:
+        block = tl.zeros([TILE[0], TILE[1]], tl.float32)
+    if table.bias is not None:
+        start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
+        bias = tl.load(table.bias[0] + (start + rows) * table.bias[1], mask=exists, other=0.0).to(tl.float32)
+        block += (bias * tl.cast(table.bias_scale, tl.float32))[None, :]
+    return block
+
+
+@triton.jit
+def table_block(
+    query,
+    table,
+    relative_position,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """The terms of the queries at N relative positions, the given one first."""
+    if table.matrix is not None:
+        rows = table_rows(table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
+    else:
+        rows = None
+    return block_of_rows(query, rows, table, relative_position, TILE, OUTSIDE, INPUT_PRECISION)
+
+
+@triton.jit
+def far_terms(query, table, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """Two [M]: the terms of the queries with the first and the last table row, which clamping uses for all keys beyond."""
+    if table.matrix is not None:
+        column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
+        rows = tl.where(column == 0, 0, table.last - table.first)
+        ends = load_rows(table.matrix, 0, rows, rows >= 0, WIDTH, BLOCK_WIDTH)
+        # [M, D] @ [D, 16] -> [M, 16]
+        terms = tl.dot(query, tl.trans(ends), input_precision=INPUT_PRECISION)
+        past = tl.sum(tl.where((column == 0)[None, :], terms, 0.0), axis=1)
+        future = tl.sum(tl.where((column == 1)[None, :], terms, 0.0), axis=1)
+        if table.scale is not None:
+            past *= tl.cast(table.scale, tl.float32)
+            future *= tl.cast(table.scale, tl.float32)
+    else:
+        past = tl.zeros([BLOCK_M], tl.float32)
+        future = past
+    if table.bias is not None:
+        last = (table.last - table.first) * table.bias[1]
+        past += tl.load(table.bias[0]).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
+        future += tl.load(table.bias[0] + last).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
+    return past, future
+
+
+@triton.jit
+def reached_positions(first_query, last_query, place, window):
+    """(lowest, highest) relative position of the pairs that some of the queries see; highest < lowest if there is none."""
+    lowest = -last_query - place.query_offset
+    highest = tl.where(place.num_keys > 0, place.num_keys - 1 - first_query - place.query_offset, lowest - 1)
+    if window[1] is not None:
+        highest = tl.minimum(highest, window[1])
+    if window[0] is not None:
+        lowest = tl.maximum(lowest, -window[0])
+    return lowest, highest
+
+
+@triton.jit
+def reached_rows(table, lowest, highest, OUTSIDE: tl.constexpr):
+    """The part of a table that pairs at relative positions from lowest to highest use.
+
+    A probability or a gradient times a table row that no pair uses is 0, but NaN if the row is.
+    """
+    matrix, first, last = table.matrix, table.first, table.last
+    if OUTSIDE == "clamp":
+        new_first = tl.minimum(tl.maximum(first, lowest), last)
+        new_last = tl.where(lowest <= highest, tl.maximum(tl.minimum(last, highest), first), new_first - 1)
+        start = new_first
+    else:
+        start = tl.maximum(first, lowest)
+        new_last = tl.minimum(last, highest)
+        # Of an empty part no row exists: it lies beyond all positions.
+        new_first = tl.where(start <= new_last, start, 2**30)
+        new_last = tl.where(start <= new_last, new_last, 2**30)
+    part = (matrix[0] + tl.cast(start - first, tl.int64) * matrix[1], matrix[1], matrix[2])
+    return Reached(part, new_first, new_last)
+
+
+@triton.jit
+def add_end_rows(acc, past, future, table, lowest, highest, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[M, D]: acc + past * first row + future * last row, of a clamped table, if they are reached."""
+    columns = tl.arange(0, BLOCK_WIDTH)
+    pointers = table.matrix[0] + columns * table.matrix[2]
+    # Not (columns < WIDTH) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.
+    first_width = tl.where(lowest <= tl.minimum(table.first, highest), WIDTH, 0)
+    last_width = tl.where(highest >= tl.maximum(table.last, lowest), WIDTH, 0)
+    first_row = tl.load(pointers, mask=columns < first_width, other=0.0)
+    pointers += tl.cast(table.last - table.first, tl.int64) * table.matrix[1]
+    last_row = tl.load(pointers, mask=columns < last_width, other=0.0)
+    acc += past[:, None] * first_row.to(tl.float32)[None, :]
+    return acc + future[:, None] * last_row.to(tl.float32)[None, :]
