@@ -153,14 +153,13 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
 
 
 def test_memory_is_linear() -> None:
-    """Results, lse, delta and the table's partial sums, byte for byte; for a clamped table two pairs of vectors more."""
+    """Results, lse and delta, byte for byte; for a clamped table two pairs of vectors and a partial sum more."""
     for length in (1024, 16384):
         row = 16 * 2
         results = 4 * length * row + length * 4  # out, three gradients, lse
         table_rows = 2 * length - 1
-        splits = 1  # one head and batch entry: nothing to divide
-        partial = table_rows * 16 * 4
-        assert allocated(length, "full") == results + length * 4 + table_rows * row + splits * partial
+        # One head and batch entry: nothing is divided, and the gradient needs no partial sums.
+        assert allocated(length, "full") == results + length * 4 + table_rows * row
         margin = configs_margin(length)
         clamped = (9 + 2 * (margin + 1)) * 16 * 4
         ends = 2 * 16 * 4  # sums of the margins

@@ -298,20 +298,25 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     blocks = max(launch.arguments.get("BLOCK_M", 1), launch.arguments.get("BLOCK_N", 1))
     for name, tensor, strides in launch.strided():
         pointer, types = launch.signature[name]
-        assert strides == tensor.stride() and len(types) == tensor.dim(), name
+        added = len(strides) - tensor.dim()  # of a table: it has no entries, and a shared one no heads
+        shape = (1,) * added + tensor.shape
+        assert strides == (0,) * added + tensor.stride() and len(types) == len(strides), name
+        assert added == 0 or name in ("rel_keys", "rel_values", "rel_bias"), name
         for stride, kind in zip(strides, types, strict=True):
             assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
         if name in BUFFERS | PARTIAL_SUMS:
-            assert tensor.dtype == torch.float32 and tensor.is_contiguous(), name
+            assert tensor.is_contiguous(), name
+            is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and launch.arguments.get("OUTSIDE", "clamp") != "clamp"
+            assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
         elif name not in ("rel_bias", "attn_mask"):
             assert tensor.dtype == dtype, name
         assert pointer == POINTERS[tensor.dtype], name
         if name == "rel_bias":  # read by rows, in 32 bits
-            assert (tensor.shape[-1] - 1) * strides[-1] < 2**31
-        elif tensor.dim() == 4 and name not in BUFFERS | {"attn_mask"}:
+            assert (shape[-1] - 1) * strides[-1] < 2**31
+        elif len(shape) == 4 and name not in BUFFERS | {"attn_mask"}:
             clamped = name in ("rel_keys", "rel_values") and launch["OUTSIDE"] == "clamp"  # addressed from its first row on
-            rows = tensor.shape[2] if clamped else min(blocks, tensor.shape[2])
-            offset = (rows - 1) * strides[2] + (tensor.shape[3] - 1) * strides[3]
+            rows = shape[2] if clamped else min(blocks, shape[2])
+            offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
             assert launch["WIDE_INDEX"] or offset < 2**31, (name, offset)
     for name, value in launch.arguments.items():
         if type(value) is int and launch.signature[name] != "constexpr":

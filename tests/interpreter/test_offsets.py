@@ -70,6 +70,8 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
             if name in ("sequences", "factor"):
                 break
             tensor = None if argument is None else argument[0]
+            if name in TABLES and tensor is not None:
+                tensor = tensor[None]  # a table of each head
             if tensor is None or name in apart.kept or tensor.shape[apart.dim] <= apart.last:
                 kept[function.__name__].add(name)
                 continue

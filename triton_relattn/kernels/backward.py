@@ -32,7 +32,8 @@ def backward(
     """Gradients of spec.DIFFERENTIABLE, None where not wanted or not there.
 
     Memory beyond the gradients: a float32 for each query, with clamped tables four more for rel_key and rel_bias and four for
-    rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits).
+    rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits);
+    not even that where one program has it all.
 
     Args:
         d_lse: None for zeros.
@@ -126,19 +127,19 @@ def backward(
         padding = margin + 1 if call.outside == "clamp" else 0
         programs = cdiv(num_rows + 2 * margin, tiles["table"].block_n) * table_heads
         splits = configs.table_splits(query.device, programs, call.num_sequences * heads // table_heads)
-        partials = {
-            name: query.new_empty(splits, table_heads, num_rows + 2 * padding, *widths, dtype=torch.float32)
-            for name, widths in (
-                ("rel_key", (call.widths["REL_DIM"],)),
-                ("rel_value", (call.widths["VALUE_DIM"],)),
-                ("rel_bias", ()),
-            )
-            if name in wants_tables
-        }
+        sums, partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name in wants_tables:
+            gradient = gradients[name]
+            rank = 1 + (name != "rel_bias")
+            if splits == 1 and padding == 0 and (gradient.dim() > rank) == per_head:
+                sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # nothing will be left to add up
+            else:
+                shape = (splits, table_heads, num_rows + 2 * padding, *gradient.shape[gradient.dim() + 1 - rank :])
+                sums[name] = partials[name] = query.new_empty(shape, dtype=torch.float32)
         call.launch(
             *("table", table_kernel, tiles["table"], (programs, splits)),
             *inputs,
-            *map(strided, (d_out, partials.get("rel_key"), partials.get("rel_value"), partials.get("rel_bias"), lse)),
+            *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), lse)),
             statistics,
             strided(delta),
             num_sequences=call.num_sequences,
@@ -151,10 +152,10 @@ def backward(
                 ("rel_key", call.rel_query, far_sums, spec.rel_scale),
                 ("rel_value", d_out, far_kept, call.keep_scale),
             )
-            for name, rows, sums, factor in ends:
+            for name, rows, of_far, factor in ends:
                 if name in partials:
                     table_ends_kernel[(table_heads, splits)](
-                        *map(strided, (rows, sums, partials[name])),
+                        *map(strided, (rows, of_far, partials[name])),
                         factor,
                         entries,
                         heads,
@@ -172,11 +173,11 @@ def backward(
                     partials["rel_bias"][1:, :, side] = 0
                     partials["rel_bias"][0, :, side] = both[:, side]
         for name, partial in partials.items():
-            sums = partial[0] if splits == 1 else partial.sum(0)
-            inner = sums[:, padding : padding + num_rows]
+            total = partial[0] if splits == 1 else partial.sum(0)
+            inner = total[:, padding : padding + num_rows]
             if padding:
-                inner[:, 0] += sums[:, :padding].sum(1)
-                inner[:, -1] += sums[:, padding + num_rows :].sum(1)
+                inner[:, 0] += total[:, :padding].sum(1)
+                inner[:, -1] += total[:, padding + num_rows :].sum(1)
             gradient = gradients[name]
             shared = gradient.dim() == partial.dim() - 2
             gradient.copy_(inner[0] if shared and not per_head else inner.sum(0) if shared else inner)

@@ -83,7 +83,8 @@ def table_kernel(
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """Partial sums [splits, heads or 1, R, D] (of the bias [splits, heads or 1, R]) of BLOCK_N table rows; any may be None.
+    """Partial sums [splits, heads or 1, R, D] (of the bias [splits, heads or 1, R]) of BLOCK_N table rows, in their dtypes; any
+    may be None.
 
     Beyond a clamped table there are keys that rows_kernel, with tiles of ROWS_BLOCK_M and ROWS_BLOCK_N, does not count as far.
     They are summed by distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one

@@ -52,7 +52,7 @@ OF_LAUNCHERS = (
         "end-row-without-its-margin",
         "near keys beyond a clamped table are missing in the gradient of its last row",
         (f"{ON_BACKWARD}::test_tables[default-shorter-clamp]",),
-        (Change(BACKWARD, "                inner[:, -1] += sums[:, padding + num_rows :].sum(1)\n", ""),),
+        (Change(BACKWARD, "                inner[:, -1] += total[:, padding + num_rows :].sum(1)\n", ""),),
     ),
     Fault(
         "bias-without-an-end-row",
