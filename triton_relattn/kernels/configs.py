@@ -92,7 +92,7 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("rows", "mma", 128, "zero", False): TileConfig(32, 32, 8, 2, "both"),
     ("rows", "mma", 128, None): TileConfig(64, 32, 4, 2),
     ("rows", "wgmma", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", "wgmma", 64, "none"): TileConfig(64, 64, 4, 2),
+    ("rows", "wgmma", 64, "none"): TileConfig(64, 64, 4, 2, None),
     ("rows", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1, "both"),
     ("rows", "wgmma", 64, None): TileConfig(128, 64, 8, 2),
     ("rows", "wgmma", 128): TileConfig(32, 32, 4, 1, "both"),
