@@ -22,7 +22,6 @@ import argparse
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -33,7 +32,6 @@ import torch
 
 from bench import plot
 from bench.options import some_of
-from bench.rows import ROOT
 from triton_relattn.kernels import configs, kernels_are_interpreted
 
 from . import checks, measurements, sanitizer
@@ -45,14 +43,7 @@ def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
     if options.jobs > 1 and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(options.jobs)]
-    path = report.raw / "tests.txt"
-    try:
-        with path.open("w") as output:
-            seconds = max(1.0, deadline - time.monotonic())
-            status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, check=False, timeout=seconds).returncode
-    except subprocess.TimeoutExpired:
-        status = 0  # as far as they came
-    lines = path.read_text().strip().splitlines()
+    status, lines = report.run("tests.txt", command, deadline - time.monotonic())
     passed = status == 0 and not any(line.startswith(("FAILED", "ERROR")) for line in lines)
     row = {
         "part": "tests",

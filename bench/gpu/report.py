@@ -6,9 +6,11 @@ import argparse
 import csv
 import json
 import multiprocessing
+import os
 import platform
 import shutil
 import signal
+import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.rows import STAMP, Table, output_of, stamp
+from bench.rows import ROOT, STAMP, Table, output_of, stamp
 from bench.speed import COLUMNS as MEASURED
 
 RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_rel_key")
@@ -88,6 +90,24 @@ class Report:
         self.measured.add(row)
         if str(row["status"]).startswith(("wrong", "failed")):
             self._judge({name: row[name] for name in ("verb", "case", "method", "direction", "status")})
+
+    def run(self, name: str, command: Sequence[str], seconds: float, **environment: str) -> tuple[int, list[str]]:
+        """Exit status (0 if it was still running after the seconds) and lines of a program; they are kept in the file name."""
+        path = self.raw / name
+        try:
+            with path.open("w") as output:
+                status = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **environment},
+                    check=False,
+                    timeout=max(1.0, seconds),
+                ).returncode
+        except subprocess.TimeoutExpired:
+            status = 0
+        return status, path.read_text().strip().splitlines()
 
     def _judge(self, row: dict[str, Any]) -> None:
         if row["status"] != "ok":

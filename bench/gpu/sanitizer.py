@@ -6,14 +6,10 @@ compute-sanitizer is part of the CUDA toolkit. Some virtual machines hide what i
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import replace
-
-from bench.rows import ROOT
 
 from .checks import correctness_cases, run_case
 from .report import Report
@@ -32,24 +28,11 @@ def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> N
         report.say("sanitizer: there is no compute-sanitizer")
         return
     for tool in TOOLS:
-        command = [program, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m", "bench.gpu.sanitizer"]
-        path = report.raw / f"{tool}.txt"
+        calls_of = [sys.executable, "-m", "bench.gpu.sanitizer", "--device", options.device]
+        command = [program, "--tool", tool, "--error-exitcode", str(FOUND), *calls_of]
         row = {"part": "sanitizer", "case": tool, "unit": "calls"}
-        try:
-            with path.open("w") as output:
-                seconds = max(1.0, (deadline - time.monotonic()) / (len(TOOLS) - TOOLS.index(tool)))
-                environment = {**os.environ, **ALONE}
-                status = subprocess.run(
-                    [*command, "--device", options.device],
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    timeout=seconds,
-                ).returncode
-        except subprocess.TimeoutExpired:
-            status = 0  # as far as it came
-        lines = path.read_text().splitlines()
+        seconds = (deadline - time.monotonic()) / (len(TOOLS) - TOOLS.index(tool))
+        status, lines = report.run(f"{tool}.txt", command, seconds, **ALONE)
         calls = sum(line.startswith("call: ") for line in lines)
         summary = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "")
         if status not in (0, FOUND) and calls == 0:

@@ -70,17 +70,6 @@ def cdiv(length: int, block: int) -> int:
     return -(-length // block)
 
 
-class Kind(NamedTuple):
-    """What configs.select distinguishes, besides the kernel."""
-
-    arch: str
-    dtype: torch.dtype
-    width: int
-    outside: str | None
-    is_causal: bool
-    special: str | None
-
-
 class Call:
     """One call as the launchers see it: its sizes, and the arguments that all kernels share."""
 
@@ -114,7 +103,7 @@ class Call:
         elif rel_bias is not None:
             special = "rel_bias" if tensors.rel_key is None else "rel_key and rel_bias"
         widest = max(self.widths.values())
-        self.kind = Kind(self.arch, query.dtype, widest, self.outside, spec.window_right >= 0, special)
+        self.kind = configs.Kind(self.arch, query.dtype, widest, self.outside, spec.window_right >= 0, special)
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         mask = tensors.attn_mask
         if mask is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -225,6 +226,17 @@ _IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
 _EXACT = ("forward", "table")  # the kernels that have registers for float32 terms, in calls with nothing special
 
 
+class Kind(NamedTuple):
+    """What select distinguishes, besides the kernel and the length; see there."""
+
+    arch: str
+    dtype: torch.dtype
+    width: int
+    outside: str | None
+    is_causal: bool
+    special: str | None
+
+
 def _find(table: dict[tuple[object, ...], TileConfig], calls: list[tuple[object, ...]]) -> TileConfig | None:
     """The entry that says most about the first of these calls that has one."""
     entries = (table.get(call[:length]) for call in calls for length in (5, 4, 3))
@@ -297,30 +309,21 @@ def select(
         tuned = profiles.find(profile_key(kernel, arch, dtype, width, outside, is_causal, special, length))
         if tuned is not None:
             return tuned
-    return _default(kernel, arch, dtype, _tile_width(width), outside, is_causal, special, input_precision(dtype, arch))
+    kind = Kind(arch, dtype, _tile_width(width), outside, is_causal, special)
+    return _default(kernel, kind, input_precision(dtype, arch))
 
 
 @functools.cache
-def _default(
-    kernel: str,
-    arch: str,
-    dtype: torch.dtype,
-    width: int,
-    outside: str | None,
-    is_causal: bool,
-    special: str | None,
-    precision: str,
-) -> TileConfig:
-    if dtype == torch.float32:
-        config = _select_float32(kernel, width, special, precision)
+def _default(kernel: str, kind: Kind, precision: str) -> TileConfig:
+    if kind.dtype == torch.float32:
+        config = _select_float32(kernel, kind.width, kind.special, precision)
     else:
-        config = _select_16_bits(kernel, arch, dtype, width, outside, is_causal, special)
-    return config if config.why_invalid(arch, outside is not None) is None else replace(config, num_stages=1)
+        config = _select_16_bits(kernel, kind)
+    return config if config.why_invalid(kind.arch, kind.outside is not None) is None else replace(config, num_stages=1)
 
 
-def _select_16_bits(
-    kernel: str, arch: str, dtype: torch.dtype, width: int, outside: str | None, is_causal: bool, special: str | None
-) -> TileConfig:
+def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
+    arch, dtype, width, outside, is_causal, special = kind
     if arch.startswith("gfx"):
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
