@@ -158,8 +158,8 @@ def compiled(
         if kernel == "forward":
             forward(tensors, spec, config)
         else:
-            out, lse = tensors.query, torch.empty(tensors.query.shape[:3])
-            backward(out, None, out, lse, None, tensors, spec, tiles=None if config is None else {kernel: config})
+            out, statistics = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
+            backward(out, None, out, statistics, tensors, spec, tiles=None if config is None else {kernel: config})
     return launches[0].kernel
 
 

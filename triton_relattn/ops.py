@@ -47,11 +47,12 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
         with torch.cuda.device_of(tensors.query):
             return forward(tensors, spec)
     with without_autocast(tensors.query.device):
-        return *blockwise.forward(tensors, spec), _no_statistics(tensors.query)
+        return *blockwise.forward(tensors, spec), _statistics(tensors.query, implementation)
 
 
-def _no_statistics(query: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(0, dtype=torch.float32)
+def _statistics(query: torch.Tensor, implementation: str) -> torch.Tensor:
+    """The empty third result: what the kernels keep of each query for the backward; nothing of "blockwise"."""
+    return query.new_empty((*query.shape[:2], 2, query.shape[2]) if implementation == "triton" else 0, dtype=torch.float32)
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
@@ -59,9 +60,7 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     query = tensors.query
     out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
-    if implementation == "triton" and tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool:
-        return out, lse, query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
-    return out, lse, _no_statistics(query)
+    return out, lse, _statistics(query, implementation)
 
 
 def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
@@ -73,7 +72,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
         from .kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
-            gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
+            gradients = backward(d_out, d_lse, out, statistics, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
             gradients = blockwise.backward(d_out, torch.zeros_like(lse) if d_lse is None else d_lse, lse, tensors, spec, wanted)
