@@ -1,0 +1,148 @@
+"""One call of the package, compiled for a GPU, emulated, and compared with float64."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from bench.rows import in_one_line
+from triton_relattn import backends
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.configs import TileConfig
+
+from .calls import Call, build
+from .device import Emulated, emulated
+from .judge import Judge, results_of
+
+DTYPES = ("bfloat16", "float16", "float32", "tf32")
+"""tf32: float32 tensors and products in TF32, as torch.set_float32_matmul_precision("high") says."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a call of calls.build, for a target.
+
+    seed: draws the order in which warps take turns.
+    """
+
+    target: str
+    dtype: str
+    width: int
+    name: str
+    num_queries: int
+    num_keys: int
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
+        return dtype
+
+    def build(self) -> Call:
+        return build(self.name, self.num_queries, self.num_keys, self.width, self.torch_dtype)
+
+    def judge(self) -> Judge:
+        """What is expected of it."""
+        return Judge(self.build(), is_tf32=self.dtype == "tf32")
+
+    def __str__(self) -> str:
+        sizes = "" if self.name.startswith("random") else f" {self.num_queries}x{self.num_keys} D={self.width}"
+        return f"{self.target} {self.dtype} {self.name}{sizes}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found. ratios: error / allowance of each result."""
+
+    ratios: dict[str, float]
+    launches: list[Emulated]
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that is wrong; nothing if the call is right."""
+        wrong = [f"{name} is off by {ratio:.2f} times its allowance" for name, ratio in self.ratios.items() if not ratio <= 1]
+        findings = [f"{launch.name}: {finding}" for launch in self.launches for finding in launch.report.errors]
+        unfinished = [f"{launch.name} did not end" for launch in self.launches if not launch.report.finished]
+        return [*findings, *unfinished, *wrong]
+
+
+@contextmanager
+def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None]:
+    """Calls choose the kernels, some kernels these configurations, and memory that is not written to holds NaN."""
+    select = configs.select
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+
+    def selected(kernel: str, *call: Any, **others: Any) -> TileConfig:
+        return tiles.get(kernel) or select(kernel, *call, **others)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(backends, "choose_implementation", lambda *_: "triton"))
+        stack.enter_context(mock.patch.object(configs, "select", selected))
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        stack.callback(torch.use_deterministic_algorithms, deterministic)
+        torch.set_float32_matmul_precision("high" if subject.dtype == "tf32" else "highest")
+        torch.use_deterministic_algorithms(True)  # torch.empty fills what it returns
+        yield
+
+
+def run(
+    subject: Subject,
+    call: Call,
+    tiles: Mapping[str, TileConfig] | None = None,
+    change: Callable[[str, str], str] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[Emulated]]:
+    """Results and launches of a call, forward and backward.
+
+    Args:
+        tiles: configurations by the kernels' names, instead of the selected ones.
+        change: see emulated.
+    """
+    with settings(subject, tiles or {}), emulated(subject.target, subject.seed, change) as launches:
+        return results_of(call, None), launches
+
+
+def check(
+    subject: Subject,
+    tiles: Mapping[str, TileConfig] | None = None,
+    change: Callable[[str, str], str] | None = None,
+    judge: Judge | None = None,
+) -> Checked:
+    """Run a call and compare. judge: the subject's, if it is there already; arguments otherwise as of run."""
+    judge = judge or subject.judge()
+    results, launches = run(subject, judge.call, tiles, change)
+    return Checked(judge.ratios(results), launches)
+
+
+class Row(NamedTuple):
+    """What is shown of a call."""
+
+    text: str
+    ratios: dict[str, float]
+    failed: bool
+
+
+def row_of(subject: Subject, tiles: Mapping[str, TileConfig], show_notes: bool = False) -> Row:
+    """Check a call; whatever goes wrong is in its row."""
+    started = time.monotonic()
+    has_table = not subject.name.startswith("none")
+    reasons = {kernel: config.why_invalid(subject.target, has_table) for kernel, config in tiles.items()}
+    lines = [f"{kernel}: {reason}" for kernel, reason in reasons.items() if reason]
+    found = Checked({}, [])
+    if not lines:
+        try:
+            found = check(subject, tiles)
+            lines = found.problems
+        except Exception as error:
+            lines = [in_one_line(error)]
+    failed = bool(lines)
+    if show_notes:
+        lines += [f"note: {launch.name}: {note}" for launch in found.launches for note in launch.report.notes]
+    results = " ".join(f"{name} {ratio:.2f}" for name, ratio in found.ratios.items())
+    first = f"{'WRONG' if failed else 'ok   '} {subject}: {results} ({time.monotonic() - started:.1f} s)"
+    return Row("\n".join([first, *(f"      {line}" for line in lines)]), found.ratios, failed)
