@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -25,7 +27,10 @@ from triton_relattn.kernels.tile_config import KERNELS, TileConfig
 from .calls import CALLS, unknown_words
 from .check import DTYPES, Row, Subject, row_of
 from .device import TARGETS
+from .judge import Ratio
 from .machine import NoCompiler, core
+
+Item = TypeVar("Item")
 
 
 def tile(text: str) -> tuple[str, TileConfig]:
@@ -36,7 +41,9 @@ def tile(text: str) -> tuple[str, TileConfig]:
         config = TileConfig(*map(int, sizes.split("x")), *(None if other == "none" else other for other in others))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         others = [f"/{field.name}" for field in dataclasses.fields(TileConfig)[4:]]
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KERNEL=MxNxWARPSxSTAGES{''.join(others)} ({error})") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form KERNEL=MxNxWARPSxSTAGES{''.join(others)} ({error})"
+        ) from None
     if kernel not in KERNELS:
         raise argparse.ArgumentTypeError(f"there is no kernel {kernel!r}, only {', '.join(KERNELS)}")
     return kernel, config
@@ -54,28 +61,21 @@ def call_name(text: str) -> str:
     return text.strip()
 
 
-def split_by_commas(parse: object) -> object:
-    return lambda text: [parse(part) for part in text.split(",")]  # type: ignore[operator]
+def several(parse: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """A parser of a list with commas."""
+    return lambda text: [parse(part) for part in text.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
-    several = {"metavar": "A,B"}
+    cases = f'a table and features, "clamp causal dropout", or "random 7" (default: {len(CALLS)} kinds, --list shows them)'
+    config = "KERNEL=MxNxWARPSxSTAGES[/carry[/rotation]],..."
     add_list(made, "target", TARGETS, ("sm_90",), "GPUs to compile for")
     add_list(made, "dtype", DTYPES, ("bfloat16",))
-    made.add_argument("--width", type=split_by_commas(int), default=[64], help="of heads (default: 64)", **several)  # type: ignore[arg-type]
-    made.add_argument(
-        "--lengths", type=split_by_commas(lengths), default=[(130, 130)], help="N, or NQxNK (default: 130)", **several  # type: ignore[arg-type]
-    )
-    cases = f'a table and features, "clamp causal dropout", or "random 7" (default: {len(CALLS)} kinds, --list shows them)'
-    made.add_argument("--cases", type=split_by_commas(call_name), default=list(CALLS), help=cases, **several)  # type: ignore[arg-type]
-    made.add_argument(
-        "--config",
-        type=split_by_commas(tile),
-        default=[],
-        metavar="KERNEL=MxNxWARPSxSTAGES[/carry[/rotation]],...",
-        help="configurations instead of the selected ones",
-    )  # type: ignore[arg-type]
+    made.add_argument("--width", type=several(int), default=[64], metavar="A,B", help="of heads (default: 64)")
+    made.add_argument("--lengths", type=several(lengths), default=[(130, 130)], metavar="A,B", help="N, or NQxNK (default: 130)")
+    made.add_argument("--cases", type=several(call_name), default=list(CALLS), metavar="A,B", help=cases)
+    made.add_argument("--config", type=several(tile), default=[], metavar=config, help="instead of the selected configurations")
     made.add_argument("--seed", type=int, default=0, help="of the order in which warps take turns (default: 0)")
     made.add_argument("--notes", action="store_true", help="show notes, too")
     made.add_argument("--list", action="store_true", help="show the kinds of calls, and end")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error)
         return 2
     subjects = [
-        Subject(target, dtype, width, name, *sizes, seed=options.seed)
+        Subject(target, dtype, width, name, sizes, options.seed)
         for target in options.target
         for dtype in options.dtype
         for width in options.width
@@ -114,11 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tqdm.write(row.text)
     except KeyboardInterrupt:
         interrupted = True
-    names = dict.fromkeys(name for row in rows for name in row.ratios)
-    largest = {name: max((row.ratios[name] for row in rows if name in row.ratios), key=lambda each: each if each == each else 1e9) for name in names}
+    largest: dict[str, Ratio] = {}
+    for name, ratio in (item for row in rows for item in row.ratios.items()):
+        largest[name] = max(largest.get(name, ratio), ratio, key=lambda each: math.inf if math.isnan(each.value) else each.value)
     wrong = sum(row.failed for row in rows)
     print(f"{len(rows)} of {len(subjects)} calls, {wrong} wrong" + ", interrupted" * interrupted)
-    print("largest error / allowance: " + " ".join(f"{name} {ratio:.2f}" for name, ratio in largest.items()))
+    print("largest error / allowance: " + ", ".join(f"{name} {ratio}" for name, ratio in largest.items()))
     return 130 if interrupted else int(wrong > 0)
 
 

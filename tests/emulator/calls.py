@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.cases import random_case, random_varlen_case
+from tests.gpu.test_kernels import SIZES
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, in_memory_order, make_inputs, with_different_strides
 
@@ -42,6 +43,7 @@ TABLES = ("none", "full", "clamp", "zero")
 """No table, a row for every pair, and a short one, by what lies beyond it."""
 FEATURES = {
     "causal": Feature({}, {"is_causal": True}),
+    "one_head": Feature({"batch": 1, "heads": 1}, {}),
     "per_head": Feature({"per_head": True}, {}),
     "no_rel_key": Feature({"rel_key": False}, {}),
     "rel_value": Feature({"rel_value": True}, {}),
@@ -86,11 +88,7 @@ CALLS = (
     "clamp rel_value rel_bias narrow_rel_query per_head dropout softcap key_lengths",
 )
 """What the kernels distinguish, one or two features at a time, and once all terms together."""
-RANDOM_SIZES: dict[str, Any] = {
-    "widths": (8, 16, 40, 64, 64, 80, 128),
-    "value_widths": (8, 16, 64, 64, 80, 128),
-    "rel_widths": (1, 4, 16, 64, 128),
-}
+RANDOM = {"random": random_case, "random_varlen": random_varlen_case}
 
 
 def after_one_element(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,17 +114,17 @@ def table_of(name: str, is_causal: bool, num_queries: int, num_keys: int) -> Rel
 def unknown_words(name: str) -> list[str]:
     """What no call has, of a name."""
     table, *words = name.split()
-    if table == "random":
-        return [word for word in words[:1] if not word.isdigit()] + words[1:] if words else ["random without a seed"]
+    if table in RANDOM:
+        return [] if len(words) == 1 and words[0].isdigit() else [name]
     return [table] * (table not in TABLES) + [word for word in words if word not in {*FEATURES, *LAYOUTS, PACKED}]
 
 
-def random_call(seed: int, dtype: torch.dtype) -> Call:
-    """Of tests.cases; every third one is packed."""
-    if seed % 3 == 2:
-        return Call(*random_varlen_case(seed, dtype=dtype, **RANDOM_SIZES))
-    uneven_lengths = ((1, 239), (239, 1), (3, 259), (113, 203))
-    return Call(*random_case(seed, dtype=dtype, **RANDOM_SIZES, uneven_lengths=uneven_lengths))
+def random_call(kind: str, seed: int, dtype: torch.dtype) -> Call:
+    """A call as the tests on a GPU draw it."""
+    inputs, arguments = RANDOM[kind](seed, dtype=dtype, **SIZES)
+    if dtype != torch.float32:
+        arguments["exact_delta"] = True  # else with a table of values delta is further off than plain torch's
+    return Call(inputs, arguments)
 
 
 def build(name: str, num_queries: int, num_keys: int, width: int, dtype: torch.dtype, seed: int = 0) -> Call:
@@ -138,23 +136,28 @@ def build(name: str, num_queries: int, num_keys: int, width: int, dtype: torch.d
     if unknown := unknown_words(name):
         raise ValueError(
             f"unknown in {name!r}: {', '.join(unknown)}; a call is one of {', '.join(TABLES)} and any of "
-            f"{', '.join([*FEATURES, *LAYOUTS, PACKED])}, or random and a seed"
+            f"{', '.join([*FEATURES, *LAYOUTS, PACKED])}, or {' or '.join(RANDOM)} and a seed"
         )
     table, *words = name.split()
-    if table == "random":
-        return random_call(int(words[0]), dtype)
+    if table in RANDOM:
+        return random_call(table, int(words[0]), dtype)
     positions = table_of(table, "causal" in words, num_queries, num_keys)
-    shape: dict[str, Any] = {"heads": HEADS, "value_width": width, "num_rows": None if positions is None else positions.num_rows}
+    shape: dict[str, Any] = {
+        "batch": BATCH,
+        "heads": HEADS,
+        "value_width": width,
+        "num_rows": None if positions is None else positions.num_rows,
+    }
     arguments: dict[str, Any] = {} if positions is None else {"positions": positions}
     for word in words:
         feature = FEATURES.get(word, Feature({}, {}))
         shape |= {key: width if value == "width" else value for key, value in feature.shape.items()}
         arguments |= {key: value(num_queries, num_keys) if callable(value) else value for key, value in feature.arguments.items()}
-    heads = shape.pop("heads")
+    batch, heads = shape.pop("batch"), shape.pop("heads")
     if PACKED in words:
         call = packed(heads, num_queries, num_keys, width, shape, arguments, dtype, seed)
     else:
-        call = Call(make_inputs(BATCH, heads, num_queries, num_keys, width, **shape, dtype=dtype, seed=seed), arguments)
+        call = Call(make_inputs(batch, heads, num_queries, num_keys, width, **shape, dtype=dtype, seed=seed), arguments)
     for word in words:
         if word in LAYOUTS:
             call = call._replace(inputs=LAYOUTS[word](call.inputs))

@@ -18,7 +18,7 @@ from triton_relattn.kernels.configs import TileConfig
 
 from .calls import Call, build
 from .device import Emulated, emulated
-from .judge import Judge, results_of
+from .judge import Judge, Ratio, results_of
 
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
 """tf32: float32 tensors and products in TF32, as torch.set_float32_matmul_precision("high") says."""
@@ -28,6 +28,7 @@ DTYPES = ("bfloat16", "float16", "float32", "tf32")
 class Subject:
     """What is checked: a call of calls.build, for a target.
 
+    width, lengths: of heads, and of queries and keys; random calls have their own.
     seed: draws the order in which warps take turns.
     """
 
@@ -35,8 +36,7 @@ class Subject:
     dtype: str
     width: int
     name: str
-    num_queries: int
-    num_keys: int
+    lengths: tuple[int, int]
     seed: int = 0
 
     @property
@@ -45,14 +45,14 @@ class Subject:
         return dtype
 
     def build(self) -> Call:
-        return build(self.name, self.num_queries, self.num_keys, self.width, self.torch_dtype)
+        return build(self.name, *self.lengths, self.width, self.torch_dtype)
 
     def judge(self) -> Judge:
         """What is expected of it."""
         return Judge(self.build(), is_tf32=self.dtype == "tf32")
 
     def __str__(self) -> str:
-        sizes = "" if self.name.startswith("random") else f" {self.num_queries}x{self.num_keys} D={self.width}"
+        sizes = "" if self.name.startswith("random") else f" {self.lengths[0]}x{self.lengths[1]} D={self.width}"
         return f"{self.target} {self.dtype} {self.name}{sizes}"
 
 
@@ -60,13 +60,18 @@ class Subject:
 class Checked:
     """What was found. ratios: error / allowance of each result."""
 
-    ratios: dict[str, float]
+    ratios: dict[str, Ratio]
     launches: list[Emulated]
+    results: dict[str, torch.Tensor]
 
     @property
     def problems(self) -> list[str]:
         """Everything that is wrong; nothing if the call is right."""
-        wrong = [f"{name} is off by {ratio:.2f} times its allowance" for name, ratio in self.ratios.items() if not ratio <= 1]
+        wrong = [
+            f"{name} is off by {ratio.value:.2f} times its allowance ({ratio.rule})"
+            for name, ratio in self.ratios.items()
+            if not ratio.value <= 1
+        ]
         findings = [f"{launch.name}: {finding}" for launch in self.launches for finding in launch.report.errors]
         unfinished = [f"{launch.name} did not end" for launch in self.launches if not launch.report.finished]
         return [*findings, *unfinished, *wrong]
@@ -116,14 +121,14 @@ def check(
     """Run a call and compare. judge: the subject's, if it is there already; arguments otherwise as of run."""
     judge = judge or subject.judge()
     results, launches = run(subject, judge.call, tiles, change)
-    return Checked(judge.ratios(results), launches)
+    return Checked(judge.ratios(results), launches, results)
 
 
 class Row(NamedTuple):
     """What is shown of a call."""
 
     text: str
-    ratios: dict[str, float]
+    ratios: dict[str, Ratio]
     failed: bool
 
 
@@ -133,7 +138,7 @@ def row_of(subject: Subject, tiles: Mapping[str, TileConfig], show_notes: bool =
     has_table = not subject.name.startswith("none")
     reasons = {kernel: config.why_invalid(subject.target, has_table) for kernel, config in tiles.items()}
     lines = [f"{kernel}: {reason}" for kernel, reason in reasons.items() if reason]
-    found = Checked({}, [])
+    found = Checked({}, [], {})
     if not lines:
         try:
             found = check(subject, tiles)
@@ -143,6 +148,6 @@ def row_of(subject: Subject, tiles: Mapping[str, TileConfig], show_notes: bool =
     failed = bool(lines)
     if show_notes:
         lines += [f"note: {launch.name}: {note}" for launch in found.launches for note in launch.report.notes]
-    results = " ".join(f"{name} {ratio:.2f}" for name, ratio in found.ratios.items())
+    results = ", ".join(f"{name} {ratio}" for name, ratio in found.ratios.items())
     first = f"{'WRONG' if failed else 'ok   '} {subject}: {results} ({time.monotonic() - started:.1f} s)"
     return Row("\n".join([first, *(f"      {line}" for line in lines)]), found.ratios, failed)

@@ -1,16 +1,27 @@
-"""How far the results of a call are from float64, as parts of what the error rule of triton_relattn.testing allows."""
+"""How far the results of a call are from float64, as parts of what they may be off.
+
+Each result obeys several rules; what counts is the one that it comes closest to breaking:
+
+- "plain": 2 times (gradients 3 times) the error of plain torch in the same precision, and two units in the last place;
+- "table": of a table's gradient, 1.5 times what rounding dS (or P) once costs;
+- "norm": of float32 gradients, instead of "plain", 2e-4 in norm;
+- "element": of each element by itself, what rounding may take it off to first order, with room (tests/fuzz/budget.py).
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from tests.cases import by_sequence
+from tests.fuzz import budget
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn.testing import (
+    Inputs,
     dense_gradients,
     dropout_mask,
     error_budget,
@@ -19,11 +30,21 @@ from triton_relattn.testing import (
     table_gradient_budget,
 )
 
-from .calls import DROPOUT_SEED, Call
+from .calls import DROPOUT_SEED, Call, of_each
 
 TABLES = ("rel_key", "rel_value", "rel_bias")
 CANCELLED = 1e-9
 """A gradient that is so much smaller than the largest one is what is left where terms cancel."""
+
+
+class Ratio(NamedTuple):
+    """Error / allowance by the rule that says most; NaN if something is not finite that should be."""
+
+    value: float
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.rule})"
 
 
 def results_of(call: Call, implementation: str | None) -> dict[str, torch.Tensor]:
@@ -34,15 +55,17 @@ def results_of(call: Call, implementation: str | None) -> dict[str, torch.Tensor
     return forward_backward(attend, call.inputs, **call.arguments)
 
 
-class Judge:
-    """What is expected of a call, computed once.
+def truncated(inputs: Inputs) -> Inputs:
+    """float32 inputs as matrix units take them for TF32: without their last 13 bits."""
+    return of_each(inputs, lambda tensor: (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32))
 
-    is_tf32: float32 products are computed in TF32. It has as many digits as float16, in which plain torch then makes its errors,
-    but matrix units truncate numbers to it instead of rounding them: twice the error.
-    """
+
+class Judge:
+    """What is expected of a call, computed once. is_tf32: float32 products are computed in TF32."""
 
     def __init__(self, call: Call, is_tf32: bool = False) -> None:
         self.call, self.is_tf32 = call, is_tf32
+        self.dtype = call.inputs.query.dtype
         self.is_packed = "cu_seqlens_q" in call.arguments
         self.keep = self._kept()
         self.golden: dict[str, torch.Tensor]
@@ -50,8 +73,12 @@ class Judge:
             self.golden = by_sequence(call.inputs, call.arguments, self.keep)
         else:
             self.golden = dense_gradients(call.inputs, **call.arguments, keep=self.keep)._asdict()
-        self.dtype = torch.float16 if is_tf32 else call.inputs.query.dtype
-        self.reference = results_of(call._replace(inputs=call.inputs.to(self.dtype)), "reference")
+        inputs = truncated(call.inputs) if is_tf32 else call.inputs
+        self.reference = results_of(call._replace(inputs=inputs), "reference")
+        self.elements = {} if is_tf32 else self._elements()
+        gradients = (self.golden[name] for name in self.reference if name.startswith("d_"))
+        self.gradients = [gradient for gradient in gradients if gradient.numel()]
+        self.largest_gradient = max((float(gradient.abs().max()) for gradient in self.gradients), default=0.0)
 
     def _kept(self) -> torch.Tensor | None:
         """What dropout keeps."""
@@ -59,55 +86,57 @@ class Judge:
         dropout_p = arguments.get("dropout_p", 0.0)
         if not dropout_p:
             return None
+        if self.is_packed:
+            batch, num_queries, num_keys = (
+                len(arguments["cu_seqlens_q"]) - 1,
+                arguments["max_seqlen_q"],
+                arguments["max_seqlen_k"],
+            )
+        else:
+            batch, num_queries, num_keys = len(inputs.query), inputs.query.shape[2], inputs.key.shape[2]
         torch.manual_seed(DROPOUT_SEED)
-        if not self.is_packed:
-            return dropout_mask(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p)
-        longest = (arguments["max_seqlen_q"], arguments["max_seqlen_k"])
-        return dropout_mask(len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest, dropout_p)
+        return dropout_mask(batch, inputs.query.shape[1], num_queries, num_keys, dropout_p)
 
-    def ratios(self, results: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Of each result, error / allowance; NaN where something is not finite that should be. Gradients of tables are also
-        measured against one rounding of dS (or P), by their names with a star."""
-        found = {}
-        for name, result in results.items():
-            found[name] = self._ratio(name, result)
-            table = name.removeprefix("d_")
-            rounds_once = self.call.inputs.query.dtype != torch.float32  # else operands are rounded, too, or nothing is
-            if table in TABLES and rounds_once and not self.is_packed and not self._is_cancelled(name):
-                golden, budget = table_gradient_budget(self.call.inputs, table=table, **self.call.arguments, keep=self.keep)
-                if budget > 0:  # else rounding changes nothing
-                    found[f"{name}*"] = float((result.double() - golden).abs().max()) / budget
-        return found
+    def _elements(self) -> dict[str, torch.Tensor]:
+        """The largest error of each element."""
+        inputs, arguments = self.call
+        tensors = {name: tensor for name, tensor in inputs._asdict().items() if name not in ("d_out", "d_lse")}
+        call = {**tensors, **arguments, "implementation": "triton"}
+        expected = budget.expected(call, inputs.d_out, inputs.d_lse, self.keep)
+        info = torch.finfo(self.dtype)
+        smallest = info.tiny * (1 if info.bits >= 32 else info.eps)
+        return {name: each.budget + info.eps * each.golden.abs() + smallest for name, each in expected.items()}
 
-    def _ratio(self, name: str, result: torch.Tensor) -> float:
+    def ratios(self, results: dict[str, torch.Tensor]) -> dict[str, Ratio]:
+        """Of each result, the largest of its rules."""
+        return {name: self._ratio(name, result) for name, result in results.items()}
+
+    def _ratio(self, name: str, result: torch.Tensor) -> Ratio:
         golden = self.golden[name].double()
         infinite = golden == -math.inf
         if bool(torch.where(infinite, result != golden, ~result.isfinite()).any()):
-            return math.nan
-        errors = (result.double() - golden).masked_fill(infinite, 0)
-        if errors.numel() == 0:
-            return 0.0
-        allowance = self._allowance(name, golden, result.dtype)
-        ratio = float(errors.abs().max()) / max(allowance, torch.finfo(torch.float32).tiny)
-        if self.dtype == torch.float32 and name.startswith("d_"):
-            all_golden = [self.golden[each] for each in self._gradients()]
-            ratio = max(ratio, float(errors.norm()) / float32_gradient_budget(golden, all_golden))
-        return ratio
+            return Ratio(math.nan, "not finite")
+        if result.numel() == 0:
+            return Ratio(0.0, "plain")
+        errors = (result.double() - golden).masked_fill(infinite, 0).abs()
+        return max(self._by_rule(name, result, golden, errors))
 
-    def _allowance(self, name: str, golden: torch.Tensor, dtype: torch.dtype) -> float:
-        if self._is_cancelled(name):
-            return 10 * torch.finfo(self.dtype).eps * self._largest_gradient()
-        factor = 3 if name.startswith("d_") else 4 if self.dtype == torch.float32 else 2
-        return error_budget(golden, self.reference[name], dtype, factor=factor * (1 + self.is_tf32))
-
-    def _gradients(self) -> list[str]:
-        return [name for name in self.reference if name.startswith("d_")]
-
-    def _largest_gradient(self) -> float:
-        return max((float(self.golden[name].abs().max()) for name in self._gradients() if self.golden[name].numel()), default=0.0)
-
-    def _is_cancelled(self, name: str) -> bool:
-        golden = self.golden[name]
-        if not name.startswith("d_") or golden.numel() == 0:
-            return False
-        return float(golden.abs().max()) < CANCELLED * self._largest_gradient()
+    def _by_rule(self, name: str, result: torch.Tensor, golden: torch.Tensor, errors: torch.Tensor) -> Iterator[Ratio]:
+        is_gradient = name.startswith("d_")
+        largest = float(errors.max())
+        is_cancelled = is_gradient and float(golden.abs().max()) < CANCELLED * self.largest_gradient
+        if is_gradient and self.dtype == torch.float32 and not self.is_tf32:
+            yield Ratio(float(errors.norm()) / float32_gradient_budget(golden, self.gradients), "norm")
+        elif is_cancelled:
+            yield Ratio(largest / (10 * torch.finfo(self.dtype).eps * self.largest_gradient), "plain")
+        else:
+            factor = 3 if is_gradient else 4 if self.dtype == torch.float32 else 2
+            allowance = error_budget(golden, self.reference[name], result.dtype, factor=factor)
+            yield Ratio(largest / allowance, "plain")
+        table = name.removeprefix("d_")
+        if table in TABLES and self.dtype != torch.float32 and not self.is_packed and not is_cancelled:
+            exact, allowance = table_gradient_budget(self.call.inputs, table=table, **self.call.arguments, keep=self.keep)
+            if allowance > 0:  # else rounding changes nothing
+                yield Ratio(float((result.double() - exact).abs().max()) / allowance, "table")
+        if name in self.elements:
+            yield Ratio(float((errors / self.elements[name]).max()), "element")

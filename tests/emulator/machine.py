@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,12 +44,12 @@ class Finding:
     is_note: bool
     instruction: str
     place: str
+    other: str
     program: int
     warp: int
     lane: int
     address: int
     count: int
-    other: str
 
     def __str__(self) -> str:
         where = f"program {self.program}, warp {self.warp}, lane {self.lane}, {self.address:#x}"
@@ -196,7 +195,6 @@ def _finding(program: Program, found: _Finding) -> Finding:
         other = f"warp {found.other}, {program.texts[found.other_instruction][:100]} ({place})"
     elif found.other >= 0:
         other = f"program {found.other}"
-    return Finding(
-        *(what, is_note, program.texts[found.instruction], program.places[found.instruction]),
-        *(found.program, found.warp, found.lane, found.address, found.count, other),
-    )
+    instruction, place = program.texts[found.instruction], program.places[found.instruction]
+    numbers: tuple[int, ...] = (found.program, found.warp, found.lane, found.address, found.count)
+    return Finding(what, is_note, instruction, place, other, *numbers)

@@ -53,7 +53,9 @@ class Source:
         return max((parameter.offset + parameter.size for parameter in self.parameters), default=0)
 
 
-_ENTRY = re.compile(r"\.visible \.entry (?P<name>\w+)\s*\((?P<parameters>.*?)\)(?P<attributes>.*?)\n\{\n(?P<body>.*?)\n\}", re.DOTALL)
+_ENTRY = re.compile(
+    r"\.visible \.entry (?P<name>\w+)\s*\((?P<parameters>.*?)\)(?P<attributes>.*?)\n\{\n(?P<body>.*?)\n\}", re.DOTALL
+)
 _LABEL = re.compile(r"(\$?[\w$]+):\s*")
 
 
