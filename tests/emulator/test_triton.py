@@ -103,7 +103,6 @@ MATMULS = [
     (torch.bfloat16, "ieee", False, 64, 64, 32, 4, 1),
     (torch.bfloat16, "ieee", True, 64, 32, 64, 4, 2),
     (torch.float16, "ieee", True, 128, 64, 32, 8, 3),
-    (torch.float16, "ieee", False, 128, 128, 64, 8, 4),
     (torch.float16, "ieee", True, 64, 64, 16, 4, 2),
     (torch.float32, "tf32", False, 64, 64, 32, 4, 2),
     (torch.float32, "ieee", True, 32, 32, 32, 2, 2),
@@ -164,7 +163,7 @@ def test_matmul(target: str, arguments: tuple[Any, ...]) -> None:
 
 def test_swizzles() -> None:
     """Descriptors say how operands of wgmma are swizzled in bits 62 and 63: by 128, 64 or 32 bytes."""
-    for arguments, swizzle in ((MATMULS[1], 1), (MATMULS[2], 2), (MATMULS[4], 3)):
+    for arguments, swizzle in ((MATMULS[1], 1), (MATMULS[2], 2), (MATMULS[3], 3)):
         (launch,) = check_matmul("sm_90", *arguments)
         assert {int(number) >> 62 & 3 for number in re.findall(r"-?\d{15,}", launch.ptx)} == {swizzle}
 
@@ -177,8 +176,17 @@ def test_every_matmul(target: str, arguments: tuple[Any, ...]) -> None:
     check_matmul(target, *arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        ("sm_80", torch.bfloat16),
+        ("sm_80", torch.float32),
+        ("sm_90", torch.float16),
+        ("sm_90", torch.float32),
+        ("sm_120", torch.float16),
+    ],
+    ids=str,
+)
 def test_attention(target: str, dtype: torch.dtype) -> None:
     """Two products in a loop, the second with a left matrix in registers."""
     width, length = 64, 200
