@@ -1,4 +1,4 @@
-"""Kinds of calls by name: a table and features, "clamp causal rel_value dropout"; and random ones, "random 7"."""
+"""Build calls from names: a table and features, "clamp causal rel_value dropout"; or draw them, "random 7"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_relattn.testing import Inputs, in_memory_order, make_inputs, with_di
 
 BATCH, HEADS = 2, 2
 DROPOUT_SEED = 5
-"""What torch's generator is set to before a call."""
+"""Seed of torch's generator before a call, so that dropout is the same every time."""
 
 
 class Call(NamedTuple):
@@ -26,21 +26,21 @@ class Call(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """What it changes in the arguments of make_inputs, and in those of the call; a function is of the two lengths."""
+    """Arguments that a feature adds to those of make_inputs (shape) and of the call; functions are of both lengths."""
 
     shape: dict[str, Any]
     arguments: dict[str, Any]
 
 
 def float_mask(num_queries: int, num_keys: int) -> torch.Tensor:
-    """Numbers that are added to the logits; three in ten pairs are hidden."""
+    """Return numbers to add to the logits; three pairs in ten are hidden."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.rand(BATCH, 1, num_queries, num_keys, generator=generator) < 0.3
     return torch.randn(hidden.shape, generator=generator).masked_fill(hidden, -torch.inf)
 
 
 TABLES = ("none", "full", "clamp", "zero")
-"""No table, a row for every pair, and a short one, by what lies beyond it."""
+"""No table, one with a row for every pair, and short ones, by what lies beyond them."""
 FEATURES = {
     "causal": Feature({}, {"is_causal": True}),
     "one_head": Feature({"batch": 1, "heads": 1}, {}),
@@ -69,10 +69,10 @@ LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
     "unaligned": lambda inputs: of_each(inputs, lambda tensor: in_memory_order(tensor, *range(tensor.dim()))),
     "storage_offset": lambda inputs: of_each(inputs, after_one_element),
 }
-"""How the same numbers lie in memory: every tensor with strides of its own; keys one after the other in each column; rows an odd
-number of elements apart; dense, but from the second element of a storage on."""
+"""Ways to place the same numbers in memory: strides of its own for every tensor; keys side by side in each column; rows an odd
+number of elements apart; dense, but from the second element of the storage on."""
 PACKED = "varlen"
-"""Three sequences one after the other, one of which has no queries."""
+"""The word for sequences packed one after the other, one of them without queries."""
 
 CALLS = (
     *(f"{table}{causal}" for table in TABLES for causal in ("", " causal")),
@@ -87,23 +87,23 @@ CALLS = (
     *("full varlen", "clamp varlen gqa", "zero varlen rel_value dropout"),
     "clamp rel_value rel_bias narrow_rel_query per_head dropout softcap key_lengths",
 )
-"""What the kernels distinguish, one or two features at a time, and once all terms together."""
+"""Calls that the kernels distinguish: one or two features at a time, and once all terms together."""
 RANDOM = {"random": random_case, "random_varlen": random_varlen_case}
 
 
 def after_one_element(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, from the second element of its storage on."""
+    """Copy a tensor to where it begins with the second element of its storage."""
     storage = tensor.new_full((tensor.numel() + 1,), torch.nan)
     return storage[1:].view(tensor.shape).copy_(tensor)
 
 
 def of_each(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-    """The inputs with each tensor changed."""
+    """Change each tensor of the inputs."""
     return Inputs(*(None if tensor is None else change(tensor) for tensor in inputs))  # type: ignore[arg-type]
 
 
 def table_of(name: str, is_causal: bool, num_queries: int, num_keys: int) -> RelativePositions | None:
-    """Which rows a table of TABLES has."""
+    """Return which distances the rows of a table stand for."""
     if name == "none":
         return None
     if name == "full":
@@ -112,7 +112,7 @@ def table_of(name: str, is_causal: bool, num_queries: int, num_keys: int) -> Rel
 
 
 def unknown_words(name: str) -> list[str]:
-    """What no call has, of a name."""
+    """Return the words of a name that mean nothing."""
     table, *words = name.split()
     if table in RANDOM:
         return [] if len(words) == 1 and words[0].isdigit() else [name]
@@ -120,7 +120,7 @@ def unknown_words(name: str) -> list[str]:
 
 
 def random_call(kind: str, seed: int, dtype: torch.dtype) -> Call:
-    """A call as the tests on a GPU draw it."""
+    """Draw a call as the tests on a GPU do."""
     inputs, arguments = RANDOM[kind](seed, dtype=dtype, **SIZES)
     if dtype != torch.float32:
         arguments["exact_delta"] = True  # else with a table of values delta is further off than plain torch's
@@ -128,7 +128,7 @@ def random_call(kind: str, seed: int, dtype: torch.dtype) -> Call:
 
 
 def build(name: str, num_queries: int, num_keys: int, width: int, dtype: torch.dtype, seed: int = 0) -> Call:
-    """The call of a name; lengths and width are not those of random ones.
+    """Build the call of a name. Random calls have lengths and widths of their own.
 
     Raises:
         ValueError: there is no such call.
@@ -174,7 +174,7 @@ def packed(
     dtype: torch.dtype,
     seed: int,
 ) -> Call:
-    """Sequences of the given lengths, of shorter ones, and of no queries."""
+    """Build a packed call: a sequence of the given lengths, a shorter one, and one without queries."""
     lengths = {"q": (num_queries, max(num_queries // 3, 1), 0), "k": (num_keys, max(num_keys // 2, 1), 5)}
     inputs = make_inputs(1, heads, sum(lengths["q"]), sum(lengths["k"]), width, **shape, dtype=dtype, seed=seed)
     by_token = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}

@@ -1,4 +1,4 @@
-"""One call of the package, compiled for a GPU, emulated, and compared with float64."""
+"""Run a call of the package as compiled for a GPU, and compare its results with float64."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from .device import Emulated, emulated
 from .judge import Judge, Ratio, results_of
 
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
-"""tf32: float32 tensors and products in TF32, as torch.set_float32_matmul_precision("high") says."""
+"""Dtypes of the inputs; tf32 is float32 after torch.set_float32_matmul_precision("high")."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a call of calls.build, for a target.
+    """A call to check, for a target.
 
-    width, lengths: of heads, and of queries and keys; random calls have their own.
-    seed: draws the order in which warps take turns.
+    Attributes:
+        width, lengths: of heads; of queries and keys. Random calls have their own.
+        name: see calls.build.
+        seed: draws the order in which warps take turns.
     """
 
     target: str
@@ -48,7 +50,7 @@ class Subject:
         return build(self.name, *self.lengths, self.width, self.torch_dtype)
 
     def judge(self) -> Judge:
-        """What is expected of it."""
+        """Compute what to expect."""
         return Judge(self.build(), is_tf32=self.dtype == "tf32")
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found. ratios: error / allowance of each result."""
+    """Results of a call, error / allowance of each, and the launches with what was found in them."""
 
     ratios: dict[str, Ratio]
     launches: list[Emulated]
@@ -66,7 +68,7 @@ class Checked:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that is wrong; nothing if the call is right."""
+        """Everything that is wrong, a line each."""
         wrong = [
             f"{name} is off by {ratio.value:.2f} times its allowance ({ratio.rule})"
             for name, ratio in self.ratios.items()
@@ -79,7 +81,7 @@ class Checked:
 
 @contextmanager
 def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None]:
-    """Calls choose the kernels, some kernels these configurations, and memory that is not written to holds NaN."""
+    """Let calls choose the kernels, give some kernels other configurations, and fill new memory with NaN."""
     select = configs.select
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
@@ -102,11 +104,11 @@ def run(
     tiles: Mapping[str, TileConfig] | None = None,
     change: Callable[[str, str], str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[Emulated]]:
-    """Results and launches of a call, forward and backward.
+    """Run a call forward and backward; return results and launches.
 
     Args:
         tiles: configurations by the kernels' names, instead of the selected ones.
-        change: see emulated.
+        change: see device.emulated.
     """
     with settings(subject, tiles or {}), emulated(subject.target, subject.seed, change) as launches:
         return results_of(call, None), launches
@@ -118,14 +120,14 @@ def check(
     change: Callable[[str, str], str] | None = None,
     judge: Judge | None = None,
 ) -> Checked:
-    """Run a call and compare. judge: the subject's, if it is there already; arguments otherwise as of run."""
+    """Run a call and compare. judge: of the subject, if there is one already; other arguments as of run."""
     judge = judge or subject.judge()
     results, launches = run(subject, judge.call, tiles, change)
     return Checked(judge.ratios(results), launches, results)
 
 
 class Row(NamedTuple):
-    """What is shown of a call."""
+    """A call as it is shown: a line, and below it what is wrong."""
 
     text: str
     ratios: dict[str, Ratio]
@@ -133,7 +135,7 @@ class Row(NamedTuple):
 
 
 def row_of(subject: Subject, tiles: Mapping[str, TileConfig], show_notes: bool = False) -> Row:
-    """Check a call; whatever goes wrong is in its row."""
+    """Check a call; the row says whatever goes wrong."""
     started = time.monotonic()
     has_table = not subject.name.startswith("none")
     reasons = {kernel: config.why_invalid(subject.target, has_table) for kernel, config in tiles.items()}

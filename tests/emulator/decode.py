@@ -1,4 +1,4 @@
-"""PTX decoded for the core: which operation each instruction is, on which registers.
+"""Decode PTX for the core: which operation each instruction is, on which registers.
 
 An instruction is a result for each lane, listed with its opcode in core/lanewise.def, or one of the families below, each a
 function with the pattern of its opcodes. What is neither raises UnknownPTX.
@@ -27,7 +27,7 @@ ZEROS = ("%tid.y", "%tid.z", "%cluster_ctarank", "%cluster_ctaid.x")
 
 
 class Operand(ctypes.Structure):
-    """Where a value comes from or goes to, as in core/emulator.h."""
+    """A source or target of a value, as in core/emulator.h."""
 
     _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32), ("value", ctypes.c_uint64))
 
@@ -43,14 +43,14 @@ class Instruction(ctypes.Structure):
 
 
 class Lanewise(NamedTuple):
-    """A line of core/lanewise.def: the operation, and the types of the result and of the operands."""
+    """A line of core/lanewise.def: the operation, and types of result and operands."""
 
     operation: int
     types: tuple[str, ...]
 
 
 def _expanded(opcodes: str) -> list[str]:
-    """Opcodes with alternatives in braces: "add{,.rn}.f32" is two."""
+    """Write alternatives in braces out: "add{,.rn}.f32" is two opcodes."""
     parts = re.split(r"\{([^}]*)\}", opcodes)
     choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(choice) for choice in itertools.product(*choices)]
@@ -58,7 +58,7 @@ def _expanded(opcodes: str) -> list[str]:
 
 @functools.cache
 def operations() -> dict[str, int]:
-    """The core's numbers of all operations, by name."""
+    """Return the core's numbers of all operations, by name."""
     names = [
         name
         for file in ("lanewise.def", "operations.def")
@@ -69,7 +69,7 @@ def operations() -> dict[str, int]:
 
 @functools.cache
 def lanewise() -> dict[tuple[str, int], Lanewise]:
-    """The instructions of core/lanewise.def, by opcode and number of operands."""
+    """Return the instructions of core/lanewise.def, by opcode and number of operands."""
     found: dict[tuple[str, int], Lanewise] = {}
     sizes = {"UNARY": 2, "BINARY": 3, "TERNARY": 4, "QUATERNARY": 5}
     for line in (CORE / "lanewise.def").read_text().splitlines():
@@ -81,7 +81,7 @@ def lanewise() -> dict[tuple[str, int], Lanewise]:
 
 
 class Decoded(NamedTuple):
-    """What an instruction is. results: how many of the operands, the first ones, it writes."""
+    """An operation and its operands, of which the first ones are results."""
 
     operation: str | int
     operands: Sequence[Operand]
@@ -91,7 +91,7 @@ class Decoded(NamedTuple):
 
 @dataclass
 class Program:
-    """A decoded kernel. texts, places: of each instruction, for reports."""
+    """A decoded kernel, with the text and the place of each instruction for reports."""
 
     name: str
     threads: int
@@ -110,7 +110,7 @@ _FAMILIES: list[tuple[re.Pattern[str], Handler]] = []
 
 
 def family(pattern: str) -> Callable[[Handler], Handler]:
-    """Say which opcodes a method of Decoder decodes."""
+    """Let a method of Decoder decode the opcodes of a pattern."""
 
     def remember(handler: Handler) -> Handler:
         _FAMILIES.append((re.compile(pattern), handler))
@@ -121,7 +121,7 @@ def family(pattern: str) -> Callable[[Handler], Handler]:
 
 @dataclass
 class Decoder:
-    """Decodes statement after statement; registers are numbered as they are declared."""
+    """Decode statement after statement, and number registers as they are declared."""
 
     parameters: dict[str, int]
     registers: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Decoder:
         raise UnknownPTX(f"unknown instruction {opcode} with {len(operands)} operands")
 
     def of_lanes(self, known: Lanewise, operands: list[str], converts: bool) -> Decoded:
-        """A result for each lane, from registers as wide as its types say."""
+        """Decode a result for each lane, from registers as wide as its types say."""
         decoded = [self.operand(text) for text in operands]
         for place, (text, kind) in enumerate(zip(operands, known.types, strict=True)):
             _, bits = self.registers.get(text.removeprefix("!"), (0, BITS[kind]))
@@ -212,7 +212,7 @@ class Decoder:
             raise UnknownPTX(f"unknown operand {name}") from None
 
     def operand(self, text: str) -> Operand:
-        """A register, a predicate's opposite, "_" for no result, or a number."""
+        """Decode a register, a predicate's opposite, "_" for no result, or a number."""
         if text == "_":
             return Operand(SINK)
         if text.startswith("!"):
@@ -230,14 +230,14 @@ class Decoder:
         raise UnknownPTX(f"unknown operand {text}")
 
     def group(self, text: str) -> list[Operand]:
-        """One operand, or those of a group in braces."""
+        """Decode one operand, or those of a group in braces."""
         return [self.operand(each) for each in split(text.strip("{}"))]
 
     def all(self, operands: Sequence[str]) -> list[Operand]:
         return [each for text in operands for each in self.group(text)]
 
     def address(self, text: str) -> Operand:
-        """ "[%r1+4]": a register, a parameter or a number, and what is added to it."""
+        """Decode "[%r1+4]": a register, a parameter or a number, and an offset."""
         inner = re.fullmatch(r"\[\s*([^\s+]+?)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
         if not inner:
             raise UnknownPTX(f"unknown address {text}")

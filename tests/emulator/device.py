@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, compiled for a GPU that is not there and run by the emulator on CPU tensors.
+"""Run launches of Triton kernels, compiled for a GPU that is not there, on CPU tensors.
 
 with emulated("sm_90") as launches:
     kernel[grid](...)  # any Triton kernel, or a call of the package that launches some
@@ -21,12 +21,12 @@ from .decode import decode
 from .machine import Report
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-"""Whose PTX the emulator knows."""
+"""GPUs whose PTX the emulator knows."""
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """A launch that was run."""
+    """A launch that was run, and the PTX that it ran."""
 
     name: str
     grid: tuple[int, int, int]
@@ -35,7 +35,7 @@ class Emulated:
 
 
 def _leaves(value: Any, signature: Any) -> list[Any]:
-    """The parameters that an argument becomes: tuples have one for each member, constants none."""
+    """Return the parameters that an argument becomes: tuples have one for each member, constants none."""
     if isinstance(signature, tuple):
         return [leaf for each, kind in zip(value, signature, strict=True) for leaf in _leaves(each, kind)]
     return [] if signature == "constexpr" else [value]
@@ -43,7 +43,7 @@ def _leaves(value: Any, signature: Any) -> list[Any]:
 
 @contextmanager
 def emulated(target: str, seed: int = 0, change: Callable[[str, str], str] | None = None) -> Iterator[list[Emulated]]:
-    """Within, kernels are compiled for the target and run by the emulator.
+    """Compile and run kernels that are launched within; yields the launches.
 
     Args:
         seed: draws the order in which warps take turns.

@@ -1,4 +1,4 @@
-"""Faults planted into PTX, to see that the emulator finds them: ``python -m tests.emulator.faults``.
+"""Plant faults into PTX, to see that the emulator finds them: ``python -m tests.emulator.faults``.
 
 Each changes one instruction of one kernel of a call. It is caught if the emulator reports something, or if results are further
 from float64 than they may be. One that is missed may do no harm: a barrier that another one makes superfluous, a guard of a load
@@ -31,7 +31,7 @@ Replacement = str | Callable[["re.Match[str]"], str]
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind: an instruction, and what takes its place. missed: why the emulator cannot see it."""
+    """A kind of fault: an instruction, and one to take its place. missed: why the emulator cannot see it."""
 
     name: str
     pattern: str
@@ -40,7 +40,7 @@ class Fault:
 
 
 def other(match: re.Match[str], group: int, names: Sequence[str]) -> str:
-    """The match with one of two names in place of the other."""
+    """Put one of two names in place of the other."""
     start, end = match.start(group) - match.start(), match.end(group) - match.start()
     return match[0][:start] + names[1 - names.index(match[group])] + match[0][end:]
 
@@ -96,7 +96,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Planted:
-    """A kernel with a fault. line: where in its PTX."""
+    """A kernel's PTX with a fault, and its line."""
 
     fault: Fault
     kernel: str
@@ -105,7 +105,7 @@ class Planted:
     ptx: str
 
     def change(self, _: str, ptx: str) -> str:
-        """The kernel's PTX with the fault; other kernels' as it is."""
+        """Return the kernel's PTX with the fault, other kernels' as it is."""
         return self.ptx if ptx == self.original else ptx
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Planted:
 
 
 def plant(fault: Fault, kernels: Mapping[str, str], each: int) -> Iterator[Planted]:
-    """The fault in up to so many places of each kernel, drawn, but always the same."""
+    """Plant a fault in up to so many places of each kernel, drawn, but always the same."""
     for name, ptx in kernels.items():
         places = list(re.finditer(fault.pattern, ptx, re.MULTILINE))
         chosen = random.Random(f"{fault.name} {name}").sample(places, min(each, len(places)))
@@ -125,7 +125,7 @@ def plant(fault: Fault, kernels: Mapping[str, str], each: int) -> Iterator[Plant
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is found of a fault: names of reports and results. is_visible: whether any result is another than without it."""
+    """Reports and wrong results that a fault leads to. is_visible: whether any result differs at all."""
 
     planted: Planted
     found: list[str]
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(faults: Sequence[Fault], outcomes: Sequence[Outcome], subject: str) -> int:
-    """A line for each kind. Returns 1 if nothing of a kind is caught that should be, else 0."""
+    """Print a line for each kind; return 1 if nothing of a kind is caught that should be, else 0."""
     failed = False
     for fault in faults:
         found = [bool(outcome.found) for outcome in outcomes if outcome.planted.fault is fault]

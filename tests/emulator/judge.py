@@ -1,4 +1,4 @@
-"""How far the results of a call are from float64, as parts of what they may be off.
+"""Measure how far the results of a call are from float64, as parts of what they may be off.
 
 Each result obeys several rules; what counts is the one that it comes closest to breaking:
 
@@ -35,7 +35,7 @@ from .calls import DROPOUT_SEED, Call, of_each
 
 TABLES = ("rel_key", "rel_value", "rel_bias")
 CANCELLED = 1e-9
-"""A gradient that is so much smaller than the largest one is what is left where terms cancel."""
+"""Share of the largest gradient below which one is only what is left where terms cancel."""
 
 
 class Ratio(NamedTuple):
@@ -49,7 +49,7 @@ class Ratio(NamedTuple):
 
 
 def results_of(call: Call, implementation: str | None) -> dict[str, torch.Tensor]:
-    """out, lse and all gradients of a call of the public function, by name; dropout is the same every time."""
+    """Return out, lse and all gradients of a call of the public function, by name."""
     function: Any = fused_relative_attention_varlen if "cu_seqlens_q" in call.arguments else fused_relative_attention
     attend = functools.partial(function, return_lse=True, implementation=implementation)
     torch.manual_seed(DROPOUT_SEED)
@@ -57,12 +57,12 @@ def results_of(call: Call, implementation: str | None) -> dict[str, torch.Tensor
 
 
 def truncated(inputs: Inputs) -> Inputs:
-    """float32 inputs as matrix units take them for TF32: without their last 13 bits."""
+    """Cut float32 inputs as matrix units do for TF32: their last 13 bits are dropped."""
     return of_each(inputs, lambda tensor: (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32))
 
 
 class Judge:
-    """What is expected of a call, computed once. is_tf32: float32 products are computed in TF32."""
+    """Expectations of a call, computed once. is_tf32: its float32 products are computed in TF32."""
 
     def __init__(self, call: Call, is_tf32: bool = False) -> None:
         self.call, self.is_tf32 = call, is_tf32
@@ -83,7 +83,7 @@ class Judge:
         self.largest_gradient = max((float(gradient.abs().max()) for gradient in self.gradients), default=0.0)
 
     def _kept(self) -> torch.Tensor | None:
-        """What dropout keeps."""
+        """Draw which probabilities dropout keeps."""
         inputs, arguments = self.call
         dropout_p = arguments.get("dropout_p", 0.0)
         if not dropout_p:
@@ -100,7 +100,7 @@ class Judge:
         return dropout_mask(batch, inputs.query.shape[1], num_queries, num_keys, dropout_p)
 
     def _elements(self) -> dict[str, torch.Tensor]:
-        """The largest error of each element."""
+        """Compute the largest error that each element may have."""
         inputs, arguments = self.call
         tensors = {name: tensor for name, tensor in inputs._asdict().items() if name not in ("d_out", "d_lse")}
         call = {**tensors, **arguments, "implementation": "triton"}
@@ -110,7 +110,7 @@ class Judge:
         return {name: each.budget + info.eps * each.golden.abs() + smallest for name, each in expected.items()}
 
     def ratios(self, results: dict[str, torch.Tensor]) -> dict[str, Ratio]:
-        """Of each result, the largest of its rules."""
+        """Return the largest ratio of each result."""
         return {name: self._ratio(name, result) for name, result in results.items()}
 
     def _ratio(self, name: str, result: torch.Tensor) -> Ratio:

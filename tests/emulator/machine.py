@@ -1,4 +1,4 @@
-"""The core, compiled by gcc when it is first needed, and what it found in a launch."""
+"""Compile the core with gcc when it is first needed, run launches, and report what it found in them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ BUILD = ROOT / "out" / "emulator"
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-shared")
 MAX_FINDINGS = 256
 INSTRUCTION_LIMIT = 50_000_000
-"""Of the warps of one program together."""
-HIGHEST_ADDRESS = 2**48
+"""Instructions that the warps of one program may execute together."""
 
 
 class NoCompiler(Exception):
@@ -35,9 +34,14 @@ class NoCompiler(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong (or, as a note, remarkable) in a kernel; of all the times that an instruction did it, the first.
+    """Something wrong (a note: remarkable) that an instruction did, the first time that it did it.
 
-    what: by the names of core/findings.def. other: the instruction that it clashes with, if there is one.
+    Attributes:
+        what: a text of core/findings.def.
+        instruction, place: in PTX, and where that comes from in Python.
+        other: the instruction or the program that it clashes with.
+        address: of memory; of registers their number.
+        count: how often warps executed the instruction and it went wrong.
     """
 
     what: str
@@ -60,12 +64,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What running a launch found. finished: whether all programs came to their end."""
+    """Everything found in a launch, which has finished if all programs came to their end."""
 
     findings: tuple[Finding, ...]
     finished: bool
     instructions: int
-    """Of warps."""
+    """Executed by all warps."""
     seconds: float
 
     @property
@@ -78,7 +82,7 @@ class Report:
 
     @property
     def names(self) -> set[str]:
-        """Of what was found, without notes."""
+        """The texts of the errors."""
         return {finding.what for finding in self.errors}
 
 
@@ -108,17 +112,17 @@ class _Launch(ctypes.Structure):
 
 @functools.cache
 def kinds() -> list[tuple[str, bool]]:
-    """The texts of core/findings.def, and whether each is only a note."""
+    """Return the texts of core/findings.def, and whether each is only a note."""
     entries = re.findall(r'^(FINDING|NOTE)\(\w+, "(.*)"\)$', (CORE / "findings.def").read_text(), re.MULTILINE)
     return [(text, macro == "NOTE") for macro, text in entries]
 
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The core, compiled unless it was, from the same sources.
+    """Load the core; compile it first, unless a library of the same sources is there.
 
     Raises:
-        NoCompiler: it was not, and there is no gcc.
+        NoCompiler: it has to be compiled, and there is no gcc.
     """
     sources = sorted(CORE.glob("*.c"))
     parts = [" ".join(FLAGS), *(path.read_text() for path in sorted(CORE.iterdir()))]
@@ -134,7 +138,7 @@ def core() -> ctypes.CDLL:
 
 
 def parameter_memory(program: Program, values: Sequence[Any]) -> bytes:
-    """The kernel's parameters as it reads them: numbers, and tensors by their address."""
+    """Lay out a kernel's parameters as it reads them: numbers, and addresses of tensors."""
     if len(values) != len(program.parameters):
         raise ValueError(f"{program.name} takes {len(program.parameters)} parameters, got {len(values)}")
     memory = bytearray(program.parameter_bytes + 16)
@@ -150,7 +154,7 @@ def parameter_memory(program: Program, values: Sequence[Any]) -> bytes:
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """The memory that a kernel may touch: address and bytes of each tensor's storage."""
+    """Return the memory that a kernel may touch: address and bytes of each tensor's storage."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 

@@ -1,4 +1,4 @@
-"""PTX as text, taken apart: the kernel's parameters, and the statements and labels of its body, in order."""
+"""Take PTX apart: the kernel's parameters, and the statements and labels of its body."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 BITS = {f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64)} | {"pred": 1}
-"""Of PTX's types."""
+"""Bits of PTX's types."""
 
 
 class UnknownPTX(Exception):
@@ -28,7 +28,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Statement:
-    """A declaration or an instruction. place: where in the Python source it comes from, "forward.py:154:55"."""
+    """A declaration or an instruction, and the place in Python that it comes from, "forward.py:154:55"."""
 
     text: str
     place: str
@@ -41,7 +41,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel. threads: of a program."""
+    """A kernel, and how many threads a program of it has."""
 
     name: str
     threads: int

@@ -1,4 +1,4 @@
-/* What the parts of the emulator share: decoded instructions, the state of warps and of a program's memory, and what is found.
+/* Types that all parts of the emulator share: decoded instructions, warps, a program's memory, and findings.
 
    A program (a thread block) has warps of 32 lanes that execute each instruction together. Registers hold 32 lanes of 64 bits,
    narrower values extended with zeros. One program runs at a time, one warp at a time.

@@ -87,7 +87,7 @@ static inline u16 to_half(f32 value) {
   return sign | (u16)((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
 }
 
-/* What ".satfinite" makes of a number for a 16-bit float: no more than the largest one. NaN stays. */
+/* ".satfinite" for a 16-bit float: no more than the largest number. NaN stays. */
 static inline f32 finite_half(f32 value) { return value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value; }
 
 /* Rounded to TF32, ties away from zero; mma.sync and wgmma ignore the other 13 bits. */

@@ -11,7 +11,7 @@ static int within(Emulator *e, const Warp *w, u32 address, u32 size, int lane) {
   return 0;
 }
 
-/* What a read finds of one byte; a matrix unit's reads also need a fence since it was written. */
+/* Check a read of one byte. A matrix unit's reads need a proxy fence between the write and them. */
 static void check_read(Emulator *e, const Warp *w, u32 at, int lane, int is_matrix) {
   int writer = e->byte_writer[at];
   Access written = e->byte_write[at];
@@ -46,7 +46,7 @@ u8 *shared_matrix_read(Emulator *e, const Warp *w, u32 address, u32 size, int la
   return read_as(e, w, address, size, lane, MAX_WARPS + w->id, w->groups_committed + 1);
 }
 
-/* Whether a write comes after every read of its bytes, and after every write that is not of the same value. */
+/* Check that a write comes after every read of its bytes, and after every write of another value. */
 static void check_write(Emulator *e, const Warp *w, u32 first, u32 size, int lane, const u8 *data) {
   for (u32 at = first; at < first + size; at++) {
     int writer = e->byte_writer[at];
@@ -81,7 +81,7 @@ void shared_write(Emulator *e, const Warp *w, u32 address, u32 size, int lane, c
   memcpy(e->shared + first, data, size);
 }
 
-/* Of one store: lanes that write a byte in common write the same. data: size bytes for each lane, step apart. */
+/* Check that lanes of one store that write a byte in common write the same. data: size bytes for each lane, step apart. */
 void check_lanes_agree(Emulator *e, const Warp *w, const u64 *address, u32 active, u32 size, u32 step, const u8 *data) {
   for (int lane = 1; lane < LANES; lane++) {
     for (int other = 0; other < lane; other++) {
@@ -123,7 +123,7 @@ static void deliver(Emulator *e, Warp *w, const Copy *copy) {
   mark_written(e, w, copy->first, copy->size, WRITTEN, copy->instruction);
 }
 
-/* Of the groups committed, all but the last so many arrive. */
+/* Deliver all committed groups but the last so many. */
 void deliver_copies(Emulator *e, Warp *w, s32 groups_left) {
   int kept = 0;
   for (int i = 0; i < w->copy_count; i++) {
@@ -136,7 +136,7 @@ void deliver_copies(Emulator *e, Warp *w, s32 groups_left) {
   w->copy_count = kept;
 }
 
-/* A new program finds nothing written. */
+/* Forget what was written, for a new program. */
 void forget_shared(Emulator *e) {
   memset(e->shared, 0xff, e->shared_size);
   memset(e->byte_state, UNWRITTEN, e->shared_size);
