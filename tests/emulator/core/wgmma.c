@@ -10,8 +10,13 @@ typedef struct {
   u32 span;                   /* bytes of a row of the swizzle pattern; 16: none */
 } Descriptor;
 
-static Descriptor read_descriptor(Emulator *e, const Warp *w, u64 bits) {
+static Descriptor read_descriptor(Emulator *e, const Warp *w, const Operand *operand) {
   static const u32 spans[] = {16, 128, 64, 32};
+  Lanes scratch;
+  const u64 *lanes = source(e, w, operand, scratch);
+  u64 bits = lanes[0];
+  for (int lane = 1; lane < LANES; lane++)
+    if (lanes[lane] != bits) report(e, w, DESCRIPTOR, lane, lanes[lane], -1, -1);
   if (bits >> 49 & 7) report(e, w, DESCRIPTOR, 0, bits, -1, -1); /* a pattern that starts at no multiple of its size */
   return (Descriptor){(bits & 0x3fff) << 4, (bits >> 16 & 0x3fff) << 4, (bits >> 32 & 0x3fff) << 4, spans[bits >> 62]};
 }
@@ -40,7 +45,7 @@ static void spread(const u8 *bytes, ElementType type, f32 *target, int step) {
 }
 
 /* Rows first, first + 1, ... of an operand in shared memory, 32 bytes of each in the summed direction. */
-static void read_shared(Emulator *e, const Warp *w, u64 descriptor, int is_transposed, ElementType type, int first, int rows, f32 (*target)[16]) {
+static void read_shared(Emulator *e, const Warp *w, const Operand *descriptor, int is_transposed, ElementType type, int first, int rows, f32 (*target)[16]) {
   Descriptor d = read_descriptor(e, w, descriptor);
   int depth = type == TF32 ? 8 : 16;
   int lines = is_transposed ? depth : rows, chunks = is_transposed ? rows / 8 : 2;
@@ -72,8 +77,8 @@ void wgmma(Emulator *e, Warp *w, const Instruction *i, const Operand *o) {
   if (in_registers)
     read_left(e, w, a, type, left);
   else
-    read_shared(e, w, uniform(e, w, a), left_transposed, type, w->id % 4 * 16, 16, left);
-  read_shared(e, w, uniform(e, w, b), right_transposed, type, 0, columns, right);
+    read_shared(e, w, a, left_transposed, type, w->id % 4 * 16, 16, left);
+  read_shared(e, w, b, right_transposed, type, 0, columns, right);
   if (uniform(e, w, adds))
     read_sums(e, w, o, count, sums);
   else
