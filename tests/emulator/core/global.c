@@ -25,7 +25,8 @@ u8 *global_bytes(Emulator *e, const Warp *w, u64 address, u32 size, int lane, in
   for (u64 i = address - b->base; i < address - b->base + size; i++) {
     if (b->writer[i] && b->writer[i] != self) report(e, w, GLOBAL_RACE, lane, address, b->writer[i] - 1, -1);
     if (is_write) {
-      if (b->reader[i] && b->reader[i] != self) report(e, w, GLOBAL_RACE, lane, address, b->reader[i] == SEVERAL ? -1 : (s32)b->reader[i] - 1, -1);
+      if (b->reader[i] && b->reader[i] != self)
+        report(e, w, GLOBAL_RACE, lane, address, b->reader[i] == SEVERAL ? -1 : (s32)b->reader[i] - 1, -1);
       b->writer[i] = self;
     } else if (b->reader[i] != self) {
       b->reader[i] = b->reader[i] ? SEVERAL : self;

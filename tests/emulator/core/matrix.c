@@ -128,7 +128,7 @@ static void multiply(Emulator *e, Warp *w, const Operand *o, ElementType type, i
   write_sums(w, &o[0], 4, sums);
 }
 
-/* m16n8k16; detail: the element type. Operands: four of the result, four of the left matrix, two of the right one, four summed. */
+/* m16n8k16; detail: the element type. Operands: four of the result, four of the left matrix, two of the right one, four sums. */
 void multiply_16_bits(Emulator *e, Warp *w, const Instruction *i, const Operand *o) { multiply(e, w, o, i->detail[0], 16); }
 
 /* m16n8k8 */

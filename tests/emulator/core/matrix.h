@@ -1,4 +1,4 @@
-/* Matrices as mma.sync and wgmma take them: 16 rows of a warp on the left, columns on the right, a slice in the summed direction. */
+/* Matrices as mma.sync and wgmma take them: 16 rows of a warp on the left, columns on the right, a slice of what is summed. */
 #ifndef MATRIX_H
 #define MATRIX_H
 

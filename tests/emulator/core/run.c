@@ -188,7 +188,8 @@ static Emulator *allocate(const Launch *launch) {
   e->buffers = calloc(e->buffer_count + 1, sizeof(Buffer));
   for (int i = 0; i < e->buffer_count; i++) {
     u64 size = launch->buffer_sizes[i];
-    e->buffers[i] = (Buffer){launch->buffer_bases[i], size, calloc(size + 1, sizeof(u32)), calloc(size + 1, sizeof(u32))};
+    u32 *writer = calloc(size + 1, sizeof(u32)), *reader = calloc(size + 1, sizeof(u32));
+    e->buffers[i] = (Buffer){launch->buffer_bases[i], size, writer, reader};
   }
   e->random = launch->seed * 0x9e3779b97f4a7c15 + 0x853c49e6748fea9b;
   e->instruction_limit = launch->instruction_limit;
@@ -219,7 +220,8 @@ static void release(Emulator *e) {
 }
 
 /* Runs all programs. findings has room for MAX_FINDINGS; returns whether every program came to its end. */
-__attribute__((visibility("default"))) int run_launch(const Launch *launch, Finding *findings, s32 *finding_count, u64 *executed) {
+__attribute__((visibility("default")))
+int run_launch(const Launch *launch, Finding *findings, s32 *finding_count, u64 *executed) {
   Emulator *e = allocate(launch);
   int finished = 1;
   *executed = 0;

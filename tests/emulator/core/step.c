@@ -141,7 +141,8 @@ static void set_predicate(Emulator *e, Warp *w, const Instruction *i, const Oper
   if (i->results == 2) write_lanes(w, &o[1], opposite, active);
 }
 
-/* detail: mode (idx, bfly, up, down). Operands: result, [whether in range,] value, lane or distance, clamp and segment, members. */
+/* detail: mode (idx, bfly, up, down). Operands: result, [whether in range,] value, lane or distance, clamp and segment,
+   members. */
 static void shuffle(Emulator *e, Warp *w, const Instruction *i, const Operand *o, u32 active) {
   Lanes scratch[3], result, in_range;
   const Operand *sources = o + i->results;

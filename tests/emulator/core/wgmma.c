@@ -1,7 +1,8 @@
 /* wgmma: products of four warps, with operands in shared memory that are read until the wait.
 
-   The result is computed at once; that it is not there before the wait, and that operands must not change until then, is checked
-   instead: shared memory by the clock of the warp's matrix unit, registers by the group that uses them. Each warp is on its own. */
+   The result is computed at once. That it is not there before the wait, and that operands must not change until then, is checked
+   instead: shared memory by the clock of the warp's matrix unit, registers by the group that uses them. Each warp is on its
+   own. */
 #include "matrix.h"
 
 /* The fields of a matrix descriptor (PTX ISA, "matrix descriptor format"). */
@@ -45,7 +46,8 @@ static void spread(const u8 *bytes, ElementType type, f32 *target, int step) {
 }
 
 /* Rows first, first + 1, ... of an operand in shared memory, 32 bytes of each in the summed direction. */
-static void read_shared(Emulator *e, const Warp *w, const Operand *descriptor, int is_transposed, ElementType type, int first, int rows, f32 (*target)[16]) {
+static void read_shared(Emulator *e, const Warp *w, const Operand *descriptor, int is_transposed, ElementType type, int first,
+                        int rows, f32 (*target)[16]) {
   Descriptor d = read_descriptor(e, w, descriptor);
   int depth = type == TF32 ? 8 : 16;
   int lines = is_transposed ? depth : rows, chunks = is_transposed ? rows / 8 : 2;
@@ -62,7 +64,8 @@ static void read_shared(Emulator *e, const Warp *w, const Operand *descriptor, i
 }
 
 /* m64nNk16 (k8 for TF32); detail: N, element type, whether the left matrix is in registers. Operands: N / 2 sums, the left matrix
-   (four registers or a descriptor), the right one's descriptor, whether the sums are added to, their signs, [transposed,] transposed. */
+   (four registers or a descriptor), the right one's descriptor, whether the sums are added to, signs of both matrices, and whether
+   they are transposed (of 16-bit ones, and of a left one in shared memory). */
 void wgmma(Emulator *e, Warp *w, const Instruction *i, const Operand *o) {
   static _Thread_local Left left;
   static _Thread_local Right right;
