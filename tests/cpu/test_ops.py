@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
@@ -131,6 +132,35 @@ def test_opcheck_forward(name: str, requires_grad: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_backward(name: str, wanted: tuple[bool, ...]) -> None:
     torch.library.opcheck(BACKWARD, arguments(name, wanted=wanted)[1])
+
+
+def test_opcheck_backward_with_inputs_that_require_gradients() -> None:
+    """All is well registered; what cannot be done is named."""
+    inputs = tuple(
+        each.clone().requires_grad_() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for each in arguments("all_terms")[1]
+    )
+    torch.library.opcheck(BACKWARD, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    with pytest.raises(Exception, match="attention_backward cannot be differentiated"):
+        torch.library.opcheck(BACKWARD, inputs)
+
+
+def test_operators_themselves_are_differentiated_like_the_function() -> None:
+    """By torch.func, too; in forward mode they refuse."""
+    forward, _ = arguments("odd")
+    index = AttentionTensors._fields.index("rel_key")
+
+    def of_table(table: torch.Tensor) -> torch.Tensor:
+        results: tuple[torch.Tensor, ...] = FORWARD(*forward[:index], table, *forward[index + 1 :])
+        return results[0].square().sum()
+
+    table = forward[index].detach().requires_grad_()
+    (expected,) = torch.autograd.grad(of_table(table), table)
+    assert_same("d_rel_key", torch.func.grad(of_table)(table.detach()), expected)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(of_table, (table.detach(),), (table.detach(),))
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        of_table(forward_ad.make_dual(table.detach(), table.detach()))
 
 
 @pytest.mark.parametrize("wanted", [ALL, *SOME], ids=["all", "some", "others", "none"])

@@ -274,7 +274,25 @@ OF_ALL = (
         "second-derivative-of-a-constant",
         "the backward cannot be told from one that nobody differentiates: terms of second derivatives are dropped",
         (f"{ON_OPS}::test_gradient_penalty_names_the_operator",),
-        (Change(OPS, "run = _Backward.apply if function else", "run ="),),
+        (
+            Change(
+                OPS,
+                "run = cls.apply if _is_differentiated(arguments) else cls.forward",
+                "run = cls.apply if cls is _Forward and _is_differentiated(arguments) else cls.forward",
+            ),
+        ),
+    ),
+    Fault(
+        "torch-func-does-not-see-the-operator",
+        "within torch.func the operator is differentiated as outside of it",
+        (f"{ON_TORCH}::test_torch_func", "-k", "not inductor"),
+        (Change(OPS, '    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")', "    "),),
+    ),
+    Fault(
+        "vmap-hides-from-autograd",
+        "what is mapped over has no derivative outside of vmap",
+        (f"{ON_TORCH}::test_vmap",),
+        (Change(OPS, "results = [cls.operator(*each)", "results = [cls.forward(*each)"),),
     ),
     Fault(
         "gradients-in-another-order",
