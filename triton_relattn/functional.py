@@ -110,7 +110,8 @@ def fused_relative_attention(
         exact_delta: also compute the gradient of the query without the rounding of out (see README, Numerics). The other
             gradients always are, and with "blockwise" and "reference" all. Costs a second pass over the keys.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default triton on a GPU
-            that can run it, else blockwise. One that is asked for by name is used, or raises.
+            that can run it, else blockwise, on a GPU with a warning that says why, once for each reason. One that is asked for
+            by name is used, or raises.
 
     Returns:
         out (B, Hq, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, Hq, Nq), natural

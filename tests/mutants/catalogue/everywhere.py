@@ -283,18 +283,6 @@ OF_ALL = (
         ),
     ),
     Fault(
-        "torch-func-does-not-see-the-operator",
-        "within torch.func the operator is differentiated as outside of it",
-        (f"{ON_TORCH}::test_torch_func", "-k", "not inductor"),
-        (Change(OPS, '    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")', "    "),),
-    ),
-    Fault(
-        "vmap-hides-from-autograd",
-        "what is mapped over has no derivative outside of vmap",
-        (f"{ON_TORCH}::test_vmap",),
-        (Change(OPS, "results = [cls.operator(*each)", "results = [cls.forward(*each)"),),
-    ),
-    Fault(
         "gradients-in-another-order",
         "the gradients of key and value are exchanged",
         RANDOM,
