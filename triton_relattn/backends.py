@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
+from .warn import warn_once
 from .when_imported import when_imported
 
 IMPLEMENTATIONS = ("triton", "blockwise", "reference")
 MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-_warned: set[str] = set()
 
 
 def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -55,15 +51,9 @@ def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.T
 
 
 def _warn_of_blockwise(reason: str) -> None:
-    """Say once for each reason that a GPU gets blockwise: float64 may be meant, a triton that does not load hardly is."""
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(
-            f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
-            'implementation="blockwise" asks for that without this warning',
-            RuntimeWarning,
-            stacklevel=5,
-        )
+    """Say that a GPU gets blockwise: float64 may be meant, a triton that does not load hardly is."""
+    text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
+    warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
 
 
 def _untraced() -> None:

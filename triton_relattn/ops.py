@@ -114,7 +114,7 @@ def _is_differentiated(arguments: Iterable[Any]) -> bool:
     """Whether anybody may ask for a derivative by them, in reverse mode or (which is to be refused) in forward mode."""
     if forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
 class _Operator(torch.autograd.Function):
@@ -131,9 +131,11 @@ class _Operator(torch.autograd.Function):
 
     @classmethod
     def with_autograd(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        """Run the operator; where nobody differentiates, a node of the graph would only cost time."""
-        run = cls.apply if _is_differentiated(arguments) else cls.forward
-        return run(*arguments)  # type: ignore[no-any-return]
+        """Run the operator, as a node of autograd's graph if anybody differentiates; that only costs time otherwise."""
+        if not _is_differentiated(arguments):
+            return cls.forward(*arguments)
+        # Function.apply without its search for transforms, which are at work above this key.
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc, no-any-return]
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import ON_TORCH, OPS
+from .places import ON_OPS, ON_TORCH, OPS
 
-BACKENDS, INTERPRETED = (f"triton_relattn/{name}.py" for name in ("backends", "kernels/__init__"))
-(ON_IMPORTS,) = (f"tests/cpu/test_{name}.py" for name in ("imports",))
+BACKENDS, DOUBTS, INTERPRETED, VALIDATION, WARN = (
+    f"triton_relattn/{name}.py" for name in ("backends", "doubts", "kernels/__init__", "validation", "warn")
+)
+ON_IMPORTS, ON_VALIDATION = (f"tests/cpu/test_{name}.py" for name in ("imports", "validation"))
 
 OF_USE = (
     Fault(
@@ -38,5 +40,53 @@ OF_USE = (
                 "from triton.runtime.interpreter import InterpretedFunction\n    from triton.runtime.jit import JITFunction ",
             ),
         ),
+    ),
+    Fault(
+        "data-dependent-guards",
+        "numbers that a compiled program reads from tensors cannot be checked while it is compiled",
+        (f"{ON_OPS}::test_compiles_with_numbers_from_tensors", "-k", "not inductor"),
+        (Change(VALIDATION, "        if not guard_or_true(holds):\n", "        if not holds:\n"),),
+    ),
+    Fault(
+        "numbers-of-tensors-not-checked",
+        "a compiled program takes any number that it reads from a tensor",
+        (f"{ON_OPS}::test_compiles_with_numbers_from_tensors", "-k", "not inductor"),
+        (Change(VALIDATION, "        torch._check(holds)\n", ""),),
+    ),
+    Fault(
+        "short-tables-warned-of",
+        "clipped tables get a warning",
+        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
+        (Change(DOUBTS, "num_rows <= 2 * LARGEST_CLIP + 1", "num_rows <= 1"),),
+    ),
+    Fault(
+        "said-positions-warned-of",
+        "a table whose positions the call says gets a warning",
+        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
+        (Change(VALIDATION, "num_rows if centred else None", "num_rows"),),
+    ),
+    Fault(
+        "outgrown-table-unnoticed",
+        "nobody is told that a long table does not cover the call",
+        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
+        (Change(DOUBTS, 'spec.outside() == "clamp"', 'spec.outside() == "none"'),),
+    ),
+    Fault(
+        "cure-that-is-none",
+        "an error recommends another order of dimensions to whom it does not help",
+        (f"{ON_VALIDATION}::test_no_cure_is_named_that_is_none",),
+        (
+            Change(
+                DOUBTS,
+                "                except (TypeError, ValueError):\n                    continue\n",
+                "                except (TypeError, ValueError):\n                    pass\n",
+            ),
+        ),
+    ),
+    Fault(
+        "warnings-at-every-call",
+        "a warning comes again at every call",
+        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
+        (Change(WARN, "        _given.add(about)\n", ""),),
     ),
 )
