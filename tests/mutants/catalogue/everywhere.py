@@ -277,8 +277,8 @@ OF_ALL = (
         (
             Change(
                 OPS,
-                "run = cls.apply if _is_differentiated(arguments) else cls.forward",
-                "run = cls.apply if cls is _Forward and _is_differentiated(arguments) else cls.forward",
+                "if not _is_differentiated(arguments):",
+                "if cls is _Backward or not _is_differentiated(arguments):",
             ),
         ),
     ),

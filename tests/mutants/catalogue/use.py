@@ -5,10 +5,13 @@ from __future__ import annotations
 from ..fault import Change, Fault
 from .places import ON_OPS, ON_TORCH, OPS
 
-BACKENDS, DOUBTS, INTERPRETED, VALIDATION, WARN = (
-    f"triton_relattn/{name}.py" for name in ("backends", "doubts", "kernels/__init__", "validation", "warn")
+BACKENDS, CACHE, DOUBTS, INTERPRETED, PROFILES, VALIDATION, WARN = (
+    f"triton_relattn/{name}.py"
+    for name in ("backends", "cache", "doubts", "kernels/__init__", "kernels/profiles", "validation", "warn")
 )
-ON_IMPORTS, ON_VALIDATION = (f"tests/cpu/test_{name}.py" for name in ("imports", "validation"))
+ON_FAULTS, ON_IMPORTS, ON_PROFILES, ON_VALIDATION = (
+    f"tests/cpu/test_{name}.py" for name in ("faults", "imports", "profiles", "validation")
+)
 
 OF_USE = (
     Fault(
@@ -88,5 +91,26 @@ OF_USE = (
         "a warning comes again at every call",
         (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
         (Change(WARN, "        _given.add(about)\n", ""),),
+    ),
+    Fault(
+        "lock-empties-another-file",
+        "where the lock file is a link, the file that it points to is emptied",
+        (f"{ON_PROFILES}::test_links_are_not_followed",),
+        (Change(PROFILES, '"ab", opener=_not_through_a_link)', '"wb")'),),
+    ),
+    Fault(
+        "profile-written-into-another-file",
+        "where the file that becomes the profile is a link, the profile is written into what it points to",
+        (f"{ON_PROFILES}::test_links_are_not_followed",),
+        (
+            Change(PROFILES, "    temporary.unlink(missing_ok=True)  # what a link of that name points to is not ours\n", ""),
+            Change(PROFILES, 'open(temporary, "xb")', 'open(temporary, "wb")'),
+        ),
+    ),
+    Fault(
+        "profiles-below-a-folder-of-that-name",
+        "without a home, profiles are in a folder whose name is ~",
+        (f"{ON_FAULTS}::test_no_home",),
+        (Change(CACHE, 'None if folder.startswith("~") else Path(folder)', "Path(folder)"),),
     ),
 )
