@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
@@ -12,6 +12,9 @@ from .positions import RelativePositions
 from .reference import resolved_reference
 from .results import has_autocast, without_autocast
 from .spec import AttentionSpec, AttentionTensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -43,6 +46,60 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
     return ops.relative_attention(tensors, spec, implementation)
 
 
+class OptionsVarlen(TypedDict, total=False):
+    """What both functions take by name, but for what decides on the type of their result; see their signatures."""
+
+    rel_query: torch.Tensor | None
+    rel_value: torch.Tensor | None
+    rel_bias: torch.Tensor | None
+    positions: RelativePositions | None
+    is_causal: bool
+    window_size: tuple[int, int] | None
+    query_offset: int | torch.Tensor
+    dropout_p: float
+    scale: float | None
+    rel_scale: float | None
+    softcap: float | None
+    enable_gqa: bool
+    exact_delta: bool
+    implementation: str | None
+
+
+class Options(OptionsVarlen, total=False):
+    attn_mask: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+
+
+@overload
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def fused_relative_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -177,6 +234,48 @@ def fused_relative_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionsVarlen],
+) -> torch.Tensor: ...
+@overload
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: Literal[True],
+    **options: Unpack[OptionsVarlen],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: bool,
+    **options: Unpack[OptionsVarlen],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def fused_relative_attention_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
