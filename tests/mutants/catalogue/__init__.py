@@ -1,4 +1,4 @@
-"""The faults: in the kernels, their launchers, the blockwise path and what all share."""
+"""The faults: in the kernels, their launchers, the blockwise path, what all share, and what is around it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from .everywhere import OF_ALL, OF_BLOCKWISE
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
 from .tiles import OF_BAND, OF_MASKS, OF_QUADS
+from .use import OF_USE
 
 FAULTS: tuple[Fault, ...] = (
     *OF_QUADS,
@@ -19,4 +20,5 @@ FAULTS: tuple[Fault, ...] = (
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_ALL,
+    *OF_USE,
 )
