@@ -29,8 +29,9 @@ class Machine:
         fma_pipes: pipes for float32; the first of them also multiplies integers.
         mma: cycles of a scheduler's matrix unit for m16n8k16 in 16 bits.
         wgmma: cycles for m64nNk16 in 16 bits, per column.
-        wgmma_ahead: cycles of requests that may be queued at shared memory when a wgmma begins to read its operands there.
         shared_rate: bytes of shared memory a cycle.
+        shared_queue: cycles of requests that may be queued there; then the memory pipe takes no more of them.
+        wgmma_ahead: cycles of requests that may be queued there when a wgmma begins to read its operands.
         l2_rate: bytes from L2 a cycle while a multiprocessor fetches.
         l2_terabytes: from L2 a second, when all multiprocessors fetch; memory_terabytes: from and to memory.
         ..._latency: cycles from when a unit begins until the result is there; of imad, mufu, mma, wgmma: from when it ends.
@@ -58,8 +59,9 @@ class Machine:
     memory: float
     mma: float
     wgmma: float
-    wgmma_ahead: float
     shared_rate: float
+    shared_queue: float
+    wgmma_ahead: float
     l2_rate: float
     l2_terabytes: float
     memory_terabytes: float
@@ -119,8 +121,9 @@ H100 = Machine(
     memory=2,  # assumed
     mma=6.5,  # Luo: mma.sync reaches 62 % of the rate of wgmma, of which 4 would be all
     wgmma=0.5,  # paper: 4096 operations a cycle and multiprocessor
-    wgmma_ahead=64,  # assumed
     shared_rate=128,  # guide: 32 banks of 4 bytes
+    shared_queue=256,  # assumed
+    wgmma_ahead=64,  # assumed
     l2_rate=64,  # assumed
     l2_terabytes=6.5,  # assumed; measurements lie between 5.5 and 7
     memory_terabytes=3.0,  # assumed; the paper has 3.35

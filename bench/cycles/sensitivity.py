@@ -22,6 +22,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "uniform pipe half as fast": {"uniform": 4.0},
     "memory pipe half as fast": {"memory": 4.0},
     "shared memory twice as fast": {"shared_rate": 256.0},
+    "shared memory: 64 cycles queued": {"shared_queue": 64.0},
     "wgmma waits for no operands": {"wgmma_ahead": 1e9},
     "wgmma waits for all operands": {"wgmma_ahead": 0.0},
     "wgmma: 0 cycles of latency": {"wgmma_latency": 0.0},

@@ -63,7 +63,8 @@ def steady(loop: Sequence[Instruction], machine: Machine, warps: int, programs: 
     l2_bytes = warps * sum(step.l2_bytes for step in steps)
     cycles = max(fmean(found), l2_bytes / machine.l2_sustained)
     busy = {unit: sum(run.busy[unit] for run in runs) / time for unit in runs[0].busy}
-    waits = {reason: sum(run.waits[reason] for run in runs) / time for reason in runs[0].waits}
+    reasons = dict.fromkeys(reason for run in runs for reason in run.waits)
+    waits = {reason: sum(run.waits[reason] for run in runs) / time for reason in reasons}
     return Steady(
         instructions=len(steps),
         operations=warps * sum(step.operations for step in steps),
@@ -111,19 +112,19 @@ class _Run:
         self.shared_free = self.l2_free = self.now = self.cycles = 0.0
         self.last = self.warps[0]
         self.arrived: list[list[_Warp]] = [[] for _ in range(own_programs)]
-        self.ends: list[list[float]] = [[] for _ in range(own_programs)]
+        self.ends: list[float] = []  # of turns, of any program
         self.busy: dict[str, float] = dict.fromkeys(("issue", "shared memory", *PIPES), 0.0)
         self.waits: defaultdict[str, float] = defaultdict(float)
 
     def run(self, turns: int, first_turns: int) -> None:
-        """Until each program has had so many turns; ``cycles`` is of those after the first ones."""
-        next_warp, issue = self._next, self._issue
-        while min(map(len, self.ends)) <= turns:
+        """Until the programs have had so many turns on average; ``cycles`` is of one after the first ones."""
+        next_warp, issue, programs = self._next, self._issue, len(self.arrived)
+        while len(self.ends) <= turns * programs:
             warp, time = next_warp()
             if time > self.now:
                 self.waits[warp.reason if warp.ready >= time else self.steps[warp.position].unit] += time - self.now
             issue(warp, time)
-        period = fmean((ends[turns] - ends[first_turns]) / (turns - first_turns) for ends in self.ends)
+        period = (self.ends[turns * programs] - self.ends[first_turns * programs]) / (turns - first_turns)
         self.cycles = period / self.programs
         self.busy["issue"] = 1.0 * sum(warp.turn * len(self.steps) + warp.position for warp in self.warps)
 
@@ -197,17 +198,18 @@ class _Run:
             self.busy["shared memory"] += cycles
             if not is_wgmma:  # half of the others come first, on average
                 start = begin + (cycles + step.shared) / 2
+                free[step.pipe] = max(free[step.pipe], self.shared_free - machine.shared_queue)
         if step.l2_bytes:
             self.l2_free = max(time, self.l2_free) + step.l2_bytes * self.share / machine.l2_rate
             start = self.l2_free + (2 * self.random() - 1) * machine.l2_spread * machine.l2_latency
         return start + step.latency
 
     def _end_turn(self, warp: _Warp, time: float) -> None:
+        """The turn of a program is over when the last of its warps has ended it."""
         warp.position = 0
         warp.turn += 1
-        ends = self.ends[warp.program]
-        if all(other.turn > len(ends) for other in self.warps if other.program == warp.program):
-            ends.append(time)
+        if all(other.turn >= warp.turn for other in self.warps if other.program == warp.program):
+            self.ends.append(time)
 
     def _await(self, warp: _Warp, ready: float) -> None:
         """What the warp's next instruction waits for."""
