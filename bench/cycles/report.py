@@ -50,11 +50,11 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
-    names = [*options.features, "none", "none causal"] if options.sensitivity else options.features
+    plain = [KernelCase("", "", "", 0, name).plain.features for name in options.features] if options.sensitivity else []
     cases = [
         KernelCase(kernel, target, dtype, head_dim, name)
         for target, dtype, head_dim, name, kernel in product(
-            options.targets, options.dtypes, options.head_dims, dict.fromkeys(names), configs.KERNELS
+            options.targets, options.dtypes, options.head_dims, dict.fromkeys((*plain, *options.features)), configs.KERNELS
         )
         if kernel != "table" or not name.startswith("none")
     ]

@@ -54,13 +54,13 @@ def predicted_variants(case: KernelCase) -> dict[str, Prediction | None]:
 
 
 def shown(found: Mapping[KernelCase, Mapping[str, Prediction | None]]) -> str:
-    """Return how the cycles of calls change, and their ratios to those of calls without a table, which must be among them."""
+    """Return how the cycles of calls change whose kernels are all known, and their ratios to the same calls without a table."""
     by_variant = {name: {case: each[name] for case, each in found.items()} for name in VARIED}
     calls = {
-        f"{'forward' if kernels == FORWARD else 'backward'} {case.target} {case.head_dim} {case.features}": (case, kernels)
+        f"{'forward' if kernels == FORWARD else 'backward'} {case.head_dim} {case.features} {case.target}": (case, kernels)
         for kernels in PRODUCTS
         for case in found
-        if case.kernel == "forward"
+        if case.kernel == "forward" and of_call(by_variant[AS_IT_IS], case, kernels) is not None
     }
     cycles = {
         name: {call: of_call(known, case, kernels) or float("nan") for call, (case, kernels) in calls.items()}
@@ -84,6 +84,6 @@ def shown(found: Mapping[KernelCase, Mapping[str, Prediction | None]]) -> str:
         )
         for call in calls
     ]
-    each = [(name, *(f"{changes[name][call]:+.0%} x{ratios[name][call]:.2f}" for call in calls)) for name in VARIED]
-    summary = table(("call", "cycles", "vary by", "of plain", "varies"), rows)
-    return f"{summary}\n\n{table(('change of cycles, ratio to plain', *calls), each)}"
+    each = [(name, *(f"{changes[name][call]:+.0%}" for call in calls)) for name in VARIED]
+    summary = table(("call", "cycles", "change by", "of plain", "becomes"), rows)
+    return f"{summary}\n\n{table(('change of cycles', *calls), each)}"
