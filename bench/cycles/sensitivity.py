@@ -40,6 +40,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "barrier: 40 cycles": {"barrier": 40.0},
     "fence: 40 cycles": {"fence_latency": 40.0},
     "end of a loop: 20 cycles": {"branch": 20.0},
+    "nothing is late": {"late": 0.0},
 }
 """What is said of it -> fields of a Machine."""
 

@@ -214,6 +214,8 @@ class _Run:
     def _await(self, warp: _Warp, ready: float) -> None:
         """What the warp's next instruction waits for."""
         step, reason = self.steps[warp.position], "dependencies"
+        if self.random() < self.machine.late_share:
+            ready += self.machine.late
         if step.action == decode.AWAIT_WGMMA and warp.groups[-1 - step.count] > ready:
             ready, reason = warp.groups[-1 - step.count], "tensor"
         elif step.action == decode.AWAIT_COPIES and warp.copies[-1 - step.count] > ready:

@@ -23,8 +23,8 @@ from triton_relattn.kernels.configs import KERNELS, TileConfig
 REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"
 ALLOWED = 1.03
 """Of the budget's instructions per score."""
-ALLOWED_CYCLES = 1.06
-"""Of the budget's cycles by the model: another instruction that takes a cycle may change how programs overlap, and so as much."""
+ALLOWED_CYCLES = 1.05
+"""Of the budget's cycles by the model, whose noise is 4 %: one more cycle somewhere may change how programs overlap."""
 SERIALISED = {
     ("columns", 64): ("none", "none causal", "transformer_xl", "t5", "t5 causal"),
     ("forward", 64): ("zero", "zero causal", "vits"),
@@ -134,8 +134,8 @@ def test_what_is_worse_is_found() -> None:
     assert found(others=500, products=13) == ["matrix_instructions per score"]
     assert found(TileConfig(64, 32, 4, 2)) == ["loop_instructions per score", "matrix_instructions per score"]
     assert found(TileConfig(64, 32, 2, 2)) == []
-    assert found(cycles=(1060, 530)) == found(cycles=(600,)) == []
-    assert found(cycles=(1061, 500)) == ["cycles"] and found(cycles=(900, 531)) == ["far_cycles"]
+    assert found(cycles=(1050, 525)) == found(cycles=(600,)) == []
+    assert found(cycles=(1051, 500)) == ["cycles"] and found(cycles=(900, 526)) == ["far_cycles"]
     assert found(spill_bytes=4) == ["spill_bytes"]
     assert found(shared_bytes=232_449) == ["shared_bytes"]
     assert found(stack_bytes=8) == ["bytes of stack"]
