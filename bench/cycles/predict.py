@@ -130,6 +130,11 @@ def teraflops(cycles: float, machine: Machine, head_dim: int, products: int) -> 
     return products * 2 * SCORES * head_dim / cycles * machine.cycles_per_second / 1e12
 
 
+def near_share(first: int, last: int, num_keys: int, block_m: int, block_n: int) -> float:
+    """Return the share of tiles near the diagonal, for Prediction.mean_cycles; a table of relative positions first to last."""
+    return min(1.0, (last - first + block_m + block_n) / num_keys)
+
+
 def why_serialised(kernel: CompiledKernel) -> str:
     """Return what the assembler says about wgmma that it has serialised; nothing if it has not."""
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from bench.compile import KernelCase
 from bench.cycles.calls import BACKWARD, FORWARD, Size, designs, moved, of_call, partial_sums, workspace
 from bench.cycles.decode import decode
 from bench.cycles.machine import MACHINES, Machine
-from bench.cycles.predict import SCORES, Loop, Prediction, of_sass, teraflops
+from bench.cycles.predict import SCORES, Loop, Prediction, near_share, of_sass, teraflops
 from bench.cycles.sass import Instruction, loops, parse
 from bench.cycles.simulate import Steady, steady
 
@@ -218,18 +218,20 @@ def test_predictions() -> None:
     one, two = prediction(1000), prediction(1000, 600, groups=8)
     assert (one.cycles, one.far_cycles, one.mean_cycles(0.25), one.is_serialised) == (500, None, 500, False)
     assert (two.cycles, two.far_cycles, two.mean_cycles(0.25), two.is_serialised) == (500, 300, 350, True)
+    assert near_share(-64, 64, 4096, 64, 64) == 256 / 4096 and near_share(-300, 300, 300, 64, 64) == 1
 
 
 def test_machine_code_to_prediction() -> None:
     """Registers from its head; loops with products, the longest first; groups of wgmma counted in all of it."""
     product = instruction("HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0")
     wait, other = instruction("WARPGROUP.DEPBAR.LE gsb0, 0x0"), instruction("FADD R1, R1, R2")
-    short, long = [product, wait, instruction("@P0 BRA 0x10")], [*[other] * 40, product, wait, instruction("@P0 BRA 0x40")]
-    code = [product, *short, *long, other, other, instruction("@P0 BRA 0x2f0")]
+    part = instruction("HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24")
+    short, long = [product, wait, instruction("@P0 BRA 0x10")], [*[other] * 40, part, product, wait, instruction("@P0 BRA 0x40")]
+    code = [product, *short, *long, other, other, instruction("@P0 BRA 0x300")]
     found = of_sass(printed(*code), H100, WARPS, 50_000, 64 * 32, 3)
-    assert (found.programs, [loop.turn.instructions for loop in found.loops]) == (4, [43, 3])
+    assert (found.programs, [loop.turn.instructions for loop in found.loops]) == (4, [44, 3])
     assert (found.wgmma_products, found.wgmma_groups, found.is_serialised) == (3, 3, False)
-    assert found.cycles == 2 * found.loops[0].turn.cycles and found.loops[0].operations == 2 * 2 * 64 * 64 * 16
+    assert found.cycles == 2 * found.loops[0].turn.cycles and found.loops[0].operations == 2 * 2 * 2 * 64 * 64 * 16
     assert "tensor" in found.loops[1].limit
 
 

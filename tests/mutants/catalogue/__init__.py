@@ -1,8 +1,9 @@
-"""The faults: in the kernels, their launchers, the blockwise path and what all share."""
+"""The faults: in the kernels, their launchers, the blockwise path, what all share, and the model of cycles."""
 
 from __future__ import annotations
 
 from ..fault import Fault
+from .cycles import OF_CYCLES
 from .everywhere import OF_ALL, OF_BLOCKWISE
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
@@ -19,4 +20,5 @@ FAULTS: tuple[Fault, ...] = (
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_ALL,
+    *OF_CYCLES,
 )
