@@ -12,6 +12,7 @@ from bench.compiled import compiled
 from bench.cycles import calibrate
 from bench.cycles.machine import MACHINES
 from bench.cycles.predict import SCORES, predict, teraflops, why_serialised
+from bench.cycles.sensitivity import AS_IT_IS, VARIED
 
 PLAIN_PRODUCTS = {"forward": 2, "rows": 3, "columns": 4}
 
@@ -113,6 +114,8 @@ def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys
 def test_sensitivity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A kernel that waits for L2 takes longer if L2 does; the ratio of a call to itself stays."""
     monkeypatch.setattr("bench.cycles.report.configs.KERNELS", ("forward",))
+    varied = {name: VARIED[name] for name in (AS_IT_IS, "L2: 500 cycles")}
+    monkeypatch.setattr("bench.cycles.sensitivity.VARIED", varied)
     assert main(["cycles", "--sensitivity", "--features", "none", "--head-dims", "64", "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
     (slow,) = (line for line in printed.splitlines() if line.startswith("  L2: 500 cycles"))
