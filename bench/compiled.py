@@ -6,6 +6,7 @@ Not usable in a process with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -276,12 +277,22 @@ def _amd_resources(kernel: CompiledKernel) -> Resources:
     return Resources(numbers["vgpr_count"], spilled, stack, kernel.metadata.shared, 0, _amdgcn_loops(assembly))
 
 
+@functools.lru_cache(maxsize=8)
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(kernel: CompiledKernel) -> str:
+    """The machine code of a kernel for NVIDIA's GPUs, after what it takes, as cuobjdump prints both."""
+    return _disassembled(kernel.asm["cubin"])
+
+
 def _nvidia_resources(kernel: CompiledKernel) -> Resources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", cubin.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sass = disassembled(kernel)
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", sass)[0])
     local = re.findall(r"\b(?:LDL|STL)[A-Z0-9.]*", sass)  # accesses of local memory: STL, LDL.64, LDL.LU.128
     spilled = sum(16 if name.endswith("128") else 8 if name.endswith("64") else 4 for name in local)

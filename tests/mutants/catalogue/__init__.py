@@ -1,8 +1,9 @@
-"""The faults: in the kernels, their launchers, the blockwise path, what all share, and what is around it."""
+"""The faults: in the kernels, their launchers, the blockwise path, what all share, what is around it, and the model of cycles."""
 
 from __future__ import annotations
 
 from ..fault import Fault
+from .cycles import OF_CYCLES
 from .everywhere import OF_ALL, OF_BLOCKWISE
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
@@ -21,4 +22,5 @@ FAULTS: tuple[Fault, ...] = (
     *OF_BLOCKWISE,
     *OF_ALL,
     *OF_USE,
+    *OF_CYCLES,
 )
