@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -350,11 +351,11 @@ def test_attention_in_both_directions(place: str, is_causal: bool) -> None:
         assert_same(*both(model, given, real(PADDED)))
 
 
-def causal_model() -> Any:
+def causal_model(**changes: Any) -> Any:
     from transformers import InklingForCausalLM, InklingTextConfig
 
     torch.manual_seed(0)
-    config = InklingTextConfig(**FAMILIES["inkling"].small, num_hidden_layers=2)
+    config = InklingTextConfig(**{**FAMILIES["inkling"].small, "num_hidden_layers": 2, **changes})
     model = InklingForCausalLM._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -401,6 +402,32 @@ def test_parts_of_a_sequence_with_a_cache(padding: int) -> None:
     torch.testing.assert_close(ours[:, padding:], whole[:, padding:], rtol=0, atol=1e-5 * float(stock.abs().max()))
 
 
+def test_parts_of_a_sequence_with_a_static_cache() -> None:
+    """The numbers of the whole sequence, and what comes later stays unseen.
+
+    The cache counts in a tensor that it changes in place. The stock model reads it afterwards: its terms are those of later
+    queries (and if its first layer has a window, it fails).
+    """
+    from transformers import StaticCache
+
+    model = causal_model(local_layer_ids=[1]).double()
+    tokens = torch.randint(1, 50, (2, 40))
+    other = tokens.clone()
+    other[:, 39] = tokens[:, 39] % 49 + 1
+
+    def in_pieces(tokens: torch.Tensor) -> torch.Tensor:
+        past = StaticCache(model.config, max_cache_len=64)
+        pieces = ((0, 20), (20, 39), (39, 40))
+        return torch.cat([model(tokens[:, slice(*piece)], past_key_values=past).logits for piece in pieces], 1)
+
+    with torch.no_grad(), in_float64():
+        whole = model(tokens).logits
+        enable(model)
+        ours, changed = in_pieces(tokens), in_pieces(other)
+    torch.testing.assert_close(ours, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+    assert torch.equal(changed[:, :39], ours[:, :39]) and not torch.equal(changed[:, 39], ours[:, 39])
+
+
 @pytest.fixture
 def composite(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Inkling's whole model, for text: what looks at images is left out."""
@@ -442,6 +469,27 @@ def test_generation_by_the_whole_model(composite: Any) -> None:
     stock = composite.generate(tokens, **how)
     enable(composite)
     assert torch.equal(composite.generate(tokens, **how), stock)
+
+
+def test_what_the_whole_model_saves(composite: Any, tmp_path: Path) -> None:
+    """The tensors of a stock checkpoint, under their published names, which load into a stock model."""
+    from safetensors.torch import load_file
+
+    def saved(model: Any, name: str) -> dict[str, torch.Tensor]:
+        model.save_pretrained(tmp_path / name)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    parts = {"whole": composite, "inner": composite.model}
+    stock = {name: saved(part, f"stock {name}") for name, part in parts.items()}
+    enable(composite)
+    for name, part in parts.items():
+        ours = saved(part, name)
+        assert ours.keys() == stock[name].keys() != part.state_dict().keys()
+        assert all(torch.equal(ours[key], stock[name][key]) for key in ours)
+    loaded = type(composite).from_pretrained(tmp_path / "whole", attn_implementation="eager").eval()
+    assert disable(loaded) == {}
+    state = composite.state_dict()
+    assert all(torch.equal(each, state[key]) for key, each in loaded.state_dict().items())
 
 
 def test_all_of_vits() -> None:

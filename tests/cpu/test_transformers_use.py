@@ -23,6 +23,7 @@ from bench.families import FAMILIES
 from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, output, results
 from triton_relattn.integrations.transformers import FAMILIES as KNOWN
 from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn.integrations.transformers.encoder import Encoder
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 # One whose parts are plain modules, one that is itself what asks for masks, and one with a forward of its own.
@@ -354,6 +355,44 @@ def test_config_that_is_replaced(name: str) -> None:
     assert disable(model)
     assert all(each is other for each in configs(model))
     assert torch.equal(output(model, given), stock)
+
+
+@every_family
+def test_a_model_of_an_enabled_ones_class(name: str) -> None:
+    """It is enabled as a whole, whichever config it is made of."""
+    model: Any = build(name)
+    given = arguments(name, model, PADDED)
+    of_stock_config = copy.deepcopy(model.config)
+    enable(model)
+    encoders: list[Any] = [each for each in model.modules() if isinstance(each, Encoder)]
+    assert encoders or name == "parakeet_attention"
+    for encoder in encoders:
+        for config in (encoder.config, of_stock_config):
+            made = type(encoder)(config)
+            assert classes(made) == classes(encoder)
+            assert not [each for each in configs(made) if type(each) not in {type(every) for every in configs(encoder)}]
+    if model in encoders:
+        made = type(encoders[0])(encoders[0].config).eval()
+        made.load_state_dict(model.state_dict())
+        assert torch.equal(output(made, given), output(model, given))
+        assert disable(made) and classes(made) == classes(build(name))
+
+
+@every_family
+def test_what_transformers_asks_of_a_class(name: str) -> None:
+    """Which it reads from the class's module: whether weights are converted, what may be set later."""
+    from transformers import PreTrainedModel
+
+    model = build(name)
+    questions = ("is_custom_code", "_can_set_attn_implementation", "_can_set_experts_implementation")
+
+    def answers() -> list[Any]:
+        models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+        return [getattr(each, question)() for each in models for question in questions]
+
+    stock = answers()
+    enable(model)
+    assert answers() == stock
 
 
 @three_families

@@ -1,4 +1,4 @@
-"""The faults: in the kernels, their launchers, the blockwise path and what all share."""
+"""The faults: in the kernels, their launchers, the blockwise path, what all share, and in models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ..fault import Fault
 from .everywhere import OF_ALL, OF_BLOCKWISE
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
+from .models import OF_MODELS
 from .tiles import OF_BAND, OF_MASKS, OF_QUADS
 
 FAULTS: tuple[Fault, ...] = (
@@ -19,4 +20,5 @@ FAULTS: tuple[Fault, ...] = (
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_ALL,
+    *OF_MODELS,
 )

@@ -8,6 +8,7 @@ import torch
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .masks import PADDING_IF_THAT_IS_ALL
+from .replacement import enable
 
 
 class Encoder:
@@ -24,6 +25,27 @@ class Encoder:
         super().__init_subclass__(**kwargs)
         # What output_hidden_states and the like may record is looked up by class, and entered when a model is made.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Make a model of an enabled one's class, which is enabled, too; its config may be the enabled one's."""
+        super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
+        self.__class__ = type(self).__bases__[-1]
+        enable(self)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False, as the stock class: weights are saved and loaded under the names of published checkpoints."""
+        return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls: Any) -> bool:
+        """Return what the stock class does, which looks into its source file."""
+        return cls.__bases__[-1]._can_set_attn_implementation()  # type: ignore[no-any-return]
+
+    @classmethod
+    def _can_set_experts_implementation(cls: Any) -> bool:
+        """Return what the stock class does, which looks into its source file."""
+        return cls.__bases__[-1]._can_set_experts_implementation()  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

@@ -38,10 +38,13 @@ class InklingAttention(stock.InklingAttention):
         query, key = self.q_norm(query), self.k_norm(key)
         rel_query = split_heads(self.r_proj(hidden_states), self.config.d_rel)
 
-        first_query, first_key = 0, 0
+        first_query: Any = 0
+        first_key = 0
         if past_key_values is not None:
             _, first_key = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
             first_query = past_key_values.get_query_offset(self.layer_idx)
+            if isinstance(first_query, torch.Tensor):
+                first_query = first_query.clone()  # a static cache's own counter, which update changes in place
             key, value = past_key_values.update(key, value, self.layer_idx)
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
             seen = torch.arange(1, query.shape[2] + 1, device=query.device) + first_query

@@ -48,6 +48,9 @@ def enable(module: nn.Module) -> dict[str, str]:
     - Which probabilities dropout drops: as many, of other random numbers.
     - Weights are not returned. ``output_attentions=True`` is an error where the model passes it to its attention; where
       transformers collects them, there are none, as with its sdpa implementation.
+    - ``config._attn_implementation`` of an encoder that asks transformers for its mask names our function for that. It shares
+      all else with the model's own config, which it is again after :func:`disable`.
+    - Inkling with a ``StaticCache``: as without a cache; the stock model's terms are those of later queries.
     - Seamless M4T v2: as in its sdpa implementation, which masks padding; its eager one adds its bool mask to the logits.
     - Parakeet, Inkling, Seamless M4T v2 in chunks: queries that see no key, as those of padding, see all keys evenly, as in
       eager; but dropout leaves their probabilities alone, and in Inkling their gradients do not reach the logits.
