@@ -17,7 +17,7 @@ Sizes = dict[str, Any]
 class Family:
     """One kind of model, of real width or small.
 
-    model, config: their names in ``transformers.models.<folder>``. layers: the name of their number in the config. real, small:
+    model, config: their names in ``transformers.models.<folder>``. layers: the names of their numbers in the config. real, small:
     what differs from the defaults of the config, which are those of a published model. stock: the implementations that the model
     has, first the one that computes what the model means to.
     """
@@ -29,12 +29,12 @@ class Family:
     small: Sizes
     inputs: Callable[[Any, int, torch.Tensor], dict[str, Any]]
     real: Sizes = field(default_factory=dict)
-    layers: str = "num_hidden_layers"
+    layers: tuple[str, ...] = ("num_hidden_layers",)
     stock: tuple[str, ...] = ("eager", "sdpa")
 
     def build(self, *, small: bool = False, layers: int = 1, implementation: str | None = None, **changes: Any) -> nn.Module:
         """A model in eval mode; torch's generator decides its parameters. changes: further ones of the config."""
-        sizes = {**(self.small if small else self.real), self.layers: layers, **changes}
+        sizes = {**(self.small if small else self.real), **dict.fromkeys(self.layers, layers), **changes}
         config = self._find("configuration", self.config)(**sizes)
         config._attn_implementation = implementation or self.stock[0]
         model = ALONE[self.model](config) if self.model in ALONE else self._find("modeling", self.model)(config)
@@ -50,6 +50,12 @@ class Family:
     def make(self, model: nn.Module, length: int, lengths: list[int]) -> dict[str, Any]:
         """The arguments of the model's forward for sequences of these lengths, padded to length, as its attention counts them."""
         return self.inputs(model.config, length, torch.tensor(lengths))
+
+
+def output(made: Any) -> torch.Tensor:
+    """The main one of what a model returns: the last hidden states, or logits."""
+    main: torch.Tensor = made if isinstance(made, torch.Tensor) else made[0]
+    return main
 
 
 def _exist(lengths: torch.Tensor, length: int) -> torch.Tensor:
@@ -82,6 +88,19 @@ def _hidden(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
 def _tokens(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
     tokens = torch.randint(1, config.vocab_size, (len(lengths), length))
     return {"input_ids": tokens, "attention_mask": _exist(lengths, length).long()}
+
+
+def _translation(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    """Of an encoder and a decoder; the longest of the encoder's sequences is the shortest of the decoder's."""
+    decoder = {f"decoder_{name}": each for name, each in _tokens(config, length, lengths).items()}
+    return {**_tokens(config, length, lengths.flip(0)), **decoder}
+
+
+def _encoded(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    """Of a decoder alone."""
+    encoder = {"encoder_hidden_states": torch.randn(len(lengths), length, config.hidden_size)}
+    encoder["encoder_attention_mask"] = _exist(lengths.flip(0), length).long()
+    return {**_tokens(config, length, lengths), **encoder}
 
 
 def _phonemes(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
@@ -122,6 +141,12 @@ SEAMLESS = {
 }
 TABLE = {"left_max_position_embeddings": 6, "right_max_position_embeddings": 2}
 BERT = ("wav2vec2_bert", "Wav2Vec2BertModel", "Wav2Vec2BertConfig")
+DEPTHS = ("num_layers", "num_decoder_layers")
+# All distances from 9 on have one bucket, in a decoder from 12 on.
+T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
+BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+# Vocabularies have nothing to do with attention, and the largest one would take most of the memory.
+FEW_TOKENS = {"vocab_size": 1000}
 # Time is masked at random in training, by numpy's generator: not what is compared.
 STEADY = {"apply_spec_augment": False}
 EVERY = (
@@ -167,7 +192,7 @@ EVERY = (
         "SeamlessM4TConfig",
         {**SEAMLESS, "position_embeddings_type": "relative"},
         _features("feature_projection_input_dim"),
-        layers="speech_encoder_layers",
+        layers=("speech_encoder_layers",),
     ),
     Family(
         "seamless_m4t_v2",
@@ -176,7 +201,7 @@ EVERY = (
         "SeamlessM4Tv2Config",
         {**SEAMLESS, **TABLE},
         _features("feature_projection_input_dim"),
-        layers="speech_encoder_layers",
+        layers=("speech_encoder_layers",),
         stock=("sdpa", "eager"),  # eager adds the bool mask to the logits
     ),
     Family(
@@ -252,6 +277,73 @@ EVERY = (
         {"hidden_size": 32, "num_attention_heads": 4, "subsampling_conv_channels": [16, 4], "output_proj_dims": 16},
         _spectrogram,
         stock=("eager",),
+    ),
+    Family(
+        "t5",
+        "t5",
+        "T5Model",
+        "T5Config",
+        {**T5, **BUCKETS},
+        _translation,
+        {"d_model": 768, "d_ff": 3072, "num_heads": 12, **FEW_TOKENS},
+        layers=DEPTHS,
+    ),
+    Family(
+        "mt5",
+        "mt5",
+        "MT5Model",
+        "MT5Config",
+        {**T5, **BUCKETS},
+        _translation,
+        {"d_model": 768, "d_ff": 2048, "num_heads": 12, **FEW_TOKENS},
+        layers=DEPTHS,
+    ),
+    Family(
+        "umt5",
+        "umt5",
+        "UMT5Model",
+        "UMT5Config",
+        {**T5, **BUCKETS},
+        _translation,
+        {"d_model": 768, "d_ff": 2048, "num_heads": 12, **FEW_TOKENS},
+        layers=DEPTHS,
+    ),
+    Family(
+        "switch_transformers",
+        "switch_transformers",
+        "SwitchTransformersModel",
+        "SwitchTransformersConfig",
+        {
+            **T5,
+            **BUCKETS,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "num_experts": 3,
+            "expert_capacity": 50,
+        },
+        _translation,
+        {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0, **FEW_TOKENS},
+        layers=DEPTHS,
+        stock=("eager",),
+    ),
+    Family(
+        "pop2piano",
+        "pop2piano",
+        "Pop2PianoForConditionalGeneration",
+        "Pop2PianoConfig",
+        {**T5, **BUCKETS},
+        _translation,
+        layers=DEPTHS,
+    ),
+    Family(
+        "pix2struct",
+        "pix2struct",
+        "Pix2StructTextModel",
+        "Pix2StructTextConfig",
+        {**T5, **BUCKETS, "hidden_size": 32, "initializer_range": 0.02},
+        _encoded,
+        {**FEW_TOKENS, "initializer_range": 0.02},
+        layers=("num_layers",),
     ),
 )
 FAMILIES = {family.name: family for family in EVERY}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import families
 from bench.families import FAMILIES
 from triton_relattn.dropout import keep_scale
 from triton_relattn.integrations.transformers import disable, enable
@@ -28,10 +29,15 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     """A small model of a family, no parameter of which is zero."""
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
+    return varied(model).to(dtype)
+
+
+def varied(model: nn.Module) -> Any:
+    """The model with all its parameters changed at random."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.to(dtype)
+    return model
 
 
 def arguments(name: str, model: nn.Module, lengths: list[int], length: int = LENGTH) -> dict[str, Any]:
@@ -49,8 +55,7 @@ def real(lengths: list[int], length: int = LENGTH) -> torch.Tensor:
 
 def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
-    found: torch.Tensor = model(**copies).last_hidden_state
-    return found
+    return families.output(model(**copies))
 
 
 def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:

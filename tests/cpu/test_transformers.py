@@ -32,6 +32,8 @@ from triton_relattn.testing import assert_within_budget
 WHOLE = [LENGTH, LENGTH]
 CONFORMER = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1, "conformer_conv_dropout": 0.1}
 SEAMLESS = {"speech_encoder_dropout": 0.2, "adaptor_dropout": 0.1}
+T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+CAUSAL = ("inkling", *T5)
 DROPOUT: dict[str, dict[str, Any]] = {
     "wav2vec2_bert": {**CONFORMER, "feat_proj_dropout": 0.1},
     "wav2vec2_bert_relative": {**CONFORMER, "feat_proj_dropout": 0.1},
@@ -43,6 +45,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "vits": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1},
     "inkling": {"attention_dropout": 0.2},
     "gemma4": {},  # has none
+    **{name: {"dropout_rate": 0.2} for name in T5},
 }
 LAYERDROP = {
     "wav2vec2_bert": "layerdrop",
@@ -58,8 +61,11 @@ every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole"
 
 
 def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
-    """Positions whose gradients are compared. Inkling's queries that see no key have only their output in common."""
-    return real(lengths) if name == "inkling" else None
+    """Positions whose gradients are compared. In causal models, queries that see no key have only their output in common.
+
+    Those are, if padding comes last, queries of a sequence that is all padding, or whose window has no more than padding.
+    """
+    return real(lengths) if name == "inkling" or (name in CAUSAL and 0 in lengths) else None
 
 
 def heads(model: Any) -> int:
@@ -198,6 +204,9 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4, short": ("gemma4", {"attention_chunk_size": 4, "attention_context_left": 2, "attention_context_right": 7}),
     "gemma4, one frame": ("gemma4", {"attention_chunk_size": 3, "attention_context_left": 2}),
     "gemma4, clipped": ("gemma4", {"use_clipped_linears": True}),
+    "t5, all distances differ": ("t5", {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}),
+    "t5, gated": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "umt5, few buckets": ("umt5", {"relative_attention_num_buckets": 4, "relative_attention_max_distance": 9}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Masks (B, 1, 1, Nk) from transformers, which by itself makes (B, 1, Nq, Nk).
+"""Small masks from transformers, which by itself makes (B, 1, Nq, Nk): (B, 1, 1, Nk) for encoders, (B, Nk) for causal models.
 
 An encoder asks transformers for its mask with its config, which names the attention implementation and by it the function that
 makes masks. The encoders of enabled models have a view of their config that names one of ours; all else in it is the config's.
@@ -24,14 +24,18 @@ def padding(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int 
 
 
 def padding_if_that_is_all(**arguments: Any) -> torch.Tensor | None:
-    """:func:`padding` for attention that is full, causal or in a causal window, of which the attention modules know.
+    """:func:`padding` for full attention; (B, Nk) for causal attention, also in a window, of which the modules know.
 
-    For all else that is combined (packed sequences, mask functions of a user) the bool mask (B, 1, Nq, Nk) of sdpa.
+    For all else that is combined (packed sequences, mask functions of a user) the bool mask (B, 1, Nq, Nk) of sdpa. So what
+    attention modules see in a mask of four dimensions is all that there is, also if a user has given it.
     """
     function, no_more = arguments["mask_function"], arguments.get("allow_is_causal_skip", False)
     in_causal_window = arguments.get("local_size") is not None and no_more
-    if function is bidirectional_mask_function or function is causal_mask_function or in_causal_window:
+    if function is bidirectional_mask_function:
         return padding(**arguments)
+    if function is causal_mask_function or in_causal_window:
+        mask = padding(**arguments)
+        return None if mask is None else mask[:, 0, 0]
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
@@ -45,7 +49,7 @@ def _view_class(config_class: type, mask_function: str) -> type:
 
     def get_text_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         text = self.stock.get_text_config(*args, **kwargs)
-        return self if text is self.stock else view(text, mask_function)
+        return self if text is self.stock else self.text if self.text is not None and text is self.text.stock else text
 
     def set_implementation(self: Any, value: Any) -> None:
         self.stock._attn_implementation = value
@@ -54,7 +58,7 @@ def _view_class(config_class: type, mask_function: str) -> type:
         return view, (self.stock, mask_function)
 
     attributes = {
-        "__slots__": ("stock",),
+        "__slots__": ("stock", "text"),
         "_attn_implementation": property(lambda self: mask_function, set_implementation),
         "get_text_config": get_text_config,
         "__copy__": lambda self: view(copy.copy(self.stock), mask_function),
@@ -69,4 +73,7 @@ def view(config: Any, mask_function: str) -> Any:
     made: Any = object.__new__(_view_class(config_class, mask_function))
     object.__setattr__(made, "__dict__", config.__dict__)
     object.__setattr__(made, "stock", config)
+    text = config.get_text_config()
+    # Now, as classes cannot be made while torch.compile traces a model.
+    object.__setattr__(made, "text", None if text is config else view(text, mask_function))
     return made

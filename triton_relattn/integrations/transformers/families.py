@@ -1,0 +1,57 @@
+"""The families of models that :func:`enable` knows, a line for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """One family of models in transformers.
+
+    folder: of the model in transformers, also the file here. name: of the model, and of the part that has relative attention.
+    adds: what that adds to the logits q . k. since: the first version of this package that enables it. inside: the folder of the
+    family whose encoder the model contains, and which has the file.
+    """
+
+    folder: str
+    name: str
+    adds: str
+    since: str = "0.1.0"
+    inside: str | None = None
+
+
+TRANSFORMER_XL = "Transformer-XL's terms"
+BUCKETS = "a bias by bucket of the distance"
+FAMILIES = (
+    Family("wav2vec2_bert", "Wav2Vec2-BERT", f"q · E, distances clipped; or {TRANSFORMER_XL}"),
+    Family("wav2vec2_conformer", "Wav2Vec2-Conformer", TRANSFORMER_XL),
+    Family("seamless_m4t", "Seamless M4T v1, speech encoder", TRANSFORMER_XL),
+    Family("seamless_m4t_v2", "Seamless M4T v2, speech encoder", "q · E, distances clipped; chunks"),
+    Family("parakeet", "Parakeet", TRANSFORMER_XL),
+    Family("vits", "VITS, text encoder", "q · E and a table of values in a window"),
+    Family("inkling", "Inkling, language model", "r · W of the past, in windows; grouped heads"),
+    Family("gemma4", "Gemma 4, audio encoder", "q · R in a window, softcap"),
+    Family("t5", "T5", f"{BUCKETS}, one table for all layers"),
+    Family("mt5", "mT5", f"{BUCKETS}, one table for all layers"),
+    Family("umt5", "UMT5", f"{BUCKETS}, a table for each layer"),
+    Family("switch_transformers", "Switch Transformers", f"{BUCKETS}, one table for all layers"),
+    Family("pop2piano", "Pop2Piano", f"{BUCKETS}, one table for all layers"),
+    Family("pix2struct", "Pix2Struct, text decoder", f"{BUCKETS}, one table for all layers"),
+)
+
+
+def supported_families() -> tuple[Family, ...]:
+    """Return the families of models that :func:`enable` knows.
+
+    Example:
+        >>> next(each for each in supported_families() if each.folder == "parakeet").adds
+        "Transformer-XL's terms"
+    """
+    return FAMILIES
+
+
+def table() -> str:
+    """Return them as text, a line for each."""
+    rows = [("family", "adds to q · k", "since"), *((each.name, each.adds, each.since) for each in FAMILIES)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
