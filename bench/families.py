@@ -108,6 +108,13 @@ def _phonemes(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]
     return {**arguments, "padding_mask": arguments["attention_mask"][..., None].float()}
 
 
+def _frames(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    return {
+        "input_tensor": torch.randn(len(lengths), length, config.hidden_size),
+        "attention_mask": _exist(lengths, length)[:, None].long(),
+    }
+
+
 def _one_parakeet_attention(config: Any) -> nn.Module:
     """One attention layer of Parakeet with its positions, and nothing else."""
     from transformers.modeling_outputs import BaseModelOutput
@@ -128,7 +135,23 @@ def _one_parakeet_attention(config: Any) -> nn.Module:
     return OneAttention()
 
 
-ALONE: dict[str, Callable[[Any], nn.Module]] = {"one attention": _one_parakeet_attention}
+def _fastspeech2_encoder(config: Any) -> nn.Module:
+    """The encoder behind the embedding of phonemes."""
+    from transformers.models.fastspeech2_conformer import modeling_fastspeech2_conformer as fastspeech2
+
+    encoder = fastspeech2.FastSpeech2ConformerEncoder(config, config.encoder_config)
+    encoder.config = config
+    for module in encoder.modules():
+        if isinstance(module, fastspeech2.FastSpeech2ConformerAttention):
+            nn.init.normal_(module.pos_bias_u, std=0.1)
+            nn.init.normal_(module.pos_bias_v, std=0.1)
+    return encoder
+
+
+ALONE: dict[str, Callable[[Any], nn.Module]] = {
+    "one attention": _one_parakeet_attention,
+    "encoder": _fastspeech2_encoder,
+}
 CONFORMER = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "conv_depthwise_kernel_size": 7}
 SEAMLESS = {
     "hidden_size": 32,
@@ -147,6 +170,16 @@ T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "d
 BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
 # Vocabularies have nothing to do with attention, and the largest one would take most of the memory.
 FEW_TOKENS = {"vocab_size": 1000}
+WAVLM = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_conv_pos_embeddings": 6,
+    "num_conv_pos_embedding_groups": 4,
+    "num_buckets": 16,
+    "max_bucket_distance": 12,
+}
+WAVLM_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 # Time is masked at random in training, by numpy's generator: not what is compared.
 STEADY = {"apply_spec_augment": False}
 EVERY = (
@@ -344,6 +377,63 @@ EVERY = (
         _encoded,
         {**FEW_TOKENS, "initializer_range": 0.02},
         layers=("num_layers",),
+    ),
+    Family("wavlm", "wavlm", "WavLMEncoder", "WavLMConfig", WAVLM, _hidden, WAVLM_LARGE, stock=("eager",)),
+    Family(
+        "wavlm_stable",
+        "wavlm",
+        "WavLMEncoderStableLayerNorm",
+        "WavLMConfig",
+        WAVLM,
+        _hidden,
+        WAVLM_LARGE,
+        stock=("eager",),
+    ),
+    Family(
+        "mpnet",
+        "mpnet",
+        "MPNetModel",
+        "MPNetConfig",
+        {
+            "vocab_size": 50,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "relative_attention_num_buckets": 32,
+        },
+        _tokens,
+        # It ends at 512 tokens; longer ones are for comparison.
+        {**FEW_TOKENS, "max_position_embeddings": 10000},
+        stock=("eager",),
+    ),
+    Family(
+        "speecht5",
+        "speecht5",
+        "SpeechT5Encoder",
+        "SpeechT5Config",
+        {
+            "hidden_size": 32,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "encoder_max_relative_position": 7,
+        },
+        _hidden,
+        layers=("encoder_layers",),
+        stock=("eager",),
+    ),
+    Family(
+        "fastspeech2_conformer",
+        "fastspeech2_conformer",
+        "encoder",
+        "FastSpeech2ConformerConfig",
+        {
+            "hidden_size": 32,
+            "encoder_num_attention_heads": 4,
+            "encoder_linear_units": 48,
+        },
+        _frames,
+        layers=("encoder_layers",),
+        stock=("eager",),
     ),
 )
 FAMILIES = {family.name: family for family in EVERY}

@@ -37,6 +37,10 @@ FAMILIES = (
     Family("switch_transformers", "Switch Transformers", f"{BUCKETS}, one table for all layers"),
     Family("pop2piano", "Pop2Piano", f"{BUCKETS}, one table for all layers"),
     Family("pix2struct", "Pix2Struct, text decoder", f"{BUCKETS}, one table for all layers"),
+    Family("wavlm", "WavLM", f"{BUCKETS}, times a gate of each query"),
+    Family("mpnet", "MPNet", f"{BUCKETS}, one table for all layers"),
+    Family("speecht5", "SpeechT5, encoder", "q · E, distances clipped, one table for all layers"),
+    Family("fastspeech2_conformer", "FastSpeech2Conformer", TRANSFORMER_XL),
 )
 
 
