@@ -115,6 +115,32 @@ def _frames(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def _causal_spectrogram(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    """Frames that causal convolutions make length of."""
+    length, lengths = 8 * length - 7, (8 * lengths - 7).clamp(min=0)
+    features = torch.randn(len(lengths), length, config.num_mel_bins)
+    return {"input_features": features, "attention_mask": _exist(lengths, length)}
+
+
+def _blocks_of_frames(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    return {"hidden_states": torch.randn(len(lengths), length, config.input_dim)}
+
+
+def _stacked_frames(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    features = torch.randn(len(lengths), length, 4 * config.num_mel_bins)
+    return {"input_features": features, "attention_mask": _exist(lengths, length)}
+
+
+def _mel(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    features = torch.randn(len(lengths), 4 * length, config.input_feat_size)
+    return {"audio_mel": features, "audio_mel_mask": ~_exist(4 * lengths, 4 * length)}
+
+
+def _audio(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    features = torch.randn(len(lengths), config.time_reduction * length, config.input_size)
+    return {"hidden_states": features, "mask": _exist(config.time_reduction * lengths, config.time_reduction * length)}
+
+
 def _one_parakeet_attention(config: Any) -> nn.Module:
     """One attention layer of Parakeet with its positions, and nothing else."""
     from transformers.modeling_outputs import BaseModelOutput
@@ -178,6 +204,15 @@ WAVLM = {
     "num_conv_pos_embedding_groups": 4,
     "num_buckets": 16,
     "max_bucket_distance": 12,
+}
+GRANITE = {
+    "input_dim": 12,
+    "hidden_dim": 32,
+    "num_heads": 4,
+    "output_dim": 10,
+    "context_size": 8,
+    "max_pos_emb": 10,
+    "conv_kernel_size": 5,
 }
 WAVLM_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 # Time is masked at random in training, by numpy's generator: not what is compared.
@@ -434,6 +469,98 @@ EVERY = (
         _frames,
         layers=("encoder_layers",),
         stock=("eager",),
+    ),
+    Family(
+        "nemotron_asr_streaming",
+        "nemotron_asr_streaming",
+        "NemotronAsrStreamingEncoder",
+        "NemotronAsrStreamingEncoderConfig",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "conv_kernel_size": 5,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": 16,
+            "sliding_window": 21,
+            "default_num_lookahead_tokens": 3,
+        },
+        _causal_spectrogram,
+        {"max_position_embeddings": 50000},
+        stock=("sdpa", "eager"),  # eager hides what should be seen
+    ),
+    Family(
+        "granite_speech",
+        "granite_speech",
+        "GraniteSpeechCTCEncoder",
+        "GraniteSpeechEncoderConfig",
+        GRANITE,
+        _blocks_of_frames,
+        layers=("num_layers",),
+        stock=("eager",),
+    ),
+    Family(
+        "granite_speech_plus",
+        "granite_speech_plus",
+        "GraniteSpeechPlusCTCEncoder",
+        "GraniteSpeechPlusEncoderConfig",
+        GRANITE,
+        _blocks_of_frames,
+        layers=("num_layers",),
+        stock=("eager",),
+    ),
+    Family(
+        "granite_speech5",
+        "granite_speech5",
+        "GraniteSpeech5Encoder",
+        "GraniteSpeech5EncoderConfig",
+        {
+            "vocab_size": 10,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_mel_bins": 3,
+            "max_position_embeddings": 10,
+            "context_size": 8,
+            "conv_kernel_size": 5,
+            "subsample_layers": [1],
+        },
+        _stacked_frames,
+        FEW_TOKENS,
+    ),
+    Family(
+        "gemma3n",
+        "gemma3n",
+        "Gemma3nAudioEncoder",
+        "Gemma3nAudioConfig",
+        {
+            "hidden_size": 32,
+            "input_feat_size": 16,
+            "conf_num_attention_heads": 4,
+            "conf_reduction_factor": 1,
+            "sscp_conv_channel_size": [16, 4],
+        },
+        _mel,
+        layers=("conf_num_hidden_layers",),
+        stock=("eager",),
+    ),
+    Family(
+        "phi4_multimodal",
+        "phi4_multimodal",
+        "Phi4MultimodalAudioModel",
+        "Phi4MultimodalAudioConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "input_size": 16,
+            "nemo_conv_channels": 8,
+            "bias_max_distance": 9,
+        },
+        _audio,
+        layers=("num_blocks",),
     ),
 )
 FAMILIES = {family.name: family for family in EVERY}

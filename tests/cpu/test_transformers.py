@@ -56,6 +56,13 @@ DROPOUT: dict[str, dict[str, Any]] = {
         "encoder_dropout_rate": 0.1,
         "encoder_positional_dropout_rate": 0.1,
     },
+    # Its attention's dropout draws for the keys that a chunk sees, not for all.
+    "nemotron_asr_streaming": {"attention_dropout": 0.0, "dropout": 0.1, "activation_dropout": 0.1, "dropout_positions": 0.0},
+    "granite_speech": {"dropout": 0.1},  # not of its attention
+    "granite_speech_plus": {"dropout": 0.1},
+    "granite_speech5": {"attention_dropout": 0.2, "activation_dropout": 0.1},
+    "gemma3n": {},  # has none
+    "phi4_multimodal": {"dropout_rate": 0.2},
 }
 LAYERDROP = {
     "wav2vec2_bert": "layerdrop",
@@ -68,6 +75,7 @@ LAYERDROP = {
     "wavlm": "layerdrop",
     "wavlm_stable": "layerdrop",
     "speecht5": "encoder_layerdrop",
+    "nemotron_asr_streaming": "layerdrop",
 }
 NOT_A_NUMBER = WAVLM
 """Of what stock attention makes NaN if it sees no key."""
@@ -85,7 +93,8 @@ def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
 
 def heads(model: Any) -> int:
     config = model.config
-    return getattr(config, "speech_encoder_attention_heads", None) or config.num_attention_heads
+    names = ("speech_encoder_attention_heads", "conf_num_attention_heads", "num_attention_heads")
+    return next(getattr(config, name) for name in names if hasattr(config, name))
 
 
 @every_padding
@@ -134,12 +143,14 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
     given = arguments(name, model, lengths)
     # The even probabilities of queries that see no key are not dropped.
     counts = real(lengths) if name in ("inkling", "parakeet") else None
+    if name == "granite_speech5":  # which has half as many frames in the end
+        counts = real([length // 2 for length in lengths], LENGTH // 2)
     with in_float64():
         with operators_dropout(heads(model), one_by_one=name == "parakeet_attention"):
             stock = results(model, given, counts)
         enable(model)
         ours = results(model, given, counts)
-        if name != "gemma4":
+        if DROPOUT[name]:
             assert (results(model, given, counts, seed=5)["out"] - ours["out"]).abs().max() > 0.1, "nothing is dropped"
     skipped = {each for each, _ in model.named_parameters() if "layers." in each} - stock.keys()
     assert bool(skipped) == (layerdrop > 0)
@@ -150,10 +161,11 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
 
 
 @every_padding
-def test_parakeet_with_dropout_of_positions(lengths: list[int]) -> None:
+@pytest.mark.parametrize("name", ["parakeet", "nemotron_asr_streaming"])
+def test_dropout_of_positions(name: str, lengths: list[int]) -> None:
     """Each sequence has a table of its own, and its own call of the operator."""
-    model = build("parakeet", torch.float64, **{**DROPOUT["parakeet"], "dropout_positions": 0.2, "layerdrop": 0.0}).train()
-    given, counts = arguments("parakeet", model, lengths), real(lengths)
+    model = build(name, torch.float64, **{**DROPOUT[name], "dropout_positions": 0.2, "layerdrop": 0.0}).train()
+    given, counts = arguments(name, model, lengths), real(lengths)
     with in_float64():
         with operators_dropout(heads(model), one_by_one=True):
             stock = results(model, given, counts)
@@ -224,6 +236,19 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "speecht5, table beyond the ends": ("speecht5", {"encoder_max_relative_position": 160}),
     "speecht5, one row to each side": ("speecht5", {"encoder_max_relative_position": 1}),
     "fastspeech2, normalised afterwards": ("fastspeech2_conformer", {"encoder_normalize_before": True}),
+    "nemotron, frame by frame": ("nemotron_asr_streaming", {"default_num_lookahead_tokens": 0, "sliding_window": 5}),
+    "nemotron, its own chunk alone": ("nemotron_asr_streaming", {"sliding_window": 1, "default_num_lookahead_tokens": 40}),
+    "granite, one block": ("granite_speech", {"context_size": 40, "max_pos_emb": 50}),
+    "granite, whole blocks": ("granite_speech", {"context_size": LENGTH, "max_pos_emb": LENGTH}),
+    "granite 5, blocks of one": ("granite_speech5", {"context_size": 1}),
+    "granite 5, twice half the frames": ("granite_speech5", {"subsample_layers": [0, 1]}),
+    "gemma3n, into the future": ("gemma3n", {"conf_attention_context_right": 3}),
+    "gemma3n, chunks longer than the past": ("gemma3n", {"conf_attention_chunk_size": 16, "conf_attention_context_left": 5}),
+    "gemma3n, itself alone": ("gemma3n", {"conf_attention_chunk_size": 5, "conf_attention_context_left": 1}),
+    "gemma3n, softer": ("gemma3n", {"conf_attention_logit_cap": 3.0, "conf_reduction_factor": 4}),
+    "phi4, all distances differ": ("phi4_multimodal", {"bias_max_distance": 1000}),
+    "phi4, symmetric": ("phi4_multimodal", {"bias_max_distance": 40, "bias_symmetric": True}),
+    "phi4, chunks": ("phi4_multimodal", {"chunk_size": 6, "left_chunk": 2}),
     "t5, all distances differ": ("t5", {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}),
     "t5, gated": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "umt5, few buckets": ("umt5", {"relative_attention_num_buckets": 4, "relative_attention_max_distance": 9}),
@@ -243,6 +268,8 @@ def test_other_settings(case: str) -> None:
 @every_family
 def test_other_lengths(name: str, length: int) -> None:
     """Shorter than windows and tables, and a multiple of Gemma's chunk."""
+    if length == 1 and name == "granite_speech5":
+        pytest.skip("takes half as many frames")
     model = build(name, torch.float64)
     with in_float64():
         ours, stock = both(model, arguments(name, model, [length, length], length))
@@ -271,6 +298,57 @@ def test_padding_anywhere(name: str) -> None:
     hidden = torch.rand(given["attention_mask"].shape) < 0.3
     given["attention_mask"] = given["attention_mask"].masked_fill(hidden, 0)
     assert_same(*both(model, given))
+
+
+def test_pieces_of_long_audio() -> None:
+    """Phi-4 multimodal cuts frames into pieces of 500, the last one padded."""
+    model = build("phi4_multimodal", torch.float64, layers=1)
+    given = arguments("phi4_multimodal", model, [730], 730)  # the stock model cannot cut two
+    with in_float64():
+        assert_same(*both(model, given))
+
+
+@pytest.mark.parametrize("lookahead", [0, 3, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_streaming(lookahead: int, masked: bool) -> None:
+    """Nemotron, with caches that forget, in pieces that begin and end within chunks; a mask is counted from position 0."""
+    model = build("nemotron_asr_streaming", torch.float64, sliding_window=9)
+    features = arguments("nemotron_asr_streaming", model, [LENGTH, LENGTH])["input_features"]
+
+    def in_pieces() -> torch.Tensor:
+        past: dict[str, Any] = {}
+        frames: list[torch.Tensor] = []
+        for piece in features.split([25, 32, 16, 8, 64, 144], 1):
+            mask = {"attention_mask": torch.ones(piece.shape[:2], dtype=torch.bool)} if masked else {}
+            made = model(piece, num_lookahead_tokens=lookahead, use_cache=True, **mask, **past)
+            past = {"past_key_values": made.past_key_values, "padding_cache": made.padding_cache}
+            frames.append(made.last_hidden_state)
+        return torch.cat(frames, 1)
+
+    with torch.no_grad(), in_float64():
+        stock = in_pieces()
+        enable(model)
+        ours = in_pieces()
+    assert ours.shape == (2, LENGTH, 32)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-12)
+
+
+def test_nemotron_drops_probabilities() -> None:
+    """As many as it should: what is left of weights that sum to 1, over many calls."""
+    model = build("nemotron_asr_streaming", attention_dropout=0.3, layers=1)
+    enable(model)
+    attention = model.get_submodule("layers.0.self_attn").train()
+    with torch.no_grad():
+        for projection in (attention.v_proj, attention.o_proj):
+            projection.weight.zero_()
+        attention.v_proj.bias.fill_(1.0)
+        attention.o_proj.bias.zero_()
+        attention.o_proj.weight.copy_(torch.eye(32))
+        states, positions = torch.randn(100, 12, 32), torch.randn(100, 23, 32)
+        sums = attention(states, positions, chunks=(4, 1))[0]
+        torch.testing.assert_close(attention.eval()(states, positions, chunks=(4, 1))[0], torch.ones_like(sums))
+    assert sums.std() > 0.1
+    assert abs(float(sums.mean()) - 1) < 5 * float(sums.std()) / (100 * 12 * 4) ** 0.5
 
 
 def test_gemma4_without_a_past() -> None:

@@ -41,6 +41,12 @@ FAMILIES = (
     Family("mpnet", "MPNet", f"{BUCKETS}, one table for all layers"),
     Family("speecht5", "SpeechT5, encoder", "q · E, distances clipped, one table for all layers"),
     Family("fastspeech2_conformer", "FastSpeech2Conformer", TRANSFORMER_XL),
+    Family("nemotron_asr_streaming", "Nemotron ASR streaming", f"{TRANSFORMER_XL}; chunks"),
+    Family("granite_speech", "Granite Speech, encoder", "q · E in blocks of frames"),
+    Family("granite_speech_plus", "Granite Speech Plus, encoder", "q · E in blocks of frames"),
+    Family("granite_speech5", "Granite Speech 5", "q · E in blocks of frames"),
+    Family("gemma3n", "Gemma 3n, audio encoder", "q · R in a window, softcap"),
+    Family("phi4_multimodal", "Phi-4 multimodal, audio encoder", "a bias by distance, clipped"),
 )
 
 
