@@ -132,7 +132,7 @@ def test_stock_attention_in_an_enabled_encoder(name: str, masked: bool) -> None:
         if not encoders:
             pytest.skip("only its attention is replaced")
         try:
-            disable(next(each for each in model.modules() if type(each) is encoders[0].attention))
+            disable(next(each for each in model.modules() if isinstance(each, encoders[0].attention)))
             ours = output(model, given)
         except (ValueError, RuntimeError):
             return
@@ -491,6 +491,9 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     assert {key: each.dtype for key, each in ours.items()} == {key: each.dtype for key, each in stock.items()}
     assert all(ours[each].isfinite().all() for each in ours if stock[each].isfinite().all())
     errors = [float((each["out"].float() - golden).norm()) for each in (ours, stock)]
+    if name == "longt5" and dtype == torch.float16:  # which the stock model's -1e10 is beyond
+        assert math.isnan(errors[1]) and 0 < errors[0] <= 0.1 * golden.norm()
+        return
     assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 

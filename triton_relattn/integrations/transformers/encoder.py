@@ -14,11 +14,11 @@ from .replacement import enable
 class Encoder:
     """Mixin. Its attention must be ours: stock attention would misread the mask (B, 1, 1, Nk), or look in it for causality.
 
-    ``attention`` is our class of it, derived from the stock one last. With a ``mask_function`` the module asks transformers for
-    masks by its config, which becomes a view that names this function; None: it makes them itself.
+    ``attention`` is our class of it, or are our classes, each derived from the stock one last. With a ``mask_function`` the
+    module asks transformers for masks by its config, which becomes a view that names this function; None: it makes them itself.
     """
 
-    attention: type
+    attention: type | tuple[type, ...]
     mask_function: str | None = PADDING_IF_THAT_IS_ALL
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -53,8 +53,8 @@ class Encoder:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _require_our_attention(self: Any) -> None:
-        stock = self.attention.__bases__[-1]
-        ours = self.attention
+        ours = self.attention if isinstance(self.attention, tuple) else (self.attention,)
+        stock = tuple(each.__bases__[-1] for each in ours)
         strange = [name for name, each in self.named_modules() if isinstance(each, stock) and not isinstance(each, ours)]
         if strange:
             raise ValueError(

@@ -22,6 +22,7 @@ class Family(NamedTuple):
 
 TRANSFORMER_XL = "Transformer-XL's terms"
 BUCKETS = "a bias by bucket of the distance"
+ALIBI = "ALiBi, a bias that falls with the distance; causal"
 FAMILIES = (
     Family("wav2vec2_bert", "Wav2Vec2-BERT", f"q · E, distances clipped; or {TRANSFORMER_XL}"),
     Family("wav2vec2_conformer", "Wav2Vec2-Conformer", TRANSFORMER_XL),
@@ -30,6 +31,7 @@ FAMILIES = (
     Family("parakeet", "Parakeet", TRANSFORMER_XL),
     Family("vits", "VITS, text encoder", "q · E and a table of values in a window"),
     Family("inkling", "Inkling, language model", "r · W of the past, in windows; grouped heads"),
+    Family("inkling2", "Inkling 2, language model", "r · W of the past, in windows; grouped heads; a sink of each query"),
     Family("gemma4", "Gemma 4, audio encoder", "q · R in a window, softcap"),
     Family("t5", "T5", f"{BUCKETS}, one table for all layers"),
     Family("mt5", "mT5", f"{BUCKETS}, one table for all layers"),
@@ -37,6 +39,10 @@ FAMILIES = (
     Family("switch_transformers", "Switch Transformers", f"{BUCKETS}, one table for all layers"),
     Family("pop2piano", "Pop2Piano", f"{BUCKETS}, one table for all layers"),
     Family("pix2struct", "Pix2Struct, text decoder", f"{BUCKETS}, one table for all layers"),
+    Family("longt5", "LongT5, decoder, and encoder with local attention", f"{BUCKETS}, in the encoder in a window"),
+    Family("bloom", "BLOOM", ALIBI),
+    Family("mpt", "MPT", ALIBI),
+    Family("falcon", "Falcon with ALiBi", ALIBI),
     Family("wavlm", "WavLM", f"{BUCKETS}, times a gate of each query"),
     Family("mpnet", "MPNet", f"{BUCKETS}, one table for all layers"),
     Family("speecht5", "SpeechT5, encoder", "q · E, distances clipped, one table for all layers"),

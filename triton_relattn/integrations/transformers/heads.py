@@ -82,12 +82,16 @@ def attend_to_past(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    sinks: torch.Tensor | None = None,
     query_offset: Any = 0,
     **term: Any,
 ) -> torch.Tensor:
     """Attention of a causal model, whose mask is padding (B, Nk), or says all that its queries see, (B, 1, Nq, Nk).
 
     Queries that see no key get the mean of all values, as where a mask adds the lowest number to the logits.
+
+    sinks: (B, H, Nq), a further logit of each query, whose value is zero: it takes a share of all weights. Queries that see no
+    key then get zero.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask[:, None, None, :]
@@ -101,6 +105,9 @@ def attend_to_past(
         return_lse=True,
         **term,
     )
+    if sinks is not None:
+        share: torch.Tensor = torch.sigmoid(lse - sinks).to(out.dtype)
+        return out * share[..., None]
     if attention_mask is None:
         return out
     evenly = value.mean(2, keepdim=True).repeat_interleave(query.shape[1] // value.shape[1], 1)

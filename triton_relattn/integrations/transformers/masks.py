@@ -15,6 +15,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
+SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
 
 
 def padding(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int = 0, **_: Any) -> torch.Tensor | None:
@@ -39,8 +40,22 @@ def padding_if_that_is_all(**arguments: Any) -> torch.Tensor | None:
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
-AttentionMaskInterface.register(PADDING, padding)
-AttentionMaskInterface.register(PADDING_IF_THAT_IS_ALL, padding_if_that_is_all)
+def shown(**arguments: Any) -> torch.Tensor:
+    """:func:`padding_if_that_is_all`, also if there is none: all of it is True."""
+    mask = padding_if_that_is_all(**arguments)
+    if mask is None:
+        mask = torch.ones(arguments["batch_size"], arguments["kv_length"], dtype=torch.bool, device=arguments["device"])
+        mask = mask[:, None, None] if arguments["mask_function"] is bidirectional_mask_function else mask
+    return mask
+
+
+def hidden(**arguments: Any) -> torch.Tensor:
+    """The opposite of :func:`shown`."""
+    return ~shown(**arguments)
+
+
+for name, function in ((PADDING, padding), (PADDING_IF_THAT_IS_ALL, padding_if_that_is_all), (SHOWN, shown), (HIDDEN, hidden)):
+    AttentionMaskInterface.register(name, function)
 
 
 @functools.cache
