@@ -53,6 +53,13 @@ FAMILIES = (
     Family("granite_speech5", "Granite Speech 5", "q · E in blocks of frames"),
     Family("gemma3n", "Gemma 3n, audio encoder", "q · R in a window, softcap"),
     Family("phi4_multimodal", "Phi-4 multimodal, audio encoder", "a bias by distance, clipped"),
+    Family("canary", "Canary", "its encoder is Parakeet's", inside="parakeet"),
+    Family("cohere_asr", "Cohere ASR", "its encoder is Parakeet's", inside="parakeet"),
+    Family("nemotron_h_omni", "Nemotron-H Omni", "its audio encoder is Parakeet's", inside="parakeet"),
+    Family("nemotron3_5_asr", "Nemotron 3.5 ASR", "its encoder is Nemotron ASR streaming's", inside="nemotron_asr_streaming"),
+    Family("xcodec2", "X-Codec 2", "its semantic encoder is Wav2Vec2-BERT", inside="wav2vec2_bert"),
+    Family("neucodec", "NeuCodec", "its semantic encoder is Wav2Vec2-BERT", inside="wav2vec2_bert"),
+    Family("embedding_gemma2", "EmbeddingGemma 2", "its audio encoder is Gemma 4's", inside="gemma4"),
 )
 
 
