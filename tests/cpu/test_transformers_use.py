@@ -527,3 +527,15 @@ def test_both(length: int = LENGTH) -> None:
     model = build("vits", torch.float64)
     both(model, arguments("vits", model, [length]))
     assert disable(model) == {}
+
+
+def test_models_without_the_term() -> None:
+    """Falcon that rotates queries and keys stays stock; beside a model that has the term, too."""
+    rotating = build("falcon", alibi=False)
+    with pytest.raises(ValueError, match="FalconModel has no relative attention"):
+        enable(rotating)
+    both_kinds = torch.nn.ModuleList([rotating, build("falcon")])
+    before = classes(rotating)
+    assert set(enable(both_kinds)) == {"1", "1.h.0.self_attention", "1.h.1.self_attention"}
+    assert classes(rotating) == before
+    assert len(disable(both_kinds)) == 3

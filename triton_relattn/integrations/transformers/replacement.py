@@ -47,9 +47,13 @@ def enable(module: nn.Module) -> dict[str, str]:
     - ``config._attn_implementation`` of an encoder that asks transformers for its mask names our function for that. It shares
       all else with the model's own config, which it is again after :func:`disable`.
     - Inkling with a ``StaticCache``: as without a cache; the stock model's terms are those of later queries.
-    - Seamless M4T v2: as in its sdpa implementation, which masks padding; its eager one adds its bool mask to the logits.
-    - Parakeet, Seamless M4T v2 in chunks, causal models: queries that see no key, as those of padding, see all keys evenly, as
-      in eager; but dropout leaves their probabilities alone, and in causal models their gradients do not reach the logits.
+    - Seamless M4T v2, Nemotron ASR streaming, Falcon: as in their sdpa implementation. The eager ones add a bool mask to the
+      logits, hide what should be seen, and add the biases twice.
+    - Parakeet, Seamless M4T v2 in chunks, Granite Speech 5, causal models: queries that see no key, as those of padding, see all
+      keys evenly, as in eager; but dropout leaves their probabilities alone, and in causal models their gradients do not reach
+      the logits. In WavLM and Nemotron they see nothing: zero, where the stock models have NaN.
+    - Layers that hand on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) hand on a row for each distance.
+    - Phi-4 multimodal keeps its masks (B, N, N) if its config cuts audio into chunks (``chunk_size``; published models do not).
 
     Enable and disable a model as a whole: an encoder of which only some attention is enabled raises ValueError when it is called.
     Call it before the model is sharded or gets hooks that replace ``forward`` (accelerate's ``device_map``).
