@@ -617,6 +617,19 @@ def test_inkling_inside_the_whole_model(composite: Any, case: str) -> None:
     torch.testing.assert_close(ours, stock, rtol=0, atol=2e-6 * float(stock.abs().max()))
 
 
+def test_masks_inside_the_whole_model(composite: Any) -> None:
+    """Its layers get padding, (B, Nk), from the config of the text."""
+    shapes: list[tuple[int, ...]] = []
+    enable(composite)
+    for layer in composite.model.language_model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, given: shapes.append(tuple(given["attention_mask"].shape)), with_kwargs=True
+        )
+    with torch.no_grad():
+        composite(torch.randint(1, 50, (2, LENGTH)), attention_mask=(torch.arange(LENGTH) >= torch.tensor([[9], [0]])).long())
+    assert shapes == [(2, LENGTH)] * 2
+
+
 def test_generation_by_the_whole_model(composite: Any) -> None:
     tokens, how = torch.randint(1, 50, (2, 9)), {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     stock = composite.generate(tokens, **how)

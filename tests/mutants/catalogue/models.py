@@ -73,7 +73,7 @@ OF_MODELS = (
     Fault(
         "view-hides-the-text-config",
         "the masks of a model in a model are those of stock attention",
-        (f"{ON_NUMBERS}::test_inkling_inside_the_whole_model", f"{ON_USE}::test_nothing_quadratic"),
+        (f"{ON_NUMBERS}::test_masks_inside_the_whole_model",),
         change("masks", '"text", None if text is config else', '"text", None if text is not None else'),
     ),
     Fault(
