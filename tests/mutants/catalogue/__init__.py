@@ -1,4 +1,4 @@
-"""The faults: in the kernels, their launchers, the blockwise path, what all share, what is around it, models, and the model of cycles."""
+"""The faults: in kernels, their launchers, the blockwise path, what all share, what is around it, models, the model of cycles."""
 
 from __future__ import annotations
 
