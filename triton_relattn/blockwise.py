@@ -32,22 +32,20 @@ def banded(
     right: torch.Tensor,
     table_left: torch.Tensor,
     table: torch.Tensor | None,
-    start: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The band buffer (heads, M, width) and its scores view, holding left_m . right_n + table_left_m . table[row] + start_m.
+    """The band buffer (heads, M, width) and its scores view, holding left_m . right_n + table_left_m . table[row].
 
-    The columns that the window hides hold anything. right (heads, keys, D) is of all keys; start is (heads, M, 1), None for 0.
+    The columns that the window hides hold anything. right (heads, keys, D) is of all keys.
     """
     band = left.new_empty(*left.shape[:2], block.width)
-    addend, beta = (table_left[..., :1], 0) if start is None else (start, 1)
     for columns, rows in block.parts if table is not None else [(block.visible, None)]:
         part = band[..., columns]
         if table is None or rows is None:
-            part[...] = 0 if start is None else start
+            part[...] = 0
         elif rows.stop - rows.start == part.shape[-1]:
-            torch.baddbmm(addend, table_left, table[:, rows].mT, beta=beta, out=part)
+            torch.bmm(table_left, table[:, rows].mT, out=part)
         else:
-            part[...] = torch.baddbmm(addend, table_left, table[:, rows].mT, beta=beta)
+            part[...] = torch.bmm(table_left, table[:, rows].mT)
     scores = block.scores_view(band)
     scores.baddbmm_(left, right[:, block.keys].mT)
     return band, scores
@@ -73,9 +71,9 @@ def add_table_gradient(total: torch.Tensor, block: Block, folded: Folded, right:
         add_transposed_product(of_heads(total, block.chunk.heads)[:, rows], part, right)
 
 
-def capped_logits(block: Block, start: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The band buffer and its scores view with the logits + start, before masks."""
-    band, scores = banded(block, block.query, block.chunk.key, block.table_query, block.chunk.table, start)
+def capped_logits(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """The band buffer and its scores view with the logits, before masks."""
+    band, scores = banded(block, block.query, block.chunk.key, block.table_query, block.chunk.table)
     softcap = block.chunk.spec.softcap
     if softcap is not None:
         block.hide(band, 0)
@@ -119,21 +117,15 @@ def forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tenso
     return out, lse
 
 
-def probabilities(block: Block, row_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def probabilities(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The band buffer, its scores view with the probabilities, and the derivative of softcap, None without."""
-    mask, softcap = block.attn_mask, block.chunk.spec.softcap
-    # Next to logits as large as masks of finfo.min make them, lse has no digits left for the sum.
-    by_lse = softcap is None and (mask is None or mask.dtype == torch.bool)
-    # exp(-inf) = 0 also for a row that sees nothing, whose lse is -inf too.
-    start = torch.where(row_lse == -math.inf, row_lse, -row_lse).unsqueeze(-1) if by_lse else None
-    band, scores = capped_logits(block, start)
+    softcap = block.chunk.spec.softcap
+    band, scores = capped_logits(block)
     slope = None if softcap is None else scores.div(softcap).square_().neg_().add_(1)
     apply_masks(block, band, scores)
-    if by_lse:
-        scores.exp_()
-    else:
-        _, row_sum = exponentiate(scores)
-        scores.div_(row_sum.masked_fill_(row_sum == 0, 1))
+    # Not exp(scores - lse): next to large logits, lse has no digits left for the sum.
+    _, row_sum = exponentiate(scores)
+    scores.div_(row_sum.masked_fill_(row_sum == 0, 1))
     return band, scores, slope
 
 
@@ -154,9 +146,7 @@ def score_gradients(
         block.hide(d_band, 0)
     if block.dropout is not None:
         d_probs.mul_(block.dropout)
-    # The rounding of lse scales a row of probs; left in delta it would not cancel against dP, which may be large.
-    row_sum = probs.sum(-1).clamp_min_(0.5)
-    delta = torch.linalg.vecdot(probs, d_probs).div_(row_sum).sub_(d_lse)
+    delta = torch.linalg.vecdot(probs, d_probs).sub_(d_lse)
     d_scores = probs.mul_(d_probs.sub_(delta[..., None]))
     return d_scores if slope is None else d_scores.mul_(slope)
 
@@ -231,7 +221,6 @@ class Gradients(NamedTuple):
 def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor,
-    lse: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Iterable[bool] = (True,) * 7,
@@ -239,8 +228,8 @@ def backward(
     """Gradients of the tensors that spec.DIFFERENTIABLE names, None where not wanted or not there."""
     totals = Gradients.zeros(tensors, wanted)
     for block in (block for chunk in chunks(tensors, spec) for block in chunk.blocks()):
-        d_out_rows = d_out[block.query_rows].to(lse.dtype)
-        band, probs, slope = probabilities(block, lse[block.query_rows])
+        d_out_rows = d_out[block.query_rows].to(d_lse.dtype)
+        band, probs, slope = probabilities(block)
         totals.add_values(block, band, probs, d_out_rows)
         if totals.need_scores:
             d_scores = score_gradients(block, probs, slope, d_out_rows, d_lse[block.query_rows])

@@ -17,7 +17,6 @@ from .places import (
     ON_MASKS,
     ON_OPS,
     ON_POSITIONS,
-    ON_RANDOM,
     ON_SURVIVORS,
     ON_TORCH,
     OPS,
@@ -99,13 +98,7 @@ OF_BLOCKWISE = (
         "blockwise-cotangent-of-lse-dropped",
         "gradients lack what comes through lse",
         RANDOM,
-        (Change(BLOCKWISE, ".div_(row_sum).sub_(d_lse)", ".div_(row_sum)"),),
-    ),
-    Fault(
-        "blockwise-rounding-of-lse-in-delta",
-        "delta has the rounding of lse, which dP does not",
-        (f"{ON_EDGES}::test_large_logits_in_float16", ON_RANDOM, ON_BLOCKWISE),
-        (Change(BLOCKWISE, "d_probs).div_(row_sum).sub_", "d_probs).sub_"),),
+        (Change(BLOCKWISE, "d_probs).sub_(d_lse)", "d_probs)"),),
     ),
     Fault(
         "blockwise-dropout-by-local-column",
@@ -144,16 +137,10 @@ OF_BLOCKWISE = (
         (Change(BLOCKWISE, "    row_max.masked_fill_(row_max == -math.inf, 0)\n", ""),),
     ),
     Fault(
-        "blockwise-lse-of-a-huge-mask",
-        "probabilities beside logits of finfo.min come from an lse that has no digits for the sum",
+        "blockwise-rows-do-not-sum-to-one",
+        "the backward has the exponentials of the logits, not the probabilities",
         (f"{ON_MASKS}::test_mask_of_finfo_min", "-k", "blockwise"),
-        (
-            Change(
-                BLOCKWISE,
-                "by_lse = softcap is None and (mask is None or mask.dtype == torch.bool)",
-                "by_lse = softcap is None",
-            ),
-        ),
+        (Change(BLOCKWISE, "scores.div_(row_sum.masked_fill_", "scores.div(row_sum.masked_fill_"),),
     ),
     Fault(
         "blockwise-scale-for-rel-scale",
