@@ -146,7 +146,9 @@ def score_gradients(
         block.hide(d_band, 0)
     if block.dropout is not None:
         d_probs.mul_(block.dropout)
-    delta = torch.linalg.vecdot(probs, d_probs).sub_(d_lse)
+    # A row of probs sums to one but for its rounding; left in delta it would not cancel against dP, which may be large.
+    row_sum = probs.sum(-1).clamp_min_(0.5)
+    delta = torch.linalg.vecdot(probs, d_probs).div_(row_sum).sub_(d_lse)
     d_scores = probs.mul_(d_probs.sub_(delta[..., None]))
     return d_scores if slope is None else d_scores.mul_(slope)
 

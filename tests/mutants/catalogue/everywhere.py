@@ -98,7 +98,7 @@ OF_BLOCKWISE = (
         "blockwise-cotangent-of-lse-dropped",
         "gradients lack what comes through lse",
         RANDOM,
-        (Change(BLOCKWISE, "d_probs).sub_(d_lse)", "d_probs)"),),
+        (Change(BLOCKWISE, ".div_(row_sum).sub_(d_lse)", ".div_(row_sum)"),),
     ),
     Fault(
         "blockwise-dropout-by-local-column",
