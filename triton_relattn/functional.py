@@ -178,6 +178,8 @@ def fused_relative_attention(
         out (B, Hq, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, Hq, Nq), natural
         logarithm, float32 (float64 for float64 inputs). Both are differentiable, once (with ``"reference"`` any number of times;
         its out is contiguous). A query that sees no key gives out = 0, lse = -inf and zero gradients.
+        Keys and values that no query sees (by key_lengths, is_causal or window_size) are not read: they may hold NaN, and their
+        gradients are 0.
 
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
     (float64 for float64), also under ``torch.autocast``, which casts float32 inputs (not rel_bias and masks).

@@ -70,7 +70,6 @@ def test_sample(subject: Subject) -> None:
     assert not check(subject).problems
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("subject", MENDED, ids=str)
 def test_what_was_wrong(subject: Subject) -> None:
     assert not check(subject).problems

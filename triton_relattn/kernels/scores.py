@@ -122,8 +122,9 @@ def probabilities(scores, seen, scale, row_max, log_sum):
     key.
 
     Scores may exceed the forward's maximum, since other tiles may add up the same products in another order: with logits of 1e4
-    by 1e-3, with those of 1e12 by 1e5. Their exponential would be anything, infinity too, so that they are limited to it.
+    by 1e-3, with those of 1e12 by 1e5. Their exponential would be anything, infinity too, so that they are limited to it. Of a
+    query that meets NaN, the sum is NaN.
     """
     row_max = row_max[:, None]
-    exceeding = tl.minimum(scores, row_max, propagate_nan=tl.PropagateNan.ALL) - row_max
+    exceeding = tl.minimum(scores, row_max) - row_max
     return tl.where(seen, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)

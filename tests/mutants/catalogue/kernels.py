@@ -102,21 +102,15 @@ OF_FORWARD = (
         (Change(SCORES, "tl.minimum(scores, row_max, propagate_nan=tl.PropagateNan.ALL) - row_max", "scores - row_max"),),
     ),
     Fault(
-        "maximum-instead-of-nan",
-        "the scores of a query that holds NaN become the maximum, and its gradients numbers",
-        (f"{ON_FEATURES}::test_nan_in_one_query_stays_in_its_row[query]",),
-        (Change(SCORES, "tl.PropagateNan.ALL", "tl.PropagateNan.NONE"),),
-    ),
-    Fault(
         "far-terms-not-rounded",
         "near a clamped table terms are rounded to float16, beyond it not: kernels with other tiles disagree on a pair",
-        (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[clamp past-diagonal-float16 terms]",),
+        (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[clamp-first key-float16 terms]",),
         (Change(ROWS_OF_TABLE, "past, future = rounded(past), rounded(future)", "past, future = past, future"),),
     ),
     Fault(
         "gathered-terms-not-rounded",
         "kernels that gather take terms in float32, those that rotate in registers in float16",
-        (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[full-diagonal-float16 terms]",),
+        (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[clamp future, bias-first key-float16 terms]",),
         (Change(ROWS_OF_TABLE, 'TILE[2] == "gather" and TILE[4]', "False"),),
     ),
     Fault(

@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import ARGUMENTS, BACKWARD, CONFIGS, ON_BACKWARD, ON_FEATURES, ON_FORWARD, ON_KERNEL_SURVIVORS, OPS, SPEC, TILES
+from .places import (
+    ARGUMENTS,
+    BACKWARD,
+    CONFIGS,
+    ON_BACKWARD,
+    ON_CALLS,
+    ON_FEATURES,
+    ON_FORWARD,
+    ON_KERNEL_SURVIVORS,
+    OPS,
+    SCORES,
+    SPEC,
+    TILES,
+)
 
 OF_LAUNCHERS = (
+    Fault(
+        "operands-are-not-copied",
+        "keys with a stride stay where they are, and Triton leaves out a fence that their products need",
+        (ON_CALLS, "-k", "strided_key"),
+        (Change(ARGUMENTS, "if step == 1 and tensor.data_ptr()", "if True or tensor.data_ptr()"),),
+    ),
+    Fault(
+        "copies-in-lanes-differ",
+        "lanes store delta to one address, whose copies differ in the last bit",
+        (ON_CALLS, "-k", "float32"),
+        (Change(SCORES, "return tl.max(tl.broadcast_to(sums[:, None], (sums.shape[0], BLOCK_N)), axis=1)", "return sums"),),
+    ),
     Fault(
         "clamp-taken-for-zero",
         "beyond a clamped table there is no term",

@@ -51,5 +51,6 @@ ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_T
         "survivors",
     )
 )
+ON_CALLS = "tests/emulator/test_calls.py::test_what_was_wrong"  # of compiled kernels
 RANDOM = (f"{ON_RANDOM}::test_against_loops", "-k", "blockwise")
 RANDOM_PACKED = (f"{ON_VARLEN}::test_random_combination", "-k", "blockwise")
