@@ -36,7 +36,7 @@ COLUMNS = (
     *("registers", "spill_bytes", "shared_bytes", "fits"),
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
     *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit"),
-    *("carry", "rotation", "status"),
+    *("carry", "rotation", "max_registers", "status"),
 )
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 """What a budget holds of a kernel."""
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write_budget(rows: Sequence[dict[str, Any]]) -> None:
     """Replace what the budget says of these kernels, and add those that it does not have."""
-    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS, "carry", "rotation")
+    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS, "carry", "rotation", "max_registers")
     budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
     BUDGET.parent.mkdir(exist_ok=True)
     with BUDGET.open("w", newline="") as file:

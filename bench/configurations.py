@@ -18,8 +18,10 @@ OF_DIRECTION = {
 
 
 def shown(config: configs.TileConfig) -> str:
+    """Describe a configuration in a few words: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
     rotation = "" if config.rotation == "gather" else f" {config.rotation}"
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}"
+    limit = "" if config.max_registers is None else f" r{config.max_registers}"
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
 
 
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:

@@ -37,7 +37,7 @@ from .rows import STAMP, Table, in_one_line, progress, stamp
 
 COLUMNS = (
     *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
-    *("block_m", "block_n", "num_warps", "num_stages", "carry", "rotation", "is_default", "is_chosen"),
+    *("block_m", "block_n", "num_warps", "num_stages", "carry", "rotation", "max_registers", "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
@@ -82,7 +82,7 @@ def steps_apart(one: TileConfig, other: TileConfig) -> int:
     doublings = (
         abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_m", "block_n", "num_warps")
     )
-    kinds = (one.carry != other.carry) + (one.rotation != other.rotation)
+    kinds = (one.carry != other.carry) + (one.rotation != other.rotation) + (one.max_registers != other.max_registers)
     return sum(doublings) + abs(one.num_stages - other.num_stages) + kinds
 
 

@@ -36,7 +36,7 @@ ROW: dict[str, Any] = {
     "is_causal": False,
     "special": None,
     "length_bucket": 512,
-    "config": {"block_m": 32, "block_n": 32, "num_warps": 8, "num_stages": 3, "carry": "both", "rotation": "gather"},
+    "config": {"block_m": 32, "block_n": 32, "num_warps": 8, "num_stages": 3, "carry": "both", "rotation": "gather", "max_registers": None},
     "timed": True,
     "milliseconds": 0.5,
     "default_milliseconds": 1,

@@ -38,7 +38,8 @@ def tile(text: str) -> tuple[str, TileConfig]:
     try:
         kernel, _, fields = text.partition("=")
         sizes, *others = fields.split("/")
-        config = TileConfig(*map(int, sizes.split("x")), *(None if other == "none" else other for other in others))  # type: ignore[arg-type]
+        rest = (None if other == "none" else int(other) if other.isdigit() else other for other in others)
+        config = TileConfig(*map(int, sizes.split("x")), *rest)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         others = [f"/{field.name}" for field in dataclasses.fields(TileConfig)[4:]]
         raise argparse.ArgumentTypeError(
@@ -69,7 +70,7 @@ def several(parse: Callable[[str], Item]) -> Callable[[str], list[Item]]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
     cases = f'a table and features, "clamp causal dropout", or "random 7" (default: {len(CALLS)} kinds, --list shows them)'
-    config = "KERNEL=MxNxWARPSxSTAGES[/carry[/rotation]],..."
+    config = "KERNEL=MxNxWARPSxSTAGES[/carry[/rotation[/registers]]],..."
     add_list(made, "target", TARGETS, ("sm_90",), "GPUs to compile for")
     add_list(made, "dtype", DTYPES, ("bfloat16",))
     made.add_argument("--width", type=several(int), default=[64], metavar="A,B", help="of heads (default: 64)")

@@ -50,11 +50,13 @@ LENGTHS = ((130, 130), (130, 130), (63, 63), (33, 200), (200, 33), (65, 96), (1,
 
 def drawn() -> Iterator[Subject]:
     """Every kind of call for the main GPUs, and for three of the others; lengths and the order of warps are drawn, too."""
-    for number, name in enumerate(CALLS):
-        choose = random.Random(name)
+    for number, each in enumerate(CALLS):
+        choose = random.Random(each)
         for which in (*MAIN, *choose.sample(OTHERS, 3)):
-            longest = which[1] == "float32"  # takes ten times as long
+            name, longest = each, which[1] == "float32"  # takes ten times as long
             lengths = (33, 50) if longest else choose.choice(LENGTHS)
+            if which[1] == "tf32" and "sharp" in name:
+                name += " exact_delta"  # the shortcut to delta does not share TF32's rounding of dP
             yield Subject(*which, name, lengths, seed=number)
 
 
@@ -101,6 +103,6 @@ def test_the_order_of_warps_changes_nothing(target: str) -> None:
 def test_drawn_calls_have_everything() -> None:
     """Each kind of call, for each kind of GPU, dtype and width."""
     subjects = list(drawn())
-    assert {subject.name for subject in subjects} == set(CALLS) and len(set(map(str, subjects))) > 4.8 * len(CALLS)
+    assert {subject.name for subject in subjects} >= set(CALLS) and len(set(map(str, subjects))) > 4.8 * len(CALLS)
     assert {subject.target for subject in subjects} == set(TARGETS)
     assert {(subject.target, subject.dtype, subject.width) for subject in subjects} == {*MAIN, *OTHERS}

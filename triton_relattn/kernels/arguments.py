@@ -208,7 +208,7 @@ class Call:
         return config
 
 
-def tile_arguments(config: configs.TileConfig, *, walks_keys: bool = False) -> dict[str, int]:
+def tile_arguments(config: configs.TileConfig, *, walks_keys: bool = False) -> dict[str, Any]:
     """A configuration, as a kernel and its launch take it; only kernels that walk along the keys can carry anything."""
     return {
         **({"CARRY": config.carry} if walks_keys else {}),
@@ -218,4 +218,5 @@ def tile_arguments(config: configs.TileConfig, *, walks_keys: bool = False) -> d
         "WARPS": config.num_warps,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
     }

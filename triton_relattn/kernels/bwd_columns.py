@@ -138,10 +138,6 @@ def columns_kernel(
                 if dropout is not None:
                     stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-                if d_values is not None:
-                    kept_probs = probs if dropout is None else tl.where(stays, probs, 0.0)
-                    # [N, M] @ [M, Dv] -> [N, Dv]
-                    d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
                 if d_keys is not None:
                     if PART == NEAR and rel_values is not None:
                         d_probs = whole_tile(
@@ -154,6 +150,12 @@ def columns_kernel(
                     else:
                         d_probs = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, INPUT_PRECISION)
+                # Between the two, so that the matrix units have work while dS is computed.
+                if d_values is not None:
+                    kept_probs = probs if dropout is None else tl.where(stays, probs, 0.0)
+                    # [N, M] @ [M, Dv] -> [N, Dv]
+                    d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
+                if d_keys is not None:
                     if dropout is not None:
                         d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
                     delta = row_vector(deltas, place.entry, head, place.query_start)

@@ -17,6 +17,8 @@ class TileConfig:
     carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
     "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
     rotation: how a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see quads.py).
+    max_registers: of a thread, so that more programs share a multiprocessor; what does not fit is spilled. None: the compiler
+    takes what it likes.
     """
 
     block_m: int
@@ -25,6 +27,7 @@ class TileConfig:
     num_stages: int
     carry: str | None = "scores"
     rotation: str = "gather"
+    max_registers: int | None = None
 
     def smaller(self) -> TileConfig | None:
         """What needs less of a multiprocessor: a stage less, or half the tile; None: nothing does. Still valid with a table."""
@@ -54,6 +57,8 @@ class TileConfig:
             return f'carry must be None, "scores" or "both", got {self.carry!r}'
         if self.rotation not in ("gather", "registers"):
             return f'rotation must be "gather" or "registers", got {self.rotation!r}'
+        if self.max_registers is not None and (arch.startswith("gfx") or not 32 <= self.max_registers <= 255):
+            return f"max_registers must lie in [32, 255], on NVIDIA GPUs alone, got {self.max_registers}"
         if self.rotation != "gather" and self.block_m % (16 * self.num_warps):
             return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
         if self.rotation != "gather" and self.block_n > 128:
