@@ -1,8 +1,9 @@
 """The best configuration of every kernel for this GPU, as a profile that the package reads.
 
-For each kernel of each case: all valid configurations near the default are compiled; those that spill registers or do not fit
-are left out; the rest are ranked by the instructions of their loop for a score; the first of them, and the default, are checked
-against float64 and timed in turn. Without a GPU there is only the ranking.
+For each kernel of each case: all valid configurations near the default are compiled; those that do not fit are left out; the rest
+are ranked by the model of cycles (bench/cycles), on GPUs that it does not know by the instructions of their loop for a score; the
+first of them, and the default, are checked against float64 and timed in turn. Without a GPU there is only the ranking. Spilled
+registers count by the cycles that they cost: some are cheaper than a smaller tile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from .cases import Case
 from .compile import counts
 from .compiled import SHARED_MEMORY, compiled, resources
 from .configurations import shown
+from .cycles.predict import near_share, predict
 from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 from .processes import processes
 from .rows import STAMP, Table, in_one_line, progress, stamp
@@ -38,7 +40,7 @@ from .rows import STAMP, Table, in_one_line, progress, stamp
 COLUMNS = (
     *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
     *("block_m", "block_n", "num_warps", "num_stages", "carry", "rotation", "max_registers", "is_default", "is_chosen"),
-    *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score"),
+    *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
 WANTED = {"forward": (), "rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
@@ -100,13 +102,15 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
     row: dict[str, Any] = {"status": "ok"}
     try:
         call_tensors, spec = task.case.resolved(task.case.empty(), task.has_table)
-        used = resources(compiled(task.kernel, task.arch, call_tensors, spec, config))
+        kernel = compiled(task.kernel, task.arch, call_tensors, spec, config)
+        used = resources(kernel)
         row |= {name: count for name, count in counts(used).items() if name in COLUMNS}
         row["instructions_per_score"] = used.main_loop.total() * config.num_warps / (config.block_m * config.block_n)
         if not used.fits(task.arch):
             row["status"] = f"does not fit: {used.shared_bytes} of {SHARED_MEMORY[task.arch]} bytes, {used.registers} registers"
-        elif used.spill_bytes:
-            row["status"] = f"spills {used.spill_bytes} bytes"
+        elif (prediction := predict(kernel, config.block_m, config.block_n)) is not None:
+            near = near_share(spec.first, spec.last, task.case.length, config.block_m, config.block_n)
+            row["cycles"] = round(prediction.mean_cycles(near))
     except Exception as error:
         row["status"] = f"does not compile: {in_one_line(error)}"
     return row
@@ -176,10 +180,15 @@ def best_of(rows: Sequence[dict[str, Any]]) -> int | None:
     return fastest
 
 
+def cost(row: dict[str, Any]) -> float:
+    """What configurations are ranked by: predicted cycles, without a model instructions for a score."""
+    return float(row.get("cycles") or row["instructions_per_score"])
+
+
 def rank(rows: Sequence[dict[str, Any]], count: int) -> list[int]:
-    """Indices of the configurations worth timing: the default, then the usable ones with the shortest loops."""
+    """Indices of the configurations worth timing: the default, then the usable ones that cost least."""
     usable = [index for index, row in enumerate(rows) if row["status"] == "ok" and index > 0]
-    return [0, *sorted(usable, key=lambda index: rows[index]["instructions_per_score"])[: count - 1]]
+    return [0, *sorted(usable, key=lambda index: cost(rows[index]))[: count - 1]]
 
 
 def tune(task: Task, options: argparse.Namespace, compile_all: Any, results: Table) -> None:
@@ -187,8 +196,6 @@ def tune(task: Task, options: argparse.Namespace, compile_all: Any, results: Tab
     tiles = candidates(task, options.reach)
     found = list(compile_all(partial(compile_one, task), tiles))
     can_run = options.device == "cuda" or kernels_are_interpreted()
-    if can_run and found[0]["status"].startswith("spills"):
-        found[0]["status"] = "ok"  # slow perhaps, but what the others are compared with
     order = rank(found, options.timed)
     rows, ranked = [found[index] for index in order], [tiles[index] for index in order]
     if can_run:
@@ -279,7 +286,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each kernel: its default, and the best, by time or else by instructions for a score."""
+    """A line for each kernel: its default, and the best, by time or else by what it is ranked by."""
     body = []
     by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -287,10 +294,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     for of_key in by_key.values():
         default = next(row for row in of_key if row["is_default"])
         usable = [row for row in of_key if row["status"] == "ok" and row["instructions_per_score"]]
-        shortest = min(usable, key=lambda row: float(row["instructions_per_score"]), default=default)
-        best = next((row for row in of_key if row["is_chosen"]), shortest)
-        what = "p50_ms" if best["p50_ms"] else "instructions_per_score"
-        tiles = (shown(TileConfig(*(row[name] for name in COLUMNS[10:15]))) for row in (default, best))
+        best = next((row for row in of_key if row["is_chosen"]), min(usable, key=cost, default=default))
+        what = next((name for name in ("p50_ms", "cycles") if best[name]), "instructions_per_score")
+        tiles = (shown(TileConfig(*(row[field.name] for field in fields(TileConfig)))) for row in (default, best))
         values = (str(row[what] or row["status"]) for row in (default, best))
         body.append((f"{best['kernel']}, {best['case']}, {best['outside']}", *tiles, *values, what))
     return text_table(("kernel", "default", "best", "default's", "best's", "which is"), body)

@@ -284,8 +284,9 @@ def candidates(kernel: str, arch: str, dtype: torch.dtype, has_table: bool) -> l
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
     carries = {"forward": ("scores", None), "rows": ("both", "scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and rotates_in_registers(arch) else ("gather",)
+    limits = (None, 128, 168) if arch.startswith("sm_") else (None,)  # two programs of eight warps, or four; three of four
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
-    every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations)
+    every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
     return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table) is None]
 
 
