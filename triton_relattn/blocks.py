@@ -1,195 +1,318 @@
-"""How blockwise.py cuts a call: chunks of heads, blocks of queries with the keys they see, bands of relative positions."""
+"""How blockwise.py cuts a call: groups of sequences and heads, and blocks of their queries with the keys that those can see.
+
+A block is a batch of matrices, one for each sequence and head, whose scores fit the working set: many short sequences, or some
+queries of a few heads of a long one. The sequences of a group have as many queries and the same query_offset, so that relative
+positions are the same in all its matrices; they may differ in the number of their keys.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
+from .bands import Band
 from .dropout import keep_mask, keep_scale
 from .results import compute_dtype
-from .spec import AttentionSpec, AttentionTensors, Sequence, sequences
+from .spec import AttentionSpec, AttentionTensors
 
 BLOCK_QUERIES = 128
-# Elements of a band buffer per thread: one to two megabytes, what a core keeps in its own cache.
-BAND_ELEMENTS_PER_THREAD = 1 << 18
-
-Folded = list[tuple[torch.Tensor, slice]]
-"""Parts of a band (heads, M, columns), each with the table rows that its columns stand for."""
+"""Queries of a block, unless the scores of more of them fit the working set: products with few rows are slow."""
+ELEMENTS_PER_THREAD = 1 << 18
+"""Scores of a block for each thread: a megabyte, about what a core keeps in its own cache."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Some heads of one sequence whose band fits the working set, with keys, values and tables ready for matrix products."""
+class Stack(NamedTuple):
+    """Sequences that lie behind one another in the batch and have as many queries and the same query_offset."""
 
-    tensors: AttentionTensors
-    spec: AttentionSpec
-    sequence: Sequence
-    heads: slice
-    key_heads: slice
-    key: torch.Tensor  # (heads, keys, D)
-    value: torch.Tensor  # (heads, keys, Dv)
-    rel_key: torch.Tensor | None  # (heads, R, Dr)
-    rel_value: torch.Tensor | None  # (heads, R, Dv)
-    table: torch.Tensor | None  # (heads, R, Dr + 1): rel_key and rel_bias side by side, or the one that is there
+    first: int
+    """Number of the first in the batch: what dropout and attn_mask know it by."""
+    count: int
+    num_queries: int
+    num_keys: int
+    """Keys of the longest."""
+    lengths: list[int] | None
+    """Keys of each; None: all have num_keys."""
+    query_offset: int
+    starts: tuple[int, int] | None
+    """Where the queries and the keys of the first begin, if the batch is packed."""
+
+    def part(self, start: int, stop: int) -> Stack:
+        """The sequences from start to stop."""
+        part = self._replace(first=self.first + start, count=stop - start)
+        if self.lengths is not None:
+            lengths = self.lengths[start:stop]
+            part = part._replace(num_keys=max(lengths), lengths=lengths if min(lengths) < max(lengths) else None)
+        if self.starts is not None:
+            starts = (self.starts[0] + start * self.num_queries, self.starts[1] + start * self.num_keys)
+            part = part._replace(starts=starts)
+        return part
+
+    def of_queries(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Their part of a (B, Hq, Nq, ...) tensor: (count, heads, num_queries, ...)."""
+        return self._of(tensor, heads, self.num_queries, 0)
+
+    def of_keys(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Their part of a (B, Hk, Nk, width) tensor: (count, heads, num_keys, width)."""
+        return self._of(tensor, heads, self.num_keys, 1)
+
+    def _of(self, tensor: torch.Tensor, heads: slice, length: int, which: int) -> torch.Tensor:
+        if self.starts is None:
+            return tensor[self.first : self.first + self.count, heads, :length]
+        rows = slice(self.starts[which], self.starts[which] + self.count * length)
+        return tensor[0, heads, rows].unflatten(1, (self.count, length)).transpose(0, 1)
+
+
+def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
+    """All sequences of the batch. Reads the tensors of lengths and offsets: waits for a GPU."""
+    count, num_queries, num_keys = tensors.num_sequences, tensors.query.shape[2], tensors.key.shape[2]
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
+        sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in zip(starts, starts[1:], strict=False)]
+        offsets = [spec.query_offset] * count if tensors.query_offsets is None else tensors.query_offsets.tolist()
+        first = 0
+        for ((queries, keys), offset), alike in groupby(zip(sizes, offsets, strict=True)):
+            stop = first + sum(1 for _ in alike)
+            yield Stack(first, stop - first, queries, keys, None, offset, starts[first])
+            first = stop
+        return
+    lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
+    whole = Stack(0, count, num_queries, num_keys, lengths, spec.query_offset, None)
+    first = 0
+    runs = [(spec.query_offset, count)] if tensors.query_offsets is None else [
+        (offset, sum(1 for _ in alike)) for offset, alike in groupby(tensors.query_offsets.tolist())
+    ]
+    for offset, size in runs:
+        if size:
+            yield whole.part(first, first + size)._replace(query_offset=offset)
+        first += size
+
+
+class Call:
+    """One call: its tensors, its tables as (1 or Hq, R, width) in the dtype that is computed in, and memory that its blocks share."""
+
+    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
+        self.tensors, self.spec = tensors, spec
+        self.dtype = compute_dtype(tensors.query.dtype)
+        self.rel_key, self.rel_value, self.rel_bias = (
+            None if table is None else stacked(table.to(self.dtype).contiguous(), name)
+            for name, table in zip(AttentionTensors._fields[4:7], tensors[4:7], strict=True)
+        )
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def buffer(self, name: str, *shape: int) -> torch.Tensor:
+        """Memory of that name, which blocks use one after the other; holds anything."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            self._buffers[name] = buffer = self.tensors.query.new_empty(size, dtype=self.dtype)
+        return buffer[:size].view(shape)
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks of queries, leaving out those that see no key."""
-        num_queries, num_keys = (part.stop - part.start for part in (self.sequence.queries, self.sequence.keys))
-        left, right, offset = self.spec.window_left, self.spec.window_right, self.sequence.query_offset
-        for start in range(0, num_queries, BLOCK_QUERIES):
-            stop = min(start + BLOCK_QUERIES, num_queries)
-            first_key = max(start + offset - left, 0) if left >= 0 else 0
-            stop_key = min(stop + offset + right, num_keys) if right >= 0 else num_keys
-            if first_key < stop_key:
-                yield Block(self, slice(start, stop), slice(first_key, stop_key))
+        """All queries of all sequences and heads."""
+        for stack in stacks(self.tensors, self.spec):
+            num_queries, num_heads = self._block_size(stack)
+            for sequences, heads, key_heads in self._groups(stack, num_heads):
+                group = Group(self, sequences, heads, key_heads)
+                # From the end: with a causal mask the last queries see the most keys, and need the largest buffers.
+                for start in reversed(range(0, stack.num_queries, max(num_queries, 1))):
+                    yield Block(group, slice(start, min(start + num_queries, stack.num_queries)))
+
+    def _block_size(self, stack: Stack) -> tuple[int, int]:
+        """Queries of a block, and heads of all its sequences together."""
+        num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
+        elements = torch.get_num_threads() * ELEMENTS_PER_THREAD
+        num_matrices = min(stack.count * self.tensors.query.shape[1], torch.get_num_threads())
+        num_queries = BLOCK_QUERIES
+        if left < 0 and right < 0:
+            num_queries = max(num_queries, elements // max(num_matrices * num_keys, 1))
+        num_blocks = -(-stack.num_queries // num_queries)
+        num_queries = -(-stack.num_queries // max(num_blocks, 1))
+        if left >= 0 and right >= 0:
+            num_keys = min(num_keys, num_queries + left + right)
+        return num_queries, max(elements // max(num_queries * num_keys, 1), num_matrices)
+
+    def _groups(self, stack: Stack, num_heads: int) -> Iterator[tuple[Stack, slice, slice]]:
+        """The stack in parts of at most so many heads: several sequences, or one of them and heads that share a key or do not."""
+        heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
+        if heads == 0:
+            return
+        if num_heads >= heads:
+            for part in evenly(stack.count, num_heads // heads):
+                yield stack.part(part.start, part.stop), slice(0, heads), slice(0, key_heads)
+            return
+        group = heads // key_heads
+        for number in range(stack.count):
+            sequence = stack.part(number, number + 1)
+            for keys in evenly(key_heads, max(num_heads // group, 1)):
+                for part in evenly(group * (keys.stop - keys.start), max(num_heads, 1)):
+                    yield sequence, slice(group * keys.start + part.start, group * keys.start + part.stop), keys
 
 
-@dataclass(frozen=True)
+class Group:
+    """Sequences and heads that are computed together, with keys and values ready for matrix products."""
+
+    def __init__(self, call: Call, sequences: Stack, heads: slice, key_heads: slice) -> None:
+        self.call, self.sequences, self.heads, self.key_heads = call, sequences, heads, key_heads
+        self.num_heads = heads.stop - heads.start
+        self.sharing = self.num_heads // (key_heads.stop - key_heads.start)
+        """Heads that share one of the keys'."""
+        self.key = self._visible(call.tensors.key)
+        self.value = self._visible(call.tensors.value)
+
+    def _visible(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Key or value as (matrices, keys, width); of sequences that are shorter than the longest, the rest is zero."""
+        rows = self.sequences.of_keys(tensor, self.key_heads)
+        padding = self.padding(slice(0, self.sequences.num_keys))
+        return matrices(rows if padding is None else rows.masked_fill(padding.mT, 0), 1, self.call.dtype)
+
+    def padding(self, keys: slice) -> torch.Tensor | None:
+        """Which of some keys a sequence has not, (sequences, 1, 1, keys); None if all have the same."""
+        lengths = self.sequences.lengths
+        if lengths is None:
+            return None
+        device = self.call.tensors.key.device
+        return torch.arange(keys.start, keys.stop, device=device) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+
+
 class Block:
-    """A block of a chunk's queries, and the keys those can see, both counted within the sequence."""
+    """Some queries of a group, and the keys that they can see.
 
-    chunk: Chunk
-    queries: slice
-    keys: slice
+    Its scores are (sequences * key heads, sharing * queries, keys) as matrices, and (sequences, heads, queries, keys) by pair.
+    """
 
-    @cached_property
+    def __init__(self, group: Group, queries: slice) -> None:
+        sequences, spec = group.sequences, group.call.spec
+        self.group, self.call, self.queries = group, group.call, queries
+        self.position = queries.start + sequences.query_offset
+        """Where the first query stands among the keys."""
+        first, stop = 0, sequences.num_keys
+        if spec.window_left >= 0:
+            first = max(self.position - spec.window_left, 0)
+        if spec.window_right >= 0:
+            stop = min(self.position + self.num_queries + spec.window_right, stop)
+        self.keys = slice(first, max(stop, first))
+        self.key, self.value = group.key[:, self.keys], group.value[:, self.keys]
+
+    @property
     def num_queries(self) -> int:
         return self.queries.stop - self.queries.start
 
-    @cached_property
+    @property
     def num_keys(self) -> int:
         return self.keys.stop - self.keys.start
 
-    @cached_property
-    def query_rows(self) -> tuple[int, slice, slice]:
-        """Where the queries lie in a (B, Hq, Nq, ...) tensor."""
-        return self.chunk.sequence.entry, self.chunk.heads, shifted(self.queries, self.chunk.sequence.queries.start)
-
-    @cached_property
-    def key_rows(self) -> tuple[int, slice, slice]:
-        """Where the keys lie in a (B, Hk, Nk, ...) tensor."""
-        return self.chunk.sequence.entry, self.chunk.key_heads, shifted(self.keys, self.chunk.sequence.keys.start)
-
-    @cached_property
-    def width(self) -> int:
-        """Columns of the band: relative positions that any of the queries has to any of the keys."""
-        return self.num_keys + self.num_queries - 1
-
-    @cached_property
+    @property
     def first_position(self) -> int:
-        """Relative position of the band's first column."""
-        return self.keys.start - (self.queries.stop - 1) - self.chunk.sequence.query_offset
+        """Relative position of the first key as the first query sees it."""
+        return self.keys.start - self.position
 
-    def column(self, relative_position: int, limits: slice) -> int:
-        """Band column of a relative position, limited to limits.start .. limits.stop."""
-        return min(max(relative_position - self.first_position, limits.start), limits.stop)
-
-    @cached_property
-    def visible(self) -> slice:
-        """Band columns that the window does not hide. Table rows of the others are not read."""
-        left, right, everything = self.chunk.spec.window_left, self.chunk.spec.window_right, slice(0, self.width)
-        start = self.column(-left, everything) if left >= 0 else 0
-        return slice(start, self.column(right + 1, everything) if right >= 0 else self.width)
+    def _band(self, name: str, one_panel: bool = False) -> Band | None:
+        table = getattr(self.call, name)
+        return None if table is None else Band(self, of_heads(table, self.group.heads).shape[0], one_panel)
 
     @cached_property
-    def parts(self) -> list[tuple[slice, slice | None]]:
-        """Visible band columns with the table rows they use: one row each, one row for all, or None.
-
-        In the middle each column has a row of its own. Beyond the table it is the end row with clamp, else None.
-        """
-        visible, spec = self.visible, self.chunk.spec
-        start, stop = self.column(spec.first, visible), self.column(spec.last + 1, visible)
-        row, last_row = start + self.first_position - spec.first, spec.last - spec.first
-        parts = [
-            (slice(visible.start, start), slice(0, 1) if spec.clamp else None),
-            (slice(start, stop), slice(row, row + stop - start)),
-            (slice(stop, visible.stop), slice(last_row, last_row + 1) if spec.clamp else None),
-        ]
-        return [(columns, rows) for columns, rows in parts if columns.start < columns.stop]
+    def key_band(self) -> Band | None:
+        return self._band("rel_key")
 
     @cached_property
-    def query(self) -> torch.Tensor:
-        """scale * q, (heads, M, D)."""
-        return self.chunk.tensors.query[self.query_rows].to(self.chunk.key.dtype) * self.chunk.spec.scale
+    def value_band(self) -> Band | None:
+        return self._band("rel_value")
 
     @cached_property
-    def rel_query(self) -> torch.Tensor:
-        """rel_scale * p, (heads, M, Dr)."""
-        tensors, spec = self.chunk.tensors, self.chunk.spec
-        if tensors.rel_query is None and spec.rel_scale == spec.scale:
-            return self.query
-        rel_query = tensors.query if tensors.rel_query is None else tensors.rel_query
-        return rel_query[self.query_rows].to(self.chunk.key.dtype) * spec.rel_scale
+    def bias_band(self) -> Band | None:
+        return self._band("rel_bias", one_panel=True)
 
-    @cached_property
-    def ones(self) -> torch.Tensor:
-        """What rel_bias is multiplied with, (heads, M, 1)."""
-        return self.query.new_ones(*self.query.shape[:2], 1)
+    def table(self, name: str) -> torch.Tensor:
+        return of_heads(getattr(self.call, name), self.group.heads)
 
-    @cached_property
-    def table_query(self) -> torch.Tensor:
-        """What the chunk's table is multiplied with."""
-        if self.chunk.tensors.rel_bias is None:
-            return self.rel_query
-        return self.ones if self.chunk.rel_key is None else torch.cat((self.rel_query, self.ones), -1)
+    def destination(self, place: torch.Tensor) -> torch.Tensor:
+        """Matrices to compute rows in: their own place if it is contiguous."""
+        sequences, heads, queries, width = place.shape
+        shape = (sequences * heads // self.group.sharing, self.group.sharing * queries, width)
+        if place.dtype == self.call.dtype and place.is_contiguous():
+            return place.view(shape)
+        return place.new_empty(shape, dtype=self.call.dtype)
 
-    @cached_property
+    def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
+        if place.data_ptr() != result.data_ptr():
+            place.copy_(self.by_pair(result))
+
+    def add_to_keys(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+        """The keys' part of total += scale * left^T @ right."""
+        place = self.group.sequences.of_keys(total, self.group.key_heads)[:, :, self.keys]
+        if place.is_contiguous():
+            place.flatten(0, 1).baddbmm_(left.mT, right, alpha=scale)
+        else:
+            place.add_(torch.bmm(left.mT, right).view(place.shape), alpha=scale)
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
+        return self.group.sequences.of_queries(tensor, self.group.heads)[:, :, self.queries]
+
+    def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The queries' part of a (B, Hq, Nq, width) tensor for products with key or value."""
+        return matrices(self.rows(tensor), self.group.sharing, self.call.dtype)
+
+    def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
+        """A view of matrices by sequence, head, query, and key or column."""
+        return scores.view(self.group.sequences.count, self.group.num_heads, self.num_queries, scores.shape[-1])
+
+    def hide(self, scores: torch.Tensor) -> None:
+        """Make what no mask of numbers says about hidden pairs -inf; scores are by pair."""
+        spec, first = self.call.spec, self.first_position
+        if spec.window_left >= 0:  # key n is hidden from query m where first + n - m < -left
+            stop = self.num_queries - 1 - spec.window_left - first
+            if stop > 0:
+                hidden = scores.new_ones(self.num_queries, min(stop, self.num_keys), dtype=torch.bool)
+                scores[..., :stop].masked_fill_(hidden.tril_(-1 - spec.window_left - first), -math.inf)
+        if spec.window_right >= 0:  # where first + n - m > right
+            start = max(spec.window_right + 1 - first, 0)
+            if start < self.num_keys:
+                hidden = scores.new_ones(self.num_queries, self.num_keys - start, dtype=torch.bool)
+                scores[..., start:].masked_fill_(hidden.triu_(spec.window_right + 1 - first - start), -math.inf)
+        padding = self.group.padding(self.keys)
+        if padding is not None:
+            scores.masked_fill_(padding, -math.inf)
+
+    @property
+    def has_blind(self) -> bool:
+        """Whether a query may see none of the keys."""
+        left, right, first = self.call.spec.window_left, self.call.spec.window_right, self.first_position
+        if self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None:
+            return True
+        return (right >= 0 and first > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
+
+    @property
     def attn_mask(self) -> torch.Tensor | None:
-        """The block's part of the mask, three-dimensional; a size of 1 stays."""
-        mask, sequence = self.chunk.tensors.attn_mask, self.chunk.sequence
+        """The block's part of the mask by pair; a size of 1 stays."""
+        mask, sequences = self.call.tensors.attn_mask, self.group.sequences
         if mask is None:
             return None
-        wanted = (slice(sequence.entry, sequence.entry + 1), self.chunk.heads, self.queries, self.keys)
-        return mask[tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))][0]
+        wanted = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries, self.keys)
+        return mask[tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))]
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
-        """What the probabilities are multiplied by, (heads, M, num_keys); None without dropout."""
-        seed, dropout_p = self.chunk.tensors.dropout_seed, self.chunk.spec.dropout_p
+        """What the probabilities are multiplied by, as matrices; None without dropout."""
+        seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
         if seed is None:
             return None
-        head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in (self.chunk.heads, self.queries))
-        sequence = torch.tensor(self.chunk.sequence.batch, device=seed.device)
-        keep = keep_mask(seed, dropout_p, sequence, head[:, None, None], query[:, None], self.keys)
-        return keep.to(self.chunk.key.dtype).mul_(keep_scale(dropout_p))
-
-    def scores_view(self, band: torch.Tensor) -> torch.Tensor:
-        """The (heads, num_queries, num_keys) view of a contiguous band in which element (m, n) is band[m, n - m + M - 1]."""
-        heads, rows, width = band.shape
-        return band.as_strided((heads, rows, self.num_keys), (rows * width, width - 1, 1), rows - 1)
-
-    def hide(self, band: torch.Tensor, value: float) -> None:
-        """Fill the columns that the window hides."""
-        band[..., : self.visible.start] = value
-        band[..., self.visible.stop :] = value
-
-    def fold(self, band: torch.Tensor) -> Folded:
-        """A band by table rows: columns that clamp to the same row are summed, those without a row left out.
-
-        First zeroes what the scores view does not cover: the first M-1-m and the last m columns of row m.
-        """
-        corner = self.num_queries - 1
-        m = torch.arange(self.num_queries, device=band.device)[:, None]
-        c = torch.arange(corner, device=band.device)[None, :]
-        before = c < corner - m
-        band[..., :corner].masked_fill_(before, 0)
-        band[..., self.num_keys :].masked_fill_(~before, 0)
-        folded = ((band[..., columns], rows) for columns, rows in self.parts if rows is not None)
-        return [(part if part.shape[-1] == rows.stop - rows.start else part.sum(-1, keepdim=True), rows) for part, rows in folded]
+        parts = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries)
+        sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
+        keep = keep_mask(seed, dropout_p, sequence[:, None, None, None], head[:, None, None], query[:, None], self.keys)
+        return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
 
 
-def shifted(part: slice, distance: int) -> slice:
-    """The slice, distance further on."""
-    return slice(part.start + distance, part.stop + distance)
-
-
-def matmul_ready(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In dtype, with unit stride along the last dimension; a copy only where that is not so already."""
-    tensor = tensor.to(dtype)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def evenly(count: int, most: int) -> Iterator[slice]:
+    """0 .. count in slices of about the same size, at most the given one."""
+    num_parts = -(-count // most)
+    for part in range(num_parts):
+        yield slice(part * count // num_parts, (part + 1) * count // num_parts)
 
 
 def stacked(table: torch.Tensor, name: str) -> torch.Tensor:
@@ -203,37 +326,8 @@ def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     return table if table.shape[0] == 1 else table[heads]
 
 
-def head_ranges(num_heads: int, num_key_heads: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """All heads in ranges of at most size, with their key heads: one each, or one for all of the range."""
-    group = max(num_heads // max(num_key_heads, 1), 1)
-    span = num_heads if group == 1 else group
-    for first in range(0, num_heads, max(span, 1)):
-        for start in range(first, first + span, size):
-            heads = slice(start, min(start + size, first + span))
-            yield heads, heads if group == 1 else slice(first // group, first // group + 1)
-
-
-def chunks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Chunk]:
-    """All heads of all sequences."""
-    dtype = compute_dtype(tensors.query.dtype)
-    tables = [
-        None if table is None else stacked(matmul_ready(table, dtype), name)
-        for name, table in zip(AttentionTensors._fields[4:7], tensors[4:7], strict=True)
-    ]
-    for sequence in sequences(tensors, spec):
-        num_queries, num_keys = (part.stop - part.start for part in (sequence.queries, sequence.keys))
-        num_queries = min(num_queries, BLOCK_QUERIES)
-        if spec.window_left >= 0 and spec.window_right >= 0:
-            num_keys = min(num_keys, num_queries + spec.window_left + spec.window_right)
-        size = torch.get_num_threads() * BAND_ELEMENTS_PER_THREAD // max(num_queries * (num_keys + BLOCK_QUERIES), 1)
-        for heads, key_heads in head_ranges(tensors.query.shape[1], tensors.key.shape[1], max(size, 1)):
-            shared = (heads.stop - heads.start, -1, -1)  # without a copy
-            key, value = (
-                matmul_ready(tensor[sequence.entry, key_heads, sequence.keys], dtype).expand(shared)
-                for tensor in (tensors.key, tensors.value)
-            )
-            rel_key, rel_value, rel_bias = (None if t is None else of_heads(t, heads).expand(shared) for t in tables)
-            table = rel_key if rel_bias is None else rel_bias
-            if rel_key is not None and rel_bias is not None:
-                table = torch.cat((rel_key, rel_bias), -1)
-            yield Chunk(tensors, spec, sequence, heads, key_heads, key, value, rel_key, rel_value, table)
+def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """(sequences, heads, rows, width) as (sequences * heads / group, group * rows, width): matrices of heads that share a key."""
+    sequences, heads, length, width = rows.shape
+    rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)
+    return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -76,7 +76,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
             gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, torch.zeros_like(lse) if d_lse is None else d_lse, lse, tensors, spec, wanted)
+            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
