@@ -1,32 +1,35 @@
-"""Products of queries and table rows for all pairs of a block, without a gather: the skewed view of a band.
+"""Products of queries with table rows for all pairs of a block, without a gather: the skewed view of a band.
 
-Query m and key n of a block need the table row of the relative position ``first_position + n - m``. A *panel* of some successive
-queries needs the rows of successive positions, a *window* of the table: ``band[m, c] = q_m . window[c]`` is one matrix product, and
-the term of query m and key n is ``band[m, n - m + M - 1]``. Read with a row stride that is one shorter, the same memory holds
-these terms in the order of the scores:
+Query m and key n of a block need the table row of the relative position ``first_position + n - m``. Some successive queries, a
+*panel* of M, need the rows of successive positions, a *window* of the table. ``band[m, c] = q_m . window[c]`` is one matrix
+product, and query m and key n find their term in ``band[m, n - m + M - 1]``. Read with a row stride that is one shorter, the same
+memory holds the terms in the order of the scores:
 
     address(m, n) = m * width + n - m + M - 1 = m * (width - 1) + n + M - 1
 
-So the terms are added to the scores from that view, and gradients of the scores copied into it (zeros around them) are at once
-the gradient of the band, which multiplies the table: no gather, no scatter. The queries of all sequences and heads that share a
-table are rows of the same product; the more of them there are, the fewer queries a panel needs to make products efficient, and
-the fewer columns are computed for nothing.
+So terms are added to scores from that view; and gradients of scores, copied into it with zeros around them, are the gradient of
+the band, which multiplies the table. No gather, no scatter. The same holds for the table of the values: the band of the
+probabilities times its rows is its part of out, and ``dO . A`` is added to ``dO . v`` as ``p . E`` is to ``q . k``.
 
-Keys beyond the table, *far* keys, see one of its end rows or nothing: one number for each query.
+A band is wider than the scores by M - 1 columns that are computed for nothing. The queries of all sequences and heads that share
+a table are rows of one product; the more they are, the fewer queries of each a panel needs to be efficient.
+
+Keys beyond the table are *far*: they have one of its end rows, one number for each query, or none.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from .blocks import Block
+    from .blocks import Frame
 
-PANEL_ROWS = 256
-"""Rows of a product with a table: fewer are slow; with more, panels and thereby bands are wider than they need to be."""
+PANEL_ROWS = 128
+"""Rows of a product with a window: with fewer it is slow, with more bands are wider than they need to be."""
 PANEL_COLUMNS = 12
 """Columns of a band, at least: products with fewer are slow."""
 
@@ -34,112 +37,105 @@ Rows = slice | None
 """Table rows that some positions have: one each, one for all, or none."""
 
 
-class Folded(NamedTuple):
-    """What each query has for each table row: for near keys a band, for far keys one sum."""
+class Reach:
+    """The relative positions of a frame's queries and keys, and the table rows that they have."""
 
-    band: torch.Tensor | None  # (tables * panels, rows, width)
-    far: list[torch.Tensor]  # (sequences, heads, queries, 1), for each of Band.far
-
-
-class Band:
-    """The relative positions of a block's queries and keys, for one table that its heads share or a table for each head."""
-
-    def __init__(self, block: Block, num_tables: int, one_panel: bool = False) -> None:
-        spec, self.block = block.call.spec, block
-        self.num_tables, self.sharing = num_tables, block.group.num_heads // num_tables
-        first, num_queries = block.first_position, block.num_queries
+    def __init__(self, frame: Frame, num_tables: int, num_queries: int) -> None:
+        """num_queries: of the frame, or more if panels go beyond them."""
+        self.frame, self.num_tables, self.sharing = frame, num_tables, frame.num_heads // num_tables
+        spec, first = frame.spec, frame.first_position
 
         # Near are the keys that some query sees at a position from spec.first to spec.last.
-        start = min(max(spec.first - first, 0), block.num_keys)
-        stop = min(max(spec.last - first + num_queries, start), block.num_keys)
-        self.near, self.num_keys = slice(start, stop), stop - start
-        ends = ((slice(0, start), slice(0, 1)), (slice(stop, block.num_keys), slice(-1, None)))
+        start = min(max(spec.first - first, 0), frame.num_keys)
+        stop = min(max(spec.last - first + frame.num_queries, start), frame.num_keys)
+        self.near, self.num_near = slice(start, stop), stop - start
+        ends = ((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))
         self.far = [(keys, row) for keys, row in ends if spec.clamp and keys.start < keys.stop]
 
-        rows = block.group.sequences.count * self.sharing
-        fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - self.num_keys)
-        self.panel = num_queries  # queries of each; the last may have fewer
-        if fewest < num_queries and not one_panel:
-            self.panel = next((size for size in range(fewest, 2 * fewest) if num_queries % size == 0), fewest)
-        self.num_panels = -(-num_queries // self.panel)
-        self.width = self.num_keys + self.panel - 1
-
-        # The windows of all panels lie within these positions, of which some pair has those from low to high.
-        self.positions = range(first + start - self.num_panels * self.panel + 1, first + stop)
-        low, high = first + start - num_queries + 1, first + stop - 1
+        # Of the near positions, those from low to high are those of a pair.
+        self.positions = range(first + start - num_queries + 1, first + stop)
+        low, high = first + start - frame.num_queries + 1, first + stop - 1
         self.low = low if spec.window_left < 0 else max(low, min(-spec.window_left, high + 1))
         self.high = high if spec.window_right < 0 else min(high, max(spec.window_right, self.low - 1))
 
+    @cached_property
     def parts(self) -> list[tuple[slice, Rows]]:
-        """The positions, counted from the first, with the table rows they have; none where no pair has them."""
-        spec = self.block.call.spec
+        """The near positions, counted from the first, with the table rows that they have; none if no pair has them."""
+        spec = self.frame.spec
         start, stop = (min(max(position, self.low), self.high + 1) for position in (spec.first, spec.last + 1))
-        borders = (self.positions.start, self.low, start, stop, self.high + 1, self.positions.stop)
         last = spec.last - spec.first
-        rows = (
-            None,
-            slice(0, 1) if spec.clamp else None,
-            slice(start - spec.first, stop - spec.first),
-            slice(last, last + 1) if spec.clamp else None,
-            None,
-        )
+        before, after = (slice(0, 1), slice(last, last + 1)) if spec.clamp else (None, None)
+        rows = (None, before, slice(start - spec.first, stop - spec.first), after, None)
+        borders = (self.positions.start, self.low, start, stop, self.high + 1, self.positions.stop)
         parts = [slice(border - borders[0], after - borders[0]) for border, after in zip(borders, borders[1:], strict=False)]
         return [(part, row) for part, row in zip(parts, rows, strict=True) if part.start < part.stop]
 
     def window(self, table: torch.Tensor) -> torch.Tensor:
-        """Table rows of all positions, (tables, positions, width). Rows that no pair has are not read: they may hold NaN."""
+        """Table rows of the near positions, (tables, positions, width). Rows that no pair has are not read: they may hold NaN."""
         pieces = []
-        for part, rows in self.parts():
+        for part, rows in self.parts:
             size = (table.shape[0], part.stop - part.start, table.shape[2])
             pieces.append(table.new_zeros(size) if rows is None else table[:, rows].expand(size))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
-    def windows(self, table: torch.Tensor) -> torch.Tensor:
-        """The window of each panel, (tables * panels, width of table, self.width): overlapping views as far as possible."""
-        windows = self.window(table).unfold(1, self.width, self.panel)
-        return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
-
-    def add_window_gradient(self, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradient of the windows, (tables * panels, self.width, width of table), to that of their table."""
-        count, length, width = self.num_panels, len(self.positions), gradient.shape[2]
-        if count == 1:
-            of_window = gradient
-        else:
-            apart = gradient.new_zeros(self.num_tables, count, length, width)
-            places = apart.as_strided(
-                (self.num_tables, count, self.width, width),
-                (count * length * width, (length - self.panel) * width, width, 1),
-                (count - 1) * self.panel * width,
-            )
-            places.copy_(gradient.unflatten(0, (self.num_tables, count)))
-            of_window = apart.sum(1)
-        for part, rows in self.parts():
+    def add_to_table(self, total: torch.Tensor, of_window: torch.Tensor) -> None:
+        """total, the gradient of the table, += the gradient of its window."""
+        for part, rows in self.parts:
             if rows is not None:
                 piece = of_window[:, part]
                 is_end = rows.stop - rows.start < part.stop - part.start
                 total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
 
+
+class Folded(NamedTuple):
+    """What each query has for each table row: for near keys a band, for far keys one sum."""
+
+    band: torch.Tensor | None  # (tables * panels, rows, width)
+    far: list[torch.Tensor]  # (sequences, heads, queries, 1), for each of Reach.far
+
+
+class Band(Reach):
+    """A table of vectors, (tables, R, width), as the pairs of a frame see it."""
+
+    def __init__(self, frame: Frame, table: torch.Tensor, scale: float) -> None:
+        num_tables = table.shape[0]
+        rows = frame.num_sequences * (frame.num_heads // num_tables)
+        fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys)
+        self.panel = frame.num_queries  # queries of each; the last may have fewer
+        if fewest < frame.num_queries:
+            sizes = range(fewest, 2 * fewest)
+            self.panel = next((size for size in sizes if frame.num_queries % size == 0), fewest)
+        self.num_panels = -(-frame.num_queries // self.panel)
+        super().__init__(frame, num_tables, self.num_panels * self.panel)
+        self.table, self.scale, self.width = table, scale, self.num_near + self.panel - 1
+        self.num_full = frame.num_queries // self.panel
+        self._of_windows: torch.Tensor | None = None
+        self._of_ends: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def windows(self) -> torch.Tensor:
+        """The window of each panel, (tables * panels, width of the table, self.width)."""
+        windows = self.window(self.table).unfold(1, self.width, self.panel)
+        return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
+
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): full panels, the rest."""
+        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): full panels, and the rest."""
         rows = rows.unflatten(1, (self.num_tables, self.sharing))
-        full = self.block.num_queries // self.panel
-        pieces = []
-        for part, count, size in (
-            (slice(0, full * self.panel), full, self.panel),
-            (slice(full * self.panel, None), self.num_panels - full, self.block.num_queries - full * self.panel),
-        ):
-            if count:
-                pieces.append(rows[:, :, :, part].unflatten(3, (count, size)).permute(1, 3, 0, 2, 4, 5))
-        return pieces
+        full = self.num_full * self.panel
+        pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))] if self.num_full else []
+        if self.num_full < self.num_panels:
+            pieces.append(rows[:, :, :, full:].unsqueeze(3))
+        return [piece.permute(1, 3, 0, 2, 4, 5) for piece in pieces]
 
-    def like_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
+    def in_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Views of (tables, panels, sequences, sharing, self.panel, ...) as panels() returns them."""
-        full = self.block.num_queries // self.panel
-        rest = self.block.num_queries - full * self.panel
-        return [packed[:, :full], packed[:, full:, :, :, :rest]] if rest else [packed]
+        if self.num_full == self.num_panels:
+            return [packed]
+        rest = packed[:, self.num_full :, :, :, : self.frame.num_queries - self.num_full * self.panel]
+        return [packed[:, : self.num_full], rest] if self.num_full else [rest]
 
-    def shape(self, width: int) -> tuple[int, ...]:
-        return self.num_tables, self.num_panels, self.block.group.sequences.count, self.sharing, self.panel, width
+    def shape(self, width: int) -> tuple[int, int, int, int, int, int]:
+        return self.num_tables, self.num_panels, self.frame.num_sequences, self.sharing, self.panel, width
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """(sequences, heads, queries, width) as (tables * panels, rows of a panel, width); zero where the last panel has none."""
@@ -147,73 +143,108 @@ class Band:
         if len(pieces) == 1:
             return pieces[0].reshape(self.num_tables * self.num_panels, -1, rows.shape[-1])
         packed = rows.new_zeros(self.shape(rows.shape[-1]))
-        for place, piece in zip(self.like_panels(packed), pieces, strict=True):
+        for place, piece in zip(self.in_panels(packed), pieces, strict=True):
             place.copy_(piece)
-        return packed.flatten(2, 4).flatten(0, 1)
+        return packed.view(self.num_tables * self.num_panels, -1, rows.shape[-1])
 
-    def skewed(self, band: torch.Tensor) -> list[torch.Tensor]:
-        """The band in the order of the scores, as panels() has them."""
-        *sizes, width = self.shape(self.num_keys)
-        strides = [self.width * math.prod(sizes[dim + 1 :]) for dim in range(5)]
-        strides[4] -= 1
-        return self.like_panels(band.as_strided((*sizes, width), (*strides, 1), self.panel - 1))
+    @cached_property
+    def band(self) -> torch.Tensor:
+        """Memory of a band, (tables * panels, rows of a panel, self.width)."""
+        return self.frame.call.buffer("band", self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
 
-    def add_terms(self, scores: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, scale: float) -> None:
-        """scores (by pair) += scale * q . table row. packed is self.pack(rows), (sequences, heads, queries, width)."""
-        if self.num_keys:
-            band = self.block.call.buffer("band", self.num_tables * self.num_panels, packed.shape[1], self.width)
-            band.baddbmm_(packed, self.windows(table), beta=0, alpha=scale)
-            for piece, terms in zip(self.panels(scores[..., self.near]), self.skewed(band), strict=True):
-                piece.add_(terms)
+    @cached_property
+    def skewed(self) -> list[torch.Tensor]:
+        """The band in the order of the scores, as panels() returns them."""
+        *sizes, width = self.shape(self.num_near)
+        strides = [self.width * math.prod(sizes[dim + 1 :]) for dim in range(4)]
+        return self.in_panels(self.band.as_strided((*sizes, width), (*strides, self.width - 1, 1), self.panel - 1))
+
+    def add_terms(self, pairs: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor) -> None:
+        """pairs (by pair) += scale * rows . table. packed is self.pack(rows), (sequences, heads, queries, width)."""
+        if self.num_near:
+            self.band.baddbmm_(packed, self.windows, beta=0, alpha=self.scale)
+            for place, terms in zip(self.panels(pairs[..., self.near]), self.skewed, strict=True):
+                place.add_(terms)
         for keys, row in self.far:
-            scores[..., keys].add_(rows @ table[:, row].mT, alpha=scale)
+            pairs[..., keys].add_(rows @ self.table[:, row].mT, alpha=self.scale)
 
-    def fold(self, scores: torch.Tensor) -> Folded:
+    def fold(self, pairs: torch.Tensor) -> Folded:
         """Sum what is by pair for each query and table row."""
-        band = None
-        if self.num_keys:
-            *sizes, _ = self.shape(0)
-            band = self.block.call.buffer("band", *sizes, self.width).zero_()
-            for place, piece in zip(self.skewed(band), self.panels(scores[..., self.near]), strict=True):
+        if self.num_near:
+            self.band.zero_()
+            for place, piece in zip(self.skewed, self.panels(pairs[..., self.near]), strict=True):
                 place.copy_(piece)
-            band = band.flatten(2, 4).flatten(0, 1)
-        return Folded(band, [scores[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
+        return Folded(self.band if self.num_near else None, [pairs[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
 
-    def add_rows(self, total: torch.Tensor, folded: Folded, table: torch.Tensor, scale: float = 1) -> None:
+    def add_rows(self, total: torch.Tensor, folded: Folded) -> None:
         """total (sequences, heads, queries, width) += scale * folded @ table."""
         if folded.band is not None:
-            product = torch.bmm(folded.band, self.windows(table).mT)
-            pieces = self.like_panels(product.view(self.shape(table.shape[2])))
-            for place, piece in zip(self.panels(total), pieces, strict=True):
-                place.add_(piece, alpha=scale)
+            product = torch.bmm(folded.band, self.windows.mT).view(self.shape(self.table.shape[2]))
+            for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
+                place.add_(piece, alpha=self.scale)
         for sums, (_, row) in zip(folded.far, self.far, strict=True):
-            total.add_(sums * table[:, row], alpha=scale)
+            total.add_(sums * self.table[:, row], alpha=self.scale)
 
-    def add_table_gradient(self, total: torch.Tensor, folded: Folded, packed: torch.Tensor, rows: torch.Tensor, scale: float = 1) -> None:
-        """total (tables, R, width) += scale * folded^T @ rows. packed is self.pack(rows)."""
+    def collect(self, folded: Folded, packed: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add folded^T @ rows to what add_gradient() will add to the gradient of the table. packed is self.pack(rows)."""
         if folded.band is not None:
-            self.add_window_gradient(total, torch.bmm(folded.band.mT, packed).mul_(scale))
-        for sums, (_, row) in zip(folded.far, self.far, strict=True):
-            of_heads = (sums * rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1)
-            total[:, row] += scale * of_heads[:, None]
+            if self._of_windows is None:
+                self._of_windows = torch.bmm(folded.band.mT, packed)
+            else:
+                self._of_windows.baddbmm_(folded.band.mT, packed)
+        for number, sums in enumerate(folded.far):
+            of_end = (sums * rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
+            self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
 
-    def add_bias(self, scores: torch.Tensor, bias: torch.Tensor) -> None:
-        """scores (by pair) += bias (tables, R, 1) of each pair's row. The band has one panel."""
-        scores = scores.unflatten(1, (self.num_tables, self.sharing))
-        if self.num_keys:
-            by_query = self.window(bias).squeeze(2).unfold(1, self.num_keys, 1).flip(1)
-            scores[..., self.near].add_(by_query[:, None])
-        for keys, row in self.far:
-            scores[..., keys].add_(bias[:, row, None])
+    def add_gradient(self, total: torch.Tensor) -> None:
+        """total, the gradient of the table, += what has been collected since."""
+        if self._of_windows is not None:
+            self.add_to_table(total, self._overlapped(self._of_windows).mul_(self.scale))
+        for number, of_end in self._of_ends.items():
+            total[:, self.far[number][1]] += of_end.mul_(self.scale)
+        self._of_windows, self._of_ends = None, {}
 
-    def add_bias_gradient(self, total: torch.Tensor, scores: torch.Tensor) -> None:
-        """total (tables, R, 1) += scores (by pair) summed over the pairs of each row. The band has one panel."""
-        scores = scores.unflatten(1, (self.num_tables, self.sharing))
-        if self.num_keys:
-            band = scores.new_zeros(self.num_tables, self.block.num_queries, self.width)
-            strides = (self.block.num_queries * self.width, self.width - 1, 1)
-            shape = (self.num_tables, self.block.num_queries, self.num_keys)
-            band.as_strided(shape, strides, self.panel - 1).copy_(scores[..., self.near].sum((0, 2)))
-            self.add_window_gradient(total, band.sum(1)[..., None])
+    def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
+        """The gradient of the window of all near positions from those of the panels' windows, which overlap."""
+        if self.num_panels == 1:
+            return of_windows
+        count, length, width = self.num_panels, len(self.positions), of_windows.shape[2]
+        apart = of_windows.new_zeros(self.num_tables, count, length, width)
+        # Panels of later queries begin at earlier positions.
+        strides = (count * length * width, (length - self.panel) * width, width, 1)
+        places = apart.as_strided((self.num_tables, count, self.width, width), strides, (count - 1) * self.panel * width)
+        places.copy_(of_windows.view(places.shape))
+        return apart.sum(1)
+
+
+class Bias(Reach):
+    """A table of numbers, (tables, R, 1), as the pairs of a frame see it."""
+
+    def __init__(self, frame: Frame, table: torch.Tensor) -> None:
+        super().__init__(frame, table.shape[0], frame.num_queries)
+        self.table = table
+
+    @cached_property
+    def by_query(self) -> torch.Tensor:
+        """The numbers of near keys, (tables, queries, keys)."""
+        return self.window(self.table)[..., 0].unfold(1, self.num_near, 1).flip(1)
+
+    def add_terms(self, pairs: torch.Tensor) -> None:
+        """pairs (by pair) += the number of each."""
+        pairs = pairs.unflatten(1, (self.num_tables, self.sharing))
+        if self.num_near:
+            pairs[..., self.near].add_(self.by_query[:, None])
         for keys, row in self.far:
-            total[:, row] += scores[..., keys].sum((0, 2, 3, 4)).view(-1, 1, 1)
+            pairs[..., keys].add_(self.table[:, row, None])
+
+    def add_gradient(self, total: torch.Tensor, pairs: torch.Tensor) -> None:
+        """total, the gradient of the table, += what is by pair, summed over the pairs of each row."""
+        pairs = pairs.unflatten(1, (self.num_tables, self.sharing)).sum((0, 2))
+        if self.num_near:
+            num_queries, width = self.frame.num_queries, len(self.positions)
+            band = pairs.new_zeros(self.num_tables, num_queries, width)
+            strides = (num_queries * width, width - 1, 1)
+            band.as_strided((self.num_tables, num_queries, self.num_near), strides, num_queries - 1).copy_(pairs[..., self.near])
+            self.add_to_table(total, band.sum(1)[..., None])
+        for keys, row in self.far:
+            total[:, row] += pairs[..., keys].sum((1, 2)).view(-1, 1, 1)

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .bands import Band
+from .bands import Band, Bias
 from .dropout import keep_mask, keep_scale
 from .results import compute_dtype
 from .spec import AttentionSpec, AttentionTensors
@@ -62,9 +63,10 @@ class Stack(NamedTuple):
 
     def _of(self, tensor: torch.Tensor, heads: slice, length: int, which: int) -> torch.Tensor:
         if self.starts is None:
-            return tensor[self.first : self.first + self.count, heads, :length]
+            sequences = part(tensor, 0, slice(self.first, self.first + self.count))
+            return part(part(sequences, 1, heads), 2, slice(0, length))
         rows = slice(self.starts[which], self.starts[which] + self.count * length)
-        return tensor[0, heads, rows].unflatten(1, (self.count, length)).transpose(0, 1)
+        return part(part(tensor[0], 0, heads), 1, rows).unflatten(1, (self.count, length)).transpose(0, 1)
 
 
 def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
@@ -98,19 +100,29 @@ class Call:
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
         self.tensors, self.spec = tensors, spec
         self.dtype = compute_dtype(tensors.query.dtype)
-        self.rel_key, self.rel_value, self.rel_bias = (
-            None if table is None else stacked(table.to(self.dtype).contiguous(), name)
+        self.tables = {
+            name: stacked(table.to(self.dtype).contiguous(), name)
             for name, table in zip(AttentionTensors._fields[4:7], tensors[4:7], strict=True)
-        )
+            if table is not None
+        }
         self._buffers: dict[str, torch.Tensor] = {}
+        self._frame: tuple[Any, Frame] | None = None
 
-    def buffer(self, name: str, *shape: int) -> torch.Tensor:
+    def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Memory of that name, which blocks use one after the other; holds anything."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
+        size, buffer = math.prod(shape), self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             self._buffers[name] = buffer = self.tensors.query.new_empty(size, dtype=self.dtype)
         return buffer[:size].view(shape)
+
+    def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
+        """That of the block before, if it fits."""
+        per_head = any(table.shape[0] > 1 for table in self.tables.values())
+        heads = group.heads.start if per_head else None
+        kind = (group.sequences.count, group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        if self._frame is None or self._frame[0] != kind:
+            self._frame = kind, Frame(group, num_queries, num_keys, first_position)
+        return self._frame[1]
 
     def blocks(self) -> Iterator[Block]:
         """All queries of all sequences and heads."""
@@ -161,10 +173,9 @@ class Group:
         self.num_heads = heads.stop - heads.start
         self.sharing = self.num_heads // (key_heads.stop - key_heads.start)
         """Heads that share one of the keys'."""
-        self.key = self._visible(call.tensors.key)
-        self.value = self._visible(call.tensors.value)
+        self.key, self.value = self._of_keys(call.tensors.key), self._of_keys(call.tensors.value)
 
-    def _visible(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Key or value as (matrices, keys, width); of sequences that are shorter than the longest, the rest is zero."""
         rows = self.sequences.of_keys(tensor, self.key_heads)
         padding = self.padding(slice(0, self.sequences.num_keys))
@@ -179,122 +190,103 @@ class Group:
         return torch.arange(keys.start, keys.stop, device=device) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
 
 
-class Block:
-    """Some queries of a group, and the keys that they can see.
+class Frame:
+    """What blocks of one shape and place have in common: memory for their scores, their window, and their tables.
 
-    Its scores are (sequences * key heads, sharing * queries, keys) as matrices, and (sequences, heads, queries, keys) by pair.
+    Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
     """
 
+    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
+        self.call, self.spec = group.call, group.call.spec
+        self.num_sequences, self.num_heads, self.sharing = group.sequences.count, group.num_heads, group.sharing
+        self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
+        shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
+        self.scores, self.probs = group.call.buffer("scores", shape), group.call.buffer("probs", shape)
+        of_heads = {name: t if t.shape[0] == 1 else t[group.heads] for name, t in group.call.tables.items()}
+        self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale) if "rel_key" in of_heads else None
+        self.rel_value = Band(self, of_heads["rel_value"], 1.0) if "rel_value" in of_heads else None
+        self.rel_bias = Bias(self, of_heads["rel_bias"]) if "rel_bias" in of_heads else None
+        self.heads = group.heads
+
+    def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
+        """A view of matrices by sequence, head, query, and key or column."""
+        return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
+
+    @cached_property
+    def hidden(self) -> list[tuple[slice, torch.Tensor]]:
+        """Keys that the window hides from some of the queries, and from which: (queries, keys)."""
+        left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
+        hidden = []
+        if left >= 0:  # key n from query m where first + n - m < -left
+            stop = min(self.num_queries - 1 - left - first, self.num_keys)
+            if stop > 0:
+                hidden.append((slice(0, stop), self._pairs(stop).tril_(-1 - left - first)))
+        if right >= 0:  # where first + n - m > right
+            start = max(right + 1 - first, 0)
+            if start < self.num_keys:
+                hidden.append((slice(start, self.num_keys), self._pairs(self.num_keys - start).triu_(right + 1 - first - start)))
+        return hidden
+
+    def _pairs(self, num_keys: int) -> torch.Tensor:
+        return self.scores.new_ones(self.num_queries, num_keys, dtype=torch.bool)
+
+    @property
+    def has_blind(self) -> bool:
+        """Whether the window hides all keys from some query."""
+        left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
+        return (right >= 0 and first > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
+
+
+class Block:
+    """Some queries of a group, and the keys that they can see."""
+
     def __init__(self, group: Group, queries: slice) -> None:
-        sequences, spec = group.sequences, group.call.spec
+        sequences, spec, num_queries = group.sequences, group.call.spec, queries.stop - queries.start
         self.group, self.call, self.queries = group, group.call, queries
-        self.position = queries.start + sequences.query_offset
-        """Where the first query stands among the keys."""
+        position = queries.start + sequences.query_offset  # of the first query among the keys
         first, stop = 0, sequences.num_keys
         if spec.window_left >= 0:
-            first = max(self.position - spec.window_left, 0)
+            first = min(max(position - spec.window_left, 0), stop)
         if spec.window_right >= 0:
-            stop = min(self.position + self.num_queries + spec.window_right, stop)
+            stop = min(position + num_queries + spec.window_right, stop)
         self.keys = slice(first, max(stop, first))
-        self.key, self.value = group.key[:, self.keys], group.value[:, self.keys]
-
-    @property
-    def num_queries(self) -> int:
-        return self.queries.stop - self.queries.start
-
-    @property
-    def num_keys(self) -> int:
-        return self.keys.stop - self.keys.start
-
-    @property
-    def first_position(self) -> int:
-        """Relative position of the first key as the first query sees it."""
-        return self.keys.start - self.position
-
-    def _band(self, name: str, one_panel: bool = False) -> Band | None:
-        table = getattr(self.call, name)
-        return None if table is None else Band(self, of_heads(table, self.group.heads).shape[0], one_panel)
-
-    @cached_property
-    def key_band(self) -> Band | None:
-        return self._band("rel_key")
-
-    @cached_property
-    def value_band(self) -> Band | None:
-        return self._band("rel_value")
-
-    @cached_property
-    def bias_band(self) -> Band | None:
-        return self._band("rel_bias", one_panel=True)
-
-    def table(self, name: str) -> torch.Tensor:
-        return of_heads(getattr(self.call, name), self.group.heads)
-
-    def destination(self, place: torch.Tensor) -> torch.Tensor:
-        """Matrices to compute rows in: their own place if it is contiguous."""
-        sequences, heads, queries, width = place.shape
-        shape = (sequences * heads // self.group.sharing, self.group.sharing * queries, width)
-        if place.dtype == self.call.dtype and place.is_contiguous():
-            return place.view(shape)
-        return place.new_empty(shape, dtype=self.call.dtype)
-
-    def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
-        if place.data_ptr() != result.data_ptr():
-            place.copy_(self.by_pair(result))
-
-    def add_to_keys(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-        """The keys' part of total += scale * left^T @ right."""
-        place = self.group.sequences.of_keys(total, self.group.key_heads)[:, :, self.keys]
-        if place.is_contiguous():
-            place.flatten(0, 1).baddbmm_(left.mT, right, alpha=scale)
-        else:
-            place.add_(torch.bmm(left.mT, right).view(place.shape), alpha=scale)
+        self.num_keys = self.keys.stop - first
+        self.key, self.value = (part(tensor, 1, self.keys) for tensor in (group.key, group.value))
+        self.frame = group.call.frame(group, num_queries, self.num_keys, first - position)
+        self.by_pair = self.frame.by_pair
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
-        return self.group.sequences.of_queries(tensor, self.group.heads)[:, :, self.queries]
+        return part(self.group.sequences.of_queries(tensor, self.group.heads), 2, self.queries)
+
+    def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
+        return part(self.group.sequences.of_keys(tensor, self.group.key_heads), 2, self.keys)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """The queries' part of a (B, Hq, Nq, width) tensor for products with key or value."""
         return matrices(self.rows(tensor), self.group.sharing, self.call.dtype)
 
-    def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
-        """A view of matrices by sequence, head, query, and key or column."""
-        return scores.view(self.group.sequences.count, self.group.num_heads, self.num_queries, scores.shape[-1])
-
-    def hide(self, scores: torch.Tensor) -> None:
-        """Make what no mask of numbers says about hidden pairs -inf; scores are by pair."""
-        spec, first = self.call.spec, self.first_position
-        if spec.window_left >= 0:  # key n is hidden from query m where first + n - m < -left
-            stop = self.num_queries - 1 - spec.window_left - first
-            if stop > 0:
-                hidden = scores.new_ones(self.num_queries, min(stop, self.num_keys), dtype=torch.bool)
-                scores[..., :stop].masked_fill_(hidden.tril_(-1 - spec.window_left - first), -math.inf)
-        if spec.window_right >= 0:  # where first + n - m > right
-            start = max(spec.window_right + 1 - first, 0)
-            if start < self.num_keys:
-                hidden = scores.new_ones(self.num_queries, self.num_keys - start, dtype=torch.bool)
-                scores[..., start:].masked_fill_(hidden.triu_(spec.window_right + 1 - first - start), -math.inf)
-        padding = self.group.padding(self.keys)
-        if padding is not None:
-            scores.masked_fill_(padding, -math.inf)
-
     @property
     def has_blind(self) -> bool:
         """Whether a query may see none of the keys."""
-        left, right, first = self.call.spec.window_left, self.call.spec.window_right, self.first_position
-        if self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None:
-            return True
-        return (right >= 0 and first > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
+        return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
 
-    @property
-    def attn_mask(self) -> torch.Tensor | None:
-        """The block's part of the mask by pair; a size of 1 stays."""
+    def mask(self, pairs: torch.Tensor) -> None:
+        """Add a mask of numbers to the logits, by pair, and make those of hidden pairs -inf."""
         mask, sequences = self.call.tensors.attn_mask, self.group.sequences
-        if mask is None:
-            return None
-        wanted = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries, self.keys)
-        return mask[tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))]
+        if mask is not None:
+            wanted = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries, self.keys)
+            mask = mask[tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))]
+            if mask.dtype == torch.bool:
+                pairs.masked_fill_(~mask, -math.inf)
+            else:
+                pairs.add_(mask)
+        for keys, hidden in self.frame.hidden:
+            pairs[..., keys].masked_fill_(hidden, -math.inf)
+        padding = self.group.padding(self.keys)
+        if padding is not None:
+            pairs.masked_fill_(padding, -math.inf)
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
@@ -306,6 +298,23 @@ class Block:
         sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
         keep = keep_mask(seed, dropout_p, sequence[:, None, None, None], head[:, None, None], query[:, None], self.keys)
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
+
+    def destination(self, place: torch.Tensor) -> torch.Tensor:
+        """Matrices to compute rows of queries in: in their place if it is contiguous."""
+        if place.dtype == self.call.dtype and place.is_contiguous():
+            return place.view(self.frame.scores.shape[0], self.frame.scores.shape[1], place.shape[3])
+        return place.new_empty(*self.frame.scores.shape[:2], place.shape[3], dtype=self.call.dtype)
+
+    def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
+        """Copy what was computed in a destination to its place, unless it is there."""
+        if result.data_ptr() != place.data_ptr():
+            place.copy_(self.by_pair(result))
+
+
+def part(tensor: torch.Tensor, dim: int, rows: slice) -> torch.Tensor:
+    """tensor from rows.start to rows.stop of a dimension."""
+    length = rows.stop - rows.start
+    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, rows.start, length)
 
 
 def evenly(count: int, most: int) -> Iterator[slice]:

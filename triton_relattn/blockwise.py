@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from .blocks import Block, Call, of_heads, stacked
+from .blocks import Block, Call, Frame, of_heads, stacked
 from .results import compute_dtype, gradient_like, new_like
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
@@ -20,65 +21,68 @@ SHORT_ROW = 16
 
 
 class Queries(NamedTuple):
-    """What the scores of a block depend on besides keys and tables."""
+    """Rows of a block's queries, as products need them."""
 
-    query: torch.Tensor  # (matrices, sharing * queries, D)
-    rel_query: torch.Tensor | None  # (sequences, heads, queries, Dr)
-    packed: torch.Tensor | None  # rel_query in panels
+    matrices: torch.Tensor  # (matrices, sharing * queries, D)
+    rows: torch.Tensor | None  # of rel_query, (sequences, heads, queries, Dr)
+    packed: torch.Tensor | None  # those in panels
 
 
 def queries_of(block: Block) -> Queries:
-    tensors = block.call.tensors
+    """The query of a block, and what its table is multiplied with."""
+    tensors, band = block.call.tensors, block.frame.rel_key
     query = block.matrices(tensors.query)
-    if block.key_band is None:
+    if band is None:
         return Queries(query, None, None)
-    rel_query = block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype)
-    return Queries(query, rel_query, block.key_band.pack(rel_query))
+    rows = block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype)
+    return Queries(query, rows, band.pack(rows))
 
 
-def logits(block: Block, queries: Queries) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logits, masked, and the derivative of softcap, None without."""
-    call, spec = block.call, block.call.spec
-    scores = call.buffer("scores", *queries.query.shape[:2], block.num_keys)
-    scores.baddbmm_(queries.query, block.key.mT, beta=0, alpha=spec.scale)
-    by_pair = block.by_pair(scores)
-    if block.key_band is not None:
-        block.key_band.add_terms(by_pair, queries.packed, queries.rel_query, block.table("rel_key"), spec.rel_scale)
-    if block.bias_band is not None:
-        block.bias_band.add_bias(by_pair, block.table("rel_bias"))
+def logits(block: Block, queries: Queries) -> torch.Tensor | None:
+    """Compute the logits, masked, in the frame's scores; return the derivative of softcap, None without."""
+    frame, spec = block.frame, block.call.spec
+    scores = frame.scores.baddbmm_(queries.matrices, block.key.mT, beta=0, alpha=spec.scale)
+    pairs = block.by_pair(scores)
+    if frame.rel_key is not None:
+        assert queries.rows is not None and queries.packed is not None
+        frame.rel_key.add_terms(pairs, queries.packed, queries.rows)
+    if frame.rel_bias is not None:
+        frame.rel_bias.add_terms(pairs)
     slope = None
     if spec.softcap is not None:
         limited = scores.div_(spec.softcap).tanh_()
         slope = 1 - limited.square()
         scores.mul_(spec.softcap)
-    mask = block.attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        by_pair.masked_fill_(~mask, -math.inf)
-    elif mask is not None:
-        by_pair.add_(mask)
-    block.hide(by_pair)
-    return scores, slope
+    block.mask(pairs)
+    return slope
 
 
-def softmax(block: Block, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probabilities, each row of which sums to one (or zero if it sees nothing), and the log-sum-exp of each row."""
-    probs, top = block.call.buffer("probs", *scores.shape), scores.amax(-1, keepdim=True)
+def softmax(block: Block) -> torch.Tensor:
+    """The probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing."""
+    scores, probs = block.frame.scores, block.frame.probs
     if scores.shape[-1] < SHORT_ROW:
-        total = torch.sub(scores, top, out=probs).exp_().sum(-1, keepdim=True)
-        probs.div_(total)
-        lse = top + total.log_()
+        torch.sub(scores, scores.amax(-1, keepdim=True), out=probs).exp_()
+        probs.div_(probs.sum(-1, keepdim=True))
     else:
         torch.softmax(scores, -1, out=probs)
-        lse = top - probs.amax(-1, keepdim=True).log_()  # the largest is exp(0) / sum
     if block.has_blind:
-        blind = top == -math.inf
-        probs.masked_fill_(blind, 0)
-        lse.masked_fill_(blind, -math.inf)
-    return probs, lse
+        probs.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0)
+    return probs
+
+
+def log_sum_exp(scores: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Of each row: the largest of its probabilities is exp(0) / sum."""
+    largest = probs.amax(-1)
+    return torch.where(largest == 0, -math.inf, scores.amax(-1) - largest.log())
 
 
 def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
-    """probs * (d_probs - delta) in the place of d_probs."""
+    """probs * (d_probs - delta), in the place of d_probs.
+
+    delta_i = sum_j P[i, j] dP[i, j] is that of the block itself. The usual shortcut, rowsum(out * d_out), uses an out that was
+    rounded to the input dtype; every dS of the row then carries the same small error, and the table's gradient, a sum over all
+    rows, adds these errors up.
+    """
     if probs.shape[-1] < SHORT_ROW:
         delta = (probs * d_probs).sum(-1, keepdim=True)
         return d_probs.sub_(delta).mul_(probs)
@@ -91,21 +95,19 @@ def forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tenso
     out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
     for block in Call(tensors, spec).blocks():
-        place = block.rows(out)
+        place, lse_place, frame = block.rows(out), block.rows(lse), block.frame
         if block.num_keys == 0:
             place.zero_()
-            block.rows(lse).fill_(-math.inf)
+            lse_place.fill_(-math.inf)
             continue
-        scores, _ = logits(block, queries_of(block))
-        probs, row_lse = softmax(block, scores)
-        block.rows(lse).copy_(block.by_pair(row_lse).squeeze(-1))
+        logits(block, queries_of(block))
+        probs = softmax(block)
+        lse_place.copy_(log_sum_exp(frame.scores, probs).view(lse_place.shape))
         if block.dropout is not None:
             probs.mul_(block.dropout)
-        result = block.destination(place)
-        torch.bmm(probs, block.value, out=result)
-        if block.value_band is not None:
-            folded = block.value_band.fold(block.by_pair(probs))
-            block.value_band.add_rows(block.by_pair(result), folded, block.table("rel_value"))
+        result = torch.bmm(probs, block.value, out=block.destination(place))
+        if frame.rel_value is not None:
+            frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
         block.store(place, result)
     return out, lse
 
@@ -144,39 +146,50 @@ class Gradients(NamedTuple):
 
     def add_values(self, block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: torch.Tensor | None) -> None:
         """Add a block's part to the gradients of value and rel_value."""
+        band = block.frame.rel_value
         if self.value is not None:
-            block.add_to_keys(self.value, probs, d_out, 1.0)
-        if self.rel_value is not None:
-            band = block.value_band
-            folded = band.fold(block.by_pair(probs))
-            band.add_table_gradient(of_heads(self.rel_value, block.group.heads), folded, packed, block.by_pair(d_out))
+            add_transposed_product(block.rows_of_keys(self.value), probs, d_out)
+        if self.rel_value is not None and band is not None and packed is not None:
+            band.collect(band.fold(block.by_pair(probs)), packed, block.by_pair(d_out))
 
     def add_scores(self, block: Block, queries: Queries, d_scores: torch.Tensor) -> None:
         """Add a block's part to the other gradients."""
-        spec, band, by_pair = block.call.spec, block.key_band, block.by_pair(d_scores)
+        spec, frame, band, pairs = block.call.spec, block.frame, block.frame.rel_key, block.by_pair(d_scores)
         own_query = block.call.tensors.rel_query is not None
+        of_rows = self.rel_query if own_query else self.query
         if self.key is not None:
-            block.add_to_keys(self.key, d_scores, queries.query, spec.scale)
-        d_rel_query = self.rel_query if own_query else self.query
+            add_transposed_product(block.rows_of_keys(self.key), d_scores, queries.matrices, spec.scale)
+        if self.rel_bias is not None and frame.rel_bias is not None:
+            frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads), pairs)
         folded = None
-        if band is not None and (d_rel_query is not None or self.rel_key is not None):
-            folded = band.fold(by_pair)
-        if self.rel_key is not None:
-            total = of_heads(self.rel_key, block.group.heads)
-            band.add_table_gradient(total, folded, queries.packed, queries.rel_query, spec.rel_scale)
-        if self.rel_bias is not None:
-            block.bias_band.add_bias_gradient(of_heads(self.rel_bias, block.group.heads), by_pair)
+        if band is not None and (of_rows is not None or self.rel_key is not None):
+            folded = band.fold(pairs)
+            if self.rel_key is not None:
+                band.collect(folded, queries.packed, queries.rows)
         if self.query is not None:
             place = block.rows(self.query)
-            result = block.destination(place)
-            result.baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
-            if band is not None and not own_query:
-                band.add_rows(block.by_pair(result), folded, block.table("rel_key"), spec.rel_scale)
+            result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
+            if folded is not None and not own_query:
+                band.add_rows(block.by_pair(result), folded)
             block.store(place, result)
         if self.rel_query is not None:
-            result = torch.zeros_like(queries.rel_query)
-            band.add_rows(result, folded, block.table("rel_key"), spec.rel_scale)
+            result = torch.zeros_like(queries.rows)
+            band.add_rows(result, folded)
             block.rows(self.rel_query).copy_(result)
+
+    def add_tables(self, frame: Frame) -> None:
+        """Add what the blocks of a frame have collected to the gradients of rel_key and rel_value."""
+        for band, total in ((frame.rel_key, self.rel_key), (frame.rel_value, self.rel_value)):
+            if band is not None and total is not None:
+                band.add_gradient(of_heads(total, frame.heads))
+
+
+def add_transposed_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
+    """total (sequences, heads, keys, width) += scale * left^T @ right."""
+    if total.is_contiguous():
+        total.flatten(0, 1).baddbmm_(left.mT, right, alpha=scale)
+    else:
+        total.add_(torch.bmm(left.mT, right).view(total.shape), alpha=scale)
 
 
 def backward(
@@ -188,31 +201,37 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the tensors that spec.DIFFERENTIABLE names, None where not wanted or not there."""
     totals = Gradients.new(tensors, wanted)
-    for block in Call(tensors, spec).blocks():
-        if block.num_keys == 0:
-            for rows in (totals.query, totals.rel_query):
-                if rows is not None:
-                    block.rows(rows).zero_()
-            continue
-        d_out_rows = block.matrices(d_out)
-        packed = None if block.value_band is None else block.value_band.pack(block.by_pair(d_out_rows))
-        queries = queries_of(block)
-        scores, slope = logits(block, queries)
-        probs, _ = softmax(block, scores)
-        totals.add_values(block, probs if block.dropout is None else probs * block.dropout, d_out_rows, packed)
-        if totals.need_scores:
-            d_probs = torch.bmm(d_out_rows, block.value.mT, out=scores)
-            if block.value_band is not None:
-                block.value_band.add_terms(block.by_pair(d_probs), packed, block.by_pair(d_out_rows), block.table("rel_value"), 1.0)
-            if block.dropout is not None:
-                d_probs.mul_(block.dropout)
-            d_scores = softmax_backward(probs, d_probs)
-            if d_lse is not None:
-                d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
-            if slope is not None:
-                d_scores.mul_(slope)
-            totals.add_scores(block, queries, d_scores)
+    for frame, blocks in groupby(Call(tensors, spec).blocks(), lambda block: block.frame):
+        for block in blocks:
+            add_block(totals, block, d_out, d_lse)
+        totals.add_tables(frame)
     return tuple(
         None if total is None or tensor is None else (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
         for total, tensor in zip(totals, tensors, strict=False)
     )
+
+
+def add_block(totals: Gradients, block: Block, d_out: torch.Tensor, d_lse: torch.Tensor | None) -> None:
+    """Add a block's part to all gradients."""
+    if block.num_keys == 0:
+        for rows in (totals.query, totals.rel_query):
+            if rows is not None:
+                block.rows(rows).zero_()
+        return
+    band, queries, rows = block.frame.rel_value, queries_of(block), block.matrices(d_out)
+    packed = None if band is None else band.pack(block.by_pair(rows))
+    slope = logits(block, queries)
+    probs = softmax(block)
+    totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
+    if totals.need_scores:
+        d_probs = torch.bmm(rows, block.value.mT, out=block.frame.scores)
+        if band is not None and packed is not None:
+            band.add_terms(block.by_pair(d_probs), packed, block.by_pair(rows))
+        if block.dropout is not None:
+            d_probs.mul_(block.dropout)
+        d_scores = softmax_backward(probs, d_probs)
+        if d_lse is not None:
+            d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
+        if slope is not None:
+            d_scores.mul_(slope)
+        totals.add_scores(block, queries, d_scores)
