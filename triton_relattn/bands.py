@@ -159,20 +159,27 @@ class Band(Reach):
         strides = [self.width * math.prod(sizes[dim + 1 :]) for dim in range(4)]
         return self.in_panels(self.band.as_strided((*sizes, width), (*strides, self.width - 1, 1), self.panel - 1))
 
-    def add_terms(self, pairs: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor) -> None:
-        """pairs (by pair) += scale * rows . table. packed is self.pack(rows), (sequences, heads, queries, width)."""
+    @cached_property
+    def scores(self) -> list[torch.Tensor]:
+        """The near keys' part of the frame's scores as panels() returns them."""
+        return self.panels(self.frame.pairs[..., self.near])
+
+    def add_terms(self, packed: torch.Tensor, rows: torch.Tensor) -> None:
+        """The frame's scores += scale * rows . table. packed is self.pack(rows), (sequences, heads, queries, width)."""
         if self.num_near:
             self.band.baddbmm_(packed, self.windows, beta=0, alpha=self.scale)
-            for place, terms in zip(self.panels(pairs[..., self.near]), self.skewed, strict=True):
+            for place, terms in zip(self.scores, self.skewed, strict=True):
                 place.add_(terms)
         for keys, row in self.far:
-            pairs[..., keys].add_(rows @ self.table[:, row].mT, alpha=self.scale)
+            self.frame.pairs[..., keys].add_(rows @ self.table[:, row].mT, alpha=self.scale)
 
     def fold(self, pairs: torch.Tensor) -> Folded:
         """Sum what is by pair for each query and table row."""
         if self.num_near:
-            self.band.zero_()
-            for place, piece in zip(self.skewed, self.panels(pairs[..., self.near]), strict=True):
+            if self.panel > 1:
+                self.band.zero_()
+            pieces = self.scores if pairs is self.frame.pairs else self.panels(pairs[..., self.near])
+            for place, piece in zip(self.skewed, pieces, strict=True):
                 place.copy_(piece)
         return Folded(self.band if self.num_near else None, [pairs[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
 
@@ -229,17 +236,17 @@ class Bias(Reach):
         """The numbers of near keys, (tables, queries, keys)."""
         return self.window(self.table)[..., 0].unfold(1, self.num_near, 1).flip(1)
 
-    def add_terms(self, pairs: torch.Tensor) -> None:
-        """pairs (by pair) += the number of each."""
-        pairs = pairs.unflatten(1, (self.num_tables, self.sharing))
+    def add_terms(self) -> None:
+        """The frame's scores += the number of each pair."""
+        pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing))
         if self.num_near:
             pairs[..., self.near].add_(self.by_query[:, None])
         for keys, row in self.far:
             pairs[..., keys].add_(self.table[:, row, None])
 
-    def add_gradient(self, total: torch.Tensor, pairs: torch.Tensor) -> None:
-        """total, the gradient of the table, += what is by pair, summed over the pairs of each row."""
-        pairs = pairs.unflatten(1, (self.num_tables, self.sharing)).sum((0, 2))
+    def add_gradient(self, total: torch.Tensor) -> None:
+        """total, the gradient of the table, += the frame's scores, summed over the pairs of each row."""
+        pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing)).sum((0, 2))
         if self.num_near:
             num_queries, width = self.frame.num_queries, len(self.positions)
             band = pairs.new_zeros(self.num_tables, num_queries, width)

@@ -202,6 +202,7 @@ class Frame:
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
         shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
         self.scores, self.probs = group.call.buffer("scores", shape), group.call.buffer("probs", shape)
+        self.pairs = self.by_pair(self.scores)
         of_heads = {name: t if t.shape[0] == 1 else t[group.heads] for name, t in group.call.tables.items()}
         self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale) if "rel_key" in of_heads else None
         self.rel_value = Band(self, of_heads["rel_value"], 1.0) if "rel_value" in of_heads else None
@@ -272,9 +273,13 @@ class Block:
         """Whether a query may see none of the keys."""
         return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
 
-    def mask(self, pairs: torch.Tensor) -> None:
-        """Add a mask of numbers to the logits, by pair, and make those of hidden pairs -inf."""
-        mask, sequences = self.call.tensors.attn_mask, self.group.sequences
+    def pairs_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block's part of a (B, Hq, Nq, Nk) tensor, (sequences, heads, queries, keys)."""
+        return part(self.rows(tensor), 3, self.keys)
+
+    def mask(self) -> None:
+        """Add a mask of numbers to the logits, and make those of hidden pairs -inf."""
+        mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
         if mask is not None:
             wanted = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries, self.keys)
             mask = mask[tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from .blocks import Block, Call, Frame, of_heads, stacked
+from .blocks import Block, Call, Frame, matrices, of_heads, stacked
 from .results import compute_dtype, gradient_like, new_like
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
-SHORT_ROW = 16
-"""Keys below which torch's softmax, which needs as many for its vectors, is slower than one written out."""
+SHORT_ROW, SHORT_ROW_WITH_LSE = 16, 32
+"""Keys below which torch's softmax, made for rows that fill its vectors, is slower than one written out; that has the sum, too."""
 
 
 class Queries(NamedTuple):
@@ -41,25 +41,23 @@ def queries_of(block: Block) -> Queries:
 def logits(block: Block, queries: Queries) -> torch.Tensor | None:
     """Compute the logits, masked, in the frame's scores; return the derivative of softcap, None without."""
     frame, spec = block.frame, block.call.spec
-    scores = frame.scores.baddbmm_(queries.matrices, block.key.mT, beta=0, alpha=spec.scale)
-    pairs = block.by_pair(scores)
+    frame.scores.baddbmm_(queries.matrices, block.key.mT, beta=0, alpha=spec.scale)
     if frame.rel_key is not None:
-        assert queries.rows is not None and queries.packed is not None
-        frame.rel_key.add_terms(pairs, queries.packed, queries.rows)
+        frame.rel_key.add_terms(queries.packed, queries.rows)
     if frame.rel_bias is not None:
-        frame.rel_bias.add_terms(pairs)
+        frame.rel_bias.add_terms()
     slope = None
     if spec.softcap is not None:
-        limited = scores.div_(spec.softcap).tanh_()
+        limited = frame.scores.div_(spec.softcap).tanh_()
         slope = 1 - limited.square()
-        scores.mul_(spec.softcap)
-    block.mask(pairs)
+        limited.mul_(spec.softcap)
+    block.mask()
     return slope
 
 
-def softmax(block: Block) -> torch.Tensor:
+def softmax(block: Block, probs: torch.Tensor) -> torch.Tensor:
     """The probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing."""
-    scores, probs = block.frame.scores, block.frame.probs
+    scores = block.frame.scores
     if scores.shape[-1] < SHORT_ROW:
         torch.sub(scores, scores.amax(-1, keepdim=True), out=probs).exp_()
         probs.div_(probs.sum(-1, keepdim=True))
@@ -70,10 +68,22 @@ def softmax(block: Block) -> torch.Tensor:
     return probs
 
 
-def log_sum_exp(scores: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Of each row: the largest of its probabilities is exp(0) / sum."""
-    largest = probs.amax(-1)
-    return torch.where(largest == 0, -math.inf, scores.amax(-1) - largest.log())
+def softmax_with_lse(block: Block, probs: torch.Tensor) -> torch.Tensor:
+    """The probabilities of the frame's scores, and the log-sum-exp of each row of scores."""
+    scores = block.frame.scores
+    largest = scores.amax(-1, keepdim=True)
+    if scores.shape[-1] < SHORT_ROW_WITH_LSE:
+        total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
+        probs.div_(total)
+        lse = total.log_().add_(largest)
+    else:
+        torch.softmax(scores, -1, out=probs)
+        lse = largest - probs.amax(-1, keepdim=True).log_()  # the largest probability is exp(0) / sum
+    if block.has_blind:
+        blind = largest == -math.inf
+        probs.masked_fill_(blind, 0)
+        lse.masked_fill_(blind, -math.inf)
+    return lse
 
 
 def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
@@ -89,8 +99,22 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
 
 
-def forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, Hq, Nq, Dv) in the inputs' dtype and lse (B, Hq, Nq) in the compute dtype."""
+def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
+    """Whether the forward should keep the probabilities for the backward: they are no larger than query and value."""
+    query, value = tensors.query, tensors.value
+    size = value.shape[2] * compute_dtype(query.dtype).itemsize
+    of_inputs = (query.shape[3] + value.shape[3]) * query.dtype.itemsize
+    return size <= of_inputs and spec.softcap is None and tensors.cu_seqlens_q is None
+
+
+def forward(
+    tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, Hq, Nq, Dv) in the inputs' dtype and lse (B, Hq, Nq) in the compute dtype.
+
+    Args:
+        kept: where the probabilities go, before dropout, for the backward.
+    """
     query = tensors.query
     out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
@@ -101,10 +125,12 @@ def forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tenso
             lse_place.fill_(-math.inf)
             continue
         logits(block, queries_of(block))
-        probs = softmax(block)
-        lse_place.copy_(log_sum_exp(frame.scores, probs).view(lse_place.shape))
+        probs = frame.probs if kept is None else block.destination(block.pairs_of(kept))
+        lse_place.copy_(softmax_with_lse(block, probs).view(lse_place.shape))
+        if kept is not None:
+            block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
-            probs.mul_(block.dropout)
+            probs = torch.mul(probs, block.dropout, out=frame.probs)
         result = torch.bmm(probs, block.value, out=block.destination(place))
         if frame.rel_value is not None:
             frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
@@ -154,16 +180,16 @@ class Gradients(NamedTuple):
 
     def add_scores(self, block: Block, queries: Queries, d_scores: torch.Tensor) -> None:
         """Add a block's part to the other gradients."""
-        spec, frame, band, pairs = block.call.spec, block.frame, block.frame.rel_key, block.by_pair(d_scores)
+        spec, frame, band = block.call.spec, block.frame, block.frame.rel_key
         own_query = block.call.tensors.rel_query is not None
         of_rows = self.rel_query if own_query else self.query
         if self.key is not None:
             add_transposed_product(block.rows_of_keys(self.key), d_scores, queries.matrices, spec.scale)
         if self.rel_bias is not None and frame.rel_bias is not None:
-            frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads), pairs)
+            frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads))
         folded = None
         if band is not None and (of_rows is not None or self.rel_key is not None):
-            folded = band.fold(pairs)
+            folded = band.fold(frame.pairs)
             if self.rel_key is not None:
                 band.collect(folded, queries.packed, queries.rows)
         if self.query is not None:
@@ -198,12 +224,17 @@ def backward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Iterable[bool] = (True,) * 7,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the tensors that spec.DIFFERENTIABLE names, None where not wanted or not there."""
+    """Gradients of the tensors that spec.DIFFERENTIABLE names, None where not wanted or not there.
+
+    Args:
+        kept: the probabilities that the forward has kept; None: they are computed again.
+    """
     totals = Gradients.new(tensors, wanted)
     for frame, blocks in groupby(Call(tensors, spec).blocks(), lambda block: block.frame):
         for block in blocks:
-            add_block(totals, block, d_out, d_lse)
+            add_block(totals, block, d_out, d_lse, kept)
         totals.add_tables(frame)
     return tuple(
         None if total is None or tensor is None else (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
@@ -211,22 +242,28 @@ def backward(
     )
 
 
-def add_block(totals: Gradients, block: Block, d_out: torch.Tensor, d_lse: torch.Tensor | None) -> None:
+def add_block(
+    totals: Gradients, block: Block, d_out: torch.Tensor, d_lse: torch.Tensor | None, kept: torch.Tensor | None
+) -> None:
     """Add a block's part to all gradients."""
     if block.num_keys == 0:
         for rows in (totals.query, totals.rel_query):
             if rows is not None:
                 block.rows(rows).zero_()
         return
-    band, queries, rows = block.frame.rel_value, queries_of(block), block.matrices(d_out)
+    frame, band, slope = block.frame, block.frame.rel_value, None
+    queries, rows = queries_of(block), block.matrices(d_out)
     packed = None if band is None else band.pack(block.by_pair(rows))
-    slope = logits(block, queries)
-    probs = softmax(block)
+    if kept is None:
+        slope = logits(block, queries)
+        probs = softmax(block, frame.probs)
+    else:
+        probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
     totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
     if totals.need_scores:
-        d_probs = torch.bmm(rows, block.value.mT, out=block.frame.scores)
-        if band is not None and packed is not None:
-            band.add_terms(block.by_pair(d_probs), packed, block.by_pair(rows))
+        d_probs = torch.bmm(rows, block.value.mT, out=frame.scores)
+        if band is not None:
+            band.add_terms(packed, block.by_pair(rows))
         if block.dropout is not None:
             d_probs.mul_(block.dropout)
         d_scores = softmax_backward(probs, d_probs)

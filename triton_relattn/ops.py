@@ -25,6 +25,9 @@ _TENSORS = ", ".join(
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
+KEEPING = "blockwise keeping probabilities"
+"""The implementation that, where it is differentiated, returns the probabilities as statistics."""
+
 _library = torch.library.Library("triton_relattn", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 _library.define(
@@ -47,7 +50,8 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
         with torch.cuda.device_of(tensors.query):
             return forward(tensors, spec)
     with without_autocast(tensors.query.device):
-        return *blockwise.forward(tensors, spec), _no_statistics(tensors.query)
+        kept = _forward_fake(*arguments)[2]
+        return *blockwise.forward(tensors, spec, kept if implementation == KEEPING else None), kept
 
 
 def _no_statistics(query: torch.Tensor) -> torch.Tensor:
@@ -61,6 +65,8 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
     if implementation == "triton" and tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool:
         return out, lse, query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
+    if implementation == KEEPING:
+        return out, lse, query.new_empty(*query.shape[:3], tensors.key.shape[2], dtype=lse.dtype)
     return out, lse, _no_statistics(query)
 
 
@@ -76,7 +82,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
             gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted)
+            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, statistics)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -103,7 +109,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(statistics)
     # blockwise computes delta from its blocks and does not need out.
     kernels = ctx.implementation == "triton"
-    ctx.save_for_backward(out if kernels else None, lse, statistics if kernels else None, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(out if kernels else None, lse, statistics if statistics.numel() else None, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:-1]
 
 
@@ -205,6 +211,8 @@ def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implement
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
     # Where nobody differentiates, a Function only costs time, and torch.compile cannot trace one that marks a result as constant.
     function = not torch.compiler.is_compiling() and _is_differentiated(tensors)
+    if implementation == "blockwise" and function and blockwise.keeps_probs(tensors, spec):
+        implementation = KEEPING
     run = _Forward.apply if function else torch.ops.triton_relattn.attention_forward
     out, lse, _ = run(*tensors, *spec, implementation)
     return out, lse
