@@ -28,7 +28,7 @@ import torch
 if TYPE_CHECKING:
     from .blocks import Frame
 
-PANEL_ROWS = 128
+PANEL_ROWS = 64
 """Rows of a product with a window: with fewer it is slow, with more bands are wider than they need to be."""
 PANEL_COLUMNS = 12
 """Columns of a band, at least: products with fewer are slow."""
@@ -149,8 +149,9 @@ class Band(Reach):
 
     @cached_property
     def band(self) -> torch.Tensor:
-        """Memory of a band, (tables * panels, rows of a panel, self.width)."""
-        return self.frame.call.buffer("band", self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
+        """Memory for a band, (tables * panels, rows of a panel, self.width): that of the probabilities, if a band is not of them."""
+        name = "band" if "rel_value" in self.frame.call.tables else "probs"
+        return self.frame.call.buffer(name, self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
 
     @cached_property
     def skewed(self) -> list[torch.Tensor]:

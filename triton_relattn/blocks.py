@@ -200,14 +200,19 @@ class Frame:
         self.call, self.spec = group.call, group.call.spec
         self.num_sequences, self.num_heads, self.sharing = group.sequences.count, group.num_heads, group.sharing
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
-        shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
-        self.scores, self.probs = group.call.buffer("scores", shape), group.call.buffer("probs", shape)
+        self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
+        self.scores = group.call.buffer("scores", self.shape)
         self.pairs = self.by_pair(self.scores)
         of_heads = {name: t if t.shape[0] == 1 else t[group.heads] for name, t in group.call.tables.items()}
         self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale) if "rel_key" in of_heads else None
         self.rel_value = Band(self, of_heads["rel_value"], 1.0) if "rel_value" in of_heads else None
         self.rel_bias = Bias(self, of_heads["rel_bias"]) if "rel_bias" in of_heads else None
         self.heads = group.heads
+
+    @cached_property
+    def probs(self) -> torch.Tensor:
+        """Memory for the probabilities."""
+        return self.call.buffer("probs", self.shape)
 
     def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
         """A view of matrices by sequence, head, query, and key or column."""
@@ -307,8 +312,8 @@ class Block:
     def destination(self, place: torch.Tensor) -> torch.Tensor:
         """Matrices to compute rows of queries in: in their place if it is contiguous."""
         if place.dtype == self.call.dtype and place.is_contiguous():
-            return place.view(self.frame.scores.shape[0], self.frame.scores.shape[1], place.shape[3])
-        return place.new_empty(*self.frame.scores.shape[:2], place.shape[3], dtype=self.call.dtype)
+            return place.view(*self.frame.shape[:2], place.shape[3])
+        return place.new_empty(*self.frame.shape[:2], place.shape[3], dtype=self.call.dtype)
 
     def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
         """Copy what was computed in a destination to its place, unless it is there."""

@@ -93,9 +93,8 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     rounded to the input dtype; every dS of the row then carries the same small error, and the table's gradient, a sum over all
     rows, adds these errors up.
     """
-    if probs.shape[-1] < SHORT_ROW:
-        delta = (probs * d_probs).sum(-1, keepdim=True)
-        return d_probs.sub_(delta).mul_(probs)
+    if probs.shape[-1] < SHORT_ROW or probs.device.type != "cpu":  # elsewhere a row may be written before all of it is read
+        return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
     return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
 
 
@@ -103,7 +102,7 @@ def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     """Whether the forward should keep the probabilities for the backward: they are no larger than query and value."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
-    of_inputs = (query.shape[3] + value.shape[3]) * query.dtype.itemsize
+    of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
     return size <= of_inputs and spec.softcap is None and tensors.cu_seqlens_q is None
 
 
