@@ -7,6 +7,7 @@ models    models of transformers, stock and on the operator: checked, time and p
 accuracy  errors against float64, beside those of plain torch
 tune      the best configurations for this GPU, as a profile that the package reads
 compile   what the compiled kernels take, for GPUs that are not there
+cycles    how fast they are there by a model; its calibration
 plot      figures, from CSV files alone
 verify    the tests of what is measured
 """
@@ -26,6 +27,7 @@ VERBS = {
     "accuracy": "accuracy",
     "tune": "tune",
     "compile": "compile",
+    "cycles": "cycles.report",
     "plot": "plot",
     "verify": "verify",
 }

@@ -58,7 +58,7 @@ def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
 def function_of(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:
     """From query, key, value and table to out."""
     if method == OURS:
-        return partial(fused_relative_attention, implementation=options.implementation)  # type: ignore[return-value]
+        return partial(fused_relative_attention, implementation=options.implementation)
     baseline = BASELINES["skewing" if method == EAGER else "dense_bias"]
     return lambda query, key, value, table: baseline(query, key, value, table, False)
 

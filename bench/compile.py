@@ -1,6 +1,7 @@
 """What the kernels take on GPUs that are not there, and how many instructions the relative terms add.
 
-For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table.
+For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table; on sm_80
+and sm_90 the cycles that a model predicts, too (bench/cycles/README.md).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton_relattn.kernels import configs
 
 from .cases import DTYPES
 from .compiled import SHARED_MEMORY, Resources, compiled, matrix_instructions, resources, selected, shuffles
+from .cycles.predict import Prediction, predict
 from .features import FEATURES, Resolved
 from .features import call as call_with
 from .options import add_files, add_jobs, add_list, some_of
@@ -33,10 +35,13 @@ COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
     *("registers", "spill_bytes", "shared_bytes", "fits"),
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
+    *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit"),
     *("carry", "rotation", "status"),
 )
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 """What a budget holds of a kernel."""
+PREDICTED = ("cycles", "far_cycles", "wgmma_products", "wgmma_groups")
+"""What it holds besides if the model knows the target: cycles for 64 x 64 scores, far_cycles of those beyond a bounded table."""
 BUDGET = ROOT / "bench" / "budgets" / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.csv"
 """Of the installed Triton: counts of registers and instructions belong to a version."""
 
@@ -78,6 +83,26 @@ def used_by(case: KernelCase, config: configs.TileConfig) -> Resources:
     return resources(compiled(case.kernel, case.target, *case.call, config))
 
 
+@functools.cache
+def predicted(case: KernelCase, config: configs.TileConfig) -> Prediction | None:
+    """What the model of cycles says of the kernel with this configuration; None if it does not know the target."""
+    return predict(compiled(case.kernel, case.target, *case.call, config), config.block_m, config.block_n)
+
+
+def predictions(found: Prediction | None) -> dict[str, Any]:
+    """The columns of PREDICTED, how many programs a multiprocessor runs, and what limits the loop; none without a prediction."""
+    if found is None:
+        return {}
+    return {
+        "cycles": round(found.cycles),
+        "far_cycles": None if found.far_cycles is None else round(found.far_cycles),
+        "wgmma_products": found.wgmma_products,
+        "wgmma_groups": found.wgmma_groups,
+        "programs": found.programs,
+        "limit": found.loops[0].limit,
+    }
+
+
 def counts(used: Resources) -> dict[str, int]:
     """The columns of COUNTS."""
     loop = used.main_loop
@@ -92,7 +117,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         config, rel_key = case.config, case.call[0].rel_key
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
-        result |= {**counts(used), "fits": used.fits(case.target)}
+        result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
         if case.kernel != "table":
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
@@ -144,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write_budget(rows: Sequence[dict[str, Any]]) -> None:
     """Replace what the budget says of these kernels, and add those that it does not have."""
-    columns = (*KEYS, *COUNTS, *TILE_COLUMNS, "carry", "rotation")
+    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS, "carry", "rotation")
     budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
     BUDGET.parent.mkdir(exist_ok=True)
     with BUDGET.open("w", newline="") as file:

@@ -19,7 +19,7 @@ from triton_relattn.demo.measure import LARGEST_MMAP_THRESHOLD, PAGE, map_blocks
 from triton_relattn.demo.report import short_bytes
 from triton_relattn.integrations.transformers import disable, enable
 
-from . import summary, timing
+from . import families, summary, timing
 from .families import EVERY, FAMILIES, Family
 from .memory_limit import limit_memory
 from .methods import OURS
@@ -84,8 +84,7 @@ def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: st
 
     def output() -> torch.Tensor:
         # Wav2Vec2-Conformer writes zeros into its input.
-        out: torch.Tensor = model(**{name: value.clone() for name, value in arguments.items()}).last_hidden_state
-        return out
+        return families.output(model(**{name: value.clone() for name, value in arguments.items()}))
 
     def forward(_: None) -> Sequence[torch.Tensor]:
         with torch.no_grad():

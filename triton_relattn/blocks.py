@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .bands import Band
 from .bands import Band, Bias
 from .dropout import keep_mask, keep_scale
 from .results import compute_dtype

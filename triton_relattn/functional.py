@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
@@ -12,6 +12,9 @@ from .positions import RelativePositions
 from .reference import resolved_reference
 from .results import has_autocast, without_autocast
 from .spec import AttentionSpec, AttentionTensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -43,6 +46,60 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
     return ops.relative_attention(tensors, spec, implementation)
 
 
+class OptionsVarlen(TypedDict, total=False):
+    """What both functions take by name, but for what decides on the type of their result; see their signatures."""
+
+    rel_query: torch.Tensor | None
+    rel_value: torch.Tensor | None
+    rel_bias: torch.Tensor | None
+    positions: RelativePositions | None
+    is_causal: bool
+    window_size: tuple[int, int] | None
+    query_offset: int | torch.Tensor
+    dropout_p: float
+    scale: float | None
+    rel_scale: float | None
+    softcap: float | None
+    enable_gqa: bool
+    exact_delta: bool
+    implementation: str | None
+
+
+class Options(OptionsVarlen, total=False):
+    attn_mask: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+
+
+@overload
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def fused_relative_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -56,7 +113,7 @@ def fused_relative_attention(
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -89,16 +146,20 @@ def fused_relative_attention(
         rel_value: the table A, (R, Dv) or (Hq, R, Dv).
         rel_bias: the table b, (R,) or (Hq, R), in query's dtype or float32.
         positions: the relative positions the rows of the tables stand for. By default centred,
-            ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R.
+            ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R. Short tables are
+            clipped on purpose, as by Shaw et al., and nothing is said of it; nobody clips at distances beyond 512, so that a
+            table of more than 1025 rows that does not cover a call gets a warning. Positions that are given say what is meant;
+            with ``outside="error"`` such calls are refused.
         attn_mask: broadcasts to (B, Hq, Nq, Nk), without being expanded. Bool: True where a query may attend. Else, in query's
             dtype or float32, it is added to the logits; it has no gradient.
-        key_lengths: (B,) int32 or int64, how many keys of each batch entry exist; the rest is padding.
+        key_lengths: (B,) int32 or int64, how many keys of each batch entry exist; the rest is padding; or a tensor of
+            one number for all.
         is_causal: hide keys in the future (r > 0).
-        window_size: (left, right), hide keys with r < -left or r > right; -1: unbounded. Tiles outside are not computed. All
-            masks combine: a key is seen if none hides it.
-        query_offset: query i stands at key position i + query_offset; an int, or (B,) int32 or int64. 0 aligns the upper left
-            corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right one (a key-value
-            cache).
+        window_size: (left, right), hide keys with r < -left or r > right; -1: unbounded, None: both are. Tiles outside are not
+            computed. All masks combine: a key is seen if none hides it.
+        query_offset: query i stands at key position i + query_offset; an int, or (B,) int32 or int64, or a tensor of one for
+            all. 0 aligns the upper left corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the
+            lower right one (a key-value cache).
         dropout_p: probability with which a probability is dropped; the others are multiplied by 1 / (1 - dropout_p). What is
             dropped depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
             inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
@@ -110,7 +171,8 @@ def fused_relative_attention(
         exact_delta: also compute the gradient of the query without the rounding of out (see README, Numerics). The other
             gradients always are, and with "blockwise" and "reference" all. Costs a second pass over the keys.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default triton on a GPU
-            that can run it, else blockwise. One that is asked for by name is used, or raises.
+            that can run it, else blockwise, on a GPU with a warning that says why, once for each reason. One that is asked for
+            by name is used, or raises.
 
     Returns:
         out (B, Hq, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, Hq, Nq), natural
@@ -123,10 +185,16 @@ def fused_relative_attention(
     "reference" on a GPU need ``torch.use_deterministic_algorithms(True)`` for that: it gathers, whose gradient adds in any order.
 
     Raises:
-        ValueError: wrong ranks, shapes, devices or values. The values of key_lengths are checked on the CPU only (a check
-            on a GPU would wait for it; ``TRITON_RELATTN_CHECK_VALUES=1`` asks for it); the kernels limit them to [0, Nk].
+        ValueError: wrong ranks, shapes, devices or values. The message says so where a mask has taken rel_key's place, or
+            dimensions are in the order (B, N, H, D). The values of key_lengths are checked on the CPU only (a check on a GPU
+            would wait for it; ``TRITON_RELATTN_CHECK_VALUES=1`` asks for it); the kernels limit them to [0, Nk].
         TypeError: wrong types or dtypes.
         NotImplementedError: ``implementation="triton"`` where it cannot run, with the reason.
+
+    Warns, once each:
+        RuntimeWarning: a GPU gets "blockwise" by default. A long table does not cover the call (see positions). The order of
+            dimensions seems to be (B, N, H, D): there are more heads than positions, and more than 256, or just as many as the
+            table covers positions.
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",
@@ -166,6 +234,48 @@ def fused_relative_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionsVarlen],
+) -> torch.Tensor: ...
+@overload
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: Literal[True],
+    **options: Unpack[OptionsVarlen],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: bool,
+    **options: Unpack[OptionsVarlen],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def fused_relative_attention_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -181,7 +291,7 @@ def fused_relative_attention_varlen(
     rel_bias: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -204,7 +314,9 @@ def fused_relative_attention_varlen(
         rel_query: (total_q, Hq, Dr), by default the query.
         cu_seqlens_q: (B + 1,) int32 or int64, rising from 0 to total_q. cu_seqlens_k: to total_k. Their values, too, are
             checked on the CPU only.
-        max_seqlen_q: the length of the longest sequence of queries, or more. max_seqlen_k: of keys.
+        max_seqlen_q: the length of the longest sequence of queries, or more. max_seqlen_k: of keys. Ints, such as
+            ``lengths.max().item()``, which waits for a GPU (and in torch.compile needs
+            ``torch._dynamo.config.capture_scalar_outputs``).
         query_offset: an int, or (B,), one of each sequence.
 
     The others are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Dropout of sequence b is that of

@@ -6,7 +6,6 @@ The tensors of AttentionTensors and the scalars of AttentionSpec are the schema,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -50,12 +49,15 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
         with torch.cuda.device_of(tensors.query):
             return forward(tensors, spec)
     with without_autocast(tensors.query.device):
-        kept = _forward_fake(*arguments)[2]
+        kept = _statistics(tensors, implementation)
         return *blockwise.forward(tensors, spec, kept if implementation == KEEPING else None), kept
 
 
-def _no_statistics(query: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(0, dtype=torch.float32)
+def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
+    """The empty third result, what is kept for the backward: two numbers of each query by the kernels, nothing by "blockwise"."""
+    query, key = tensors.query, tensors.key
+    sizes = {"triton": (*query.shape[:2], 2, query.shape[2]), KEEPING: (*query.shape[:3], key.shape[2])}
+    return query.new_empty(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
@@ -63,11 +65,7 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     query = tensors.query
     out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
-    if implementation == "triton" and tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool:
-        return out, lse, query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
-    if implementation == KEEPING:
-        return out, lse, query.new_empty(*query.shape[:3], tensors.key.shape[2], dtype=lse.dtype)
-    return out, lse, _no_statistics(query)
+    return out, lse, _statistics(tensors, implementation)
 
 
 def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
@@ -79,7 +77,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
         from .kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
-            gradients = backward(d_out, d_lse, out, lse, statistics, tensors, spec, wanted)
+            gradients = backward(d_out, d_lse, out, statistics, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
             gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, statistics)
@@ -92,14 +90,6 @@ def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, *arguments):  # type
         query.new_empty(0) if tensor is None or not want else gradient_like(tensor)
         for tensor, want in zip(arguments[:_NUM_GRADIENTS], wanted, strict=True)
     )
-
-
-for _name, _run, _fake in (
-    ("attention_forward", _forward, _forward_fake),
-    ("attention_backward", _backward, _backward_fake),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -118,51 +108,75 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
     _, _, _, query, _, value, *_ = saved
     if d_out is None:
         d_out = query.new_zeros(*query.shape[:3], value.shape[3])
-    # Compiled graphs refuse a second derivative by themselves, and torch.compile cannot trace one Function in another's backward.
-    function = not torch.compiler.is_compiling() and _is_differentiated((d_out, d_lse, *saved))
-    run = _Backward.apply if function else torch.ops.triton_relattn.attention_backward
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
-    gradients = run(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
+    backward = torch.ops.triton_relattn.attention_backward.default
+    gradients = backward(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
     others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
-def _is_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:
+def _is_differentiated(arguments: Iterable[Any]) -> bool:
     """Whether anybody may ask for a derivative by them, in reverse mode or (which is to be refused) in forward mode."""
     if forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
-def _no_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
-    raise NotImplementedError(
-        "triton_relattn::attention_forward and attention_backward have no forward-mode derivatives (jvp); "
-        'implementation="reference" has them'
-    )
+class _Operator(torch.autograd.Function):
+    """One of the operators as autograd and torch.func see it. Subclasses say which, and how it is differentiated."""
+
+    operator: Any
+
+    @classmethod
+    def forward(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Run the operator below autograd."""
+        with torch._C._AutoDispatchBelowAutograd():
+            results: tuple[torch.Tensor, ...] = cls.operator(*arguments)
+        return results
+
+    @classmethod
+    def with_autograd(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Run the operator, as a node of autograd's graph if anybody differentiates; that only costs time otherwise."""
+        if not _is_differentiated(arguments):
+            return cls.forward(*arguments)
+        # Function.apply without its search for transforms, which are at work above this key.
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc, no-any-return]
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        raise NotImplementedError(
+            "triton_relattn::attention_forward and attention_backward have no forward-mode derivatives (jvp); "
+            'implementation="reference" has them'
+        )
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        """Run the operator for each index of the dimensions that vmap maps over, one call after the other."""
+        if info.batch_size == 0:
+            raise ValueError(f"{cls.operator}: vmap over a dimension of size 0")
+        mapped = [
+            [
+                argument.select(dim, index) if isinstance(dim, int) else argument
+                for argument, dim in zip(arguments, in_dims, strict=True)
+            ]
+            for index in range(info.batch_size)
+        ]
+        results = [cls.operator(*each) for each in mapped]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
-class _Forward(torch.autograd.Function):
+class _Forward(_Operator):
     """out, lse, statistics = f(tensors, scalars...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        return torch.ops.triton_relattn.attention_forward(*arguments)
-
+    operator = torch.ops.triton_relattn.attention_forward.default
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
-    jvp = staticmethod(_no_forward_mode)
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_Operator):
     """The gradients. Differentiating them raises; without this, terms would be dropped."""
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        return torch.ops.triton_relattn.attention_backward(*arguments)
+    operator = torch.ops.triton_relattn.attention_backward.default
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -175,44 +189,24 @@ class _Backward(torch.autograd.Function):
             'implementation="reference" has all of them'
         )
 
-    jvp = staticmethod(_no_forward_mode)
 
-
-# A registered formula serves those who call the operator itself. The public function goes through _Forward: a registered
-# formula does not work under torch.func, and its forward-mode tangents are zero where _Forward raises.
-torch.library.register_autograd(
-    "triton_relattn::attention_forward", _differentiate, setup_context=_save_for_backward, lib=_library
-)
-
-
-def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """The operator for each index of the dimensions that vmap maps over, one call after the other."""
-    if info.batch_size == 0:
-        raise ValueError(f"{operator}: vmap over a dimension of size 0")
-    mapped = [
-        [
-            argument.select(dim, index) if isinstance(dim, int) else argument
-            for argument, dim in zip(arguments, in_dims, strict=True)
-        ]
-        for index in range(info.batch_size)
-    ]
-    results = [operator(*each) for each in mapped]
-    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
-
-
-for _name in ("attention_forward", "attention_backward"):
-    _operator = getattr(torch.ops.triton_relattn, _name)
-    torch.library.register_vmap(f"triton_relattn::{_name}", partial(_one_by_one, _operator), lib=_library)
+# Not with torch.library.register_autograd: torch.func does not take the Functions that it makes, and their forward-mode tangents
+# are zero. The last key is torch.func's: apply hands the call from transform to transform, down to the operator without any.
+for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, _backward, _backward_fake)):
+    _name = _operator.operator._opname
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _operator.with_autograd, "Autograd")
+    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")
+    torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
 when_imported("torch.utils.flop_counter", flops.register)
 when_imported("torch.distributed.tensor", sharding.register)
 
 
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    # Where nobody differentiates, a Function only costs time, and torch.compile cannot trace one that marks a result as constant.
-    function = not torch.compiler.is_compiling() and _is_differentiated(tensors)
-    if implementation == "blockwise" and function and blockwise.keeps_probs(tensors, spec):
+    # Not where torch.compile traces, which would have to know sizes.
+    differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
+    if differentiated and blockwise.keeps_probs(tensors, spec):
         implementation = KEEPING
-    run = _Forward.apply if function else torch.ops.triton_relattn.attention_forward
-    out, lse, _ = run(*tensors, *spec, implementation)
+    out, lse, _ = torch.ops.triton_relattn.attention_forward.default(*tensors, *spec, implementation)
     return out, lse

@@ -58,16 +58,11 @@ def register() -> None:
     def of_tensors(tensors: AttentionTensors, placements: dict[str, Any]) -> list[Any]:
         return [None if tensor is None else placements[name] for name, tensor in tensors._asdict().items()]
 
-    def has_statistics(tensors: AttentionTensors, implementation: str) -> bool:
-        """Whether the third result of the forward is more than an empty vector."""
-        mask = tensors.attn_mask
-        return implementation == "triton" and mask is not None and mask.tensor_meta.dtype != torch.bool  # type: ignore[attr-defined]
-
     def forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
         ways = []
         for result, placements in kinds(tensors):
-            statistics = result if has_statistics(tensors, others[-1]) else Replicate()
+            statistics = Replicate() if others[-1] == "blockwise" else result
             ways.append(([result, result, statistics], [*of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
@@ -85,7 +80,7 @@ def register() -> None:
                 has_gradient = want and getattr(tensors, name) is not None
                 gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
             of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]
-            of_statistics = result if has_statistics(tensors, implementation) else Replicate()
+            of_statistics = Replicate() if implementation == "blockwise" else result
             saved = [*of_results, None if statistics is None else of_statistics]
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
         return ways

@@ -362,6 +362,17 @@ def _require_errors_below(name: str, actual: torch.Tensor, golden: torch.Tensor,
     )
 
 
+def error_budget(golden: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *, factor: float) -> float:
+    """The largest error of a result in dtype: ``factor`` times that of plain torch, and two units in the last place.
+
+    Args:
+        golden: the float64 result. Where it is -inf, the reference must be, too.
+        reference: what the dense reference gives in dtype.
+    """
+    errors, finite_golden = _finite_errors("reference", reference, golden)
+    return factor * float(errors.max()) + 2 * last_place(float(finite_golden.abs().max()), dtype)
+
+
 def assert_within_budget(
     name: str,
     actual: torch.Tensor,
@@ -388,9 +399,10 @@ def assert_within_budget(
     largest, reference_error = float(finite_golden.abs().max()), float(reference_errors.max())
     _require(largest > 0, f"{name}: the golden result is all zero, the check would be vacuous")
     _require(exact_reference or reference_error > 0, f"{name}: the reference has no error, the check would be vacuous")
-    rounding = 2 * last_place(largest, actual.dtype)
+    budget = error_budget(golden, reference, actual.dtype, factor=factor)
+    rounding = budget - factor * reference_error
     explanation = f"{factor} * {reference_error:.3e} of the reference + {rounding:.3e} for two units in the last place"
-    _require_errors_below(name, actual, golden, factor * reference_error + rounding, explanation)
+    _require_errors_below(name, actual, golden, budget, explanation)
 
 
 def table_gradient_budget(
@@ -453,6 +465,15 @@ def assert_table_gradient(
     _require_errors_below(name, actual, golden, budget, explanation)
 
 
+def _largest_rms(gradients: Iterable[torch.Tensor]) -> float:
+    return max((float(each.double().square().mean().sqrt()) for each in gradients if each.numel()), default=0.0)
+
+
+def float32_gradient_budget(golden: torch.Tensor, all_golden: Iterable[torch.Tensor]) -> float:
+    """The largest norm of a float32 gradient's error, see :func:`assert_gradients_close_fp32`."""
+    return 2e-4 * max(float(golden.double().norm()), 0.05 * _largest_rms(all_golden) * math.sqrt(golden.numel()))
+
+
 def assert_gradients_close_fp32(
     name: str, actual: torch.Tensor, golden: torch.Tensor, all_golden: Iterable[torch.Tensor]
 ) -> None:
@@ -465,10 +486,11 @@ def assert_gradients_close_fp32(
         AssertionError: the error is larger, something is not finite, or all golden gradients are zero.
     """
     errors, golden = _finite_errors(name, actual, golden)
-    largest_rms = max((float(other.double().square().mean().sqrt()) for other in all_golden if other.numel()), default=0.0)
+    all_golden = list(all_golden)
+    largest_rms = _largest_rms(all_golden)
     _require(largest_rms > 0, f"{name}: all golden gradients are zero, the check would be vacuous")
     error, norm = float(errors.norm()), float(golden.norm())
-    budget = 2e-4 * max(norm, 0.05 * largest_rms * math.sqrt(golden.numel()))
+    budget = float32_gradient_budget(golden, all_golden)
     _require(
         error <= budget,
         f"{name}: norm of the error {error:.3e} exceeds the budget {budget:.3e} (2e-4 of the larger of the gradient's norm "

@@ -6,17 +6,21 @@ No message is made before it is needed: that would take longer than the checks, 
 from __future__ import annotations
 
 import itertools
+import numbers
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from .doubts import warn_of_doubts, with_cures
 from .positions import LARGEST_POSITION, RelativePositions
 from .spec import AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
+NO_TABLE = RelativePositions(0, 0, "zero")
 
 
 def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str, of_others: str = "") -> None:
@@ -45,70 +49,70 @@ def _check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, float32
         raise TypeError(f"{name} must have query's dtype {allowed}, got {tensor.dtype}")
 
 
-def _check_integers(name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str) -> list[int] | None:
-    """The values of a vector of integers, where they can be read without waiting for a GPU."""
+def _check_integers(
+    name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str
+) -> tuple[torch.Tensor, list[int] | None]:
+    """A vector of integers, of which a single one stands for all, and its values, where they can be read without waiting."""
     _require_tensor(name, tensor, query)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    if tensor.dim() == 0:
+        tensor = tensor.expand(length)
     _require_shape(name, tensor, (length,), f"({meaning},)")
     # A subclass (FakeTensor, ...) may have no values.
     readable = tensor.device.type == "cpu" or os.environ.get(CHECK_VALUES_VARIABLE) == "1"
     if not readable or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
-        return None
-    return None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.tolist()
+        return tensor, None
+    return tensor, None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.tolist()
 
 
-def _check_shapes(tensors: AttentionTensors, batch: int, packed: bool, enable_gqa: bool) -> None:
+def _check_shapes(tensors: AttentionTensors, packed: bool, enable_gqa: bool) -> None:
     """Ranks and shapes of query, key, value and rel_query: (batch, heads, length, width), packed (length, heads, width)."""
-
-    def shape(heads: int, length: int, width: int) -> tuple[int, ...]:
-        return (length, heads, width) if packed else (batch, heads, length, width)
-
     rank, dimensions = (3, "(total, heads, width)") if packed else (4, "(batch, heads, length, width)")
-    query, key, value = tensors[:3]
-    named = {"query": query, "key": key, "value": value, "rel_query": tensors.rel_query}
-    for name, tensor in named.items():
+    for name, tensor in zip(("query", "key", "value", "rel_query"), tensors, strict=False):
         if tensor is not None and tensor.dim() != rank:
             raise ValueError(f"{name} must have {rank} dimensions {dimensions}, got {tuple(tensor.shape)}")
-    heads, length = (query.shape[1], query.shape[0]) if packed else query.shape[1:3]
-    key_heads, key_length = (key.shape[1], key.shape[0]) if packed else key.shape[1:3]
-    width, value_width = query.shape[-1], value.shape[-1]
+    query, key, value_width = tensors.query.shape, tensors.key.shape, tensors.value.shape[-1]
+    heads, width, key_heads = query[1], query[-1], key[1]
     if width == 0 or value_width == 0:
         raise ValueError(f"widths must be positive, got {width} (query), {value_width} (value)")
     if enable_gqa:
         if heads % key_heads if key_heads else heads:
             raise ValueError(f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}")
     elif key_heads != heads:
-        got = f"got {key_heads} in {tuple(key.shape)}"
+        got = f"got {key_heads} in {tuple(key)}"
         raise ValueError(f"key must have query's {heads} heads, {got}; enable_gqa=True lets heads share")
-    _require_shape("key", key, shape(key_heads, key_length, width), dimensions, "query's batch and width")
-    _require_shape("value", value, shape(key_heads, key_length, value_width), dimensions, "key's heads and length")
+    expected = (*key[:-1], width) if packed else (query[0], *key[1:-1], width)
+    _require_shape("key", tensors.key, expected, dimensions, "query's batch and width")
+    _require_shape("value", tensors.value, (*key[:-1], value_width), dimensions, "key's heads and length")
     if tensors.rel_query is not None:
         rel_width = tensors.rel_query.shape[-1]
         if rel_width == 0:
             raise ValueError(f"widths must be positive, got {rel_width} (rel_query)")
-        _require_shape("rel_query", tensors.rel_query, shape(heads, length, rel_width), dimensions, "query's length")
+        _require_shape("rel_query", tensors.rel_query, (*query[:-1], rel_width), dimensions, "query's length")
 
 
 def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
     """The number of rows that all tables have; None if there is no table."""
-    rel_query = tensors.query if tensors.rel_query is None else tensors.rel_query
     num_rows: dict[str, int] = {}
-    for name, width in (("rel_key", rel_query.shape[-1]), ("rel_value", tensors.value.shape[-1]), ("rel_bias", None)):
-        table = getattr(tensors, name)
+    for name, table, of_width in (
+        ("rel_key", tensors.rel_key, tensors.query if tensors.rel_query is None else tensors.rel_query),
+        ("rel_value", tensors.rel_value, tensors.value),
+        ("rel_bias", tensors.rel_bias, None),
+    ):
         if table is None:
             continue
-        _check_operand(name, table, tensors.query, float32_too=name == "rel_bias")
-        tail, meaning = ((), "(R,) or (heads, R)") if width is None else ((width,), "(R, width) or (heads, R, width)")
+        _check_operand(name, table, tensors.query, float32_too=of_width is None)
+        shape, tail = table.shape, () if of_width is None else of_width.shape[-1:]
         rank = 1 + len(tail)
-        fits = table.dim() in (rank, rank + 1) and tuple(table.shape[table.dim() - len(tail) :]) == tail
-        rows = table.shape[-rank] if fits else 0
-        if rows == 0:
-            what = f" and width = {width}" if width is not None else ""
-            raise ValueError(f"{name} must have shape {meaning} with R >= 1{what}, got {tuple(table.shape)}")
-        if table.dim() == rank + 1:
-            _require_shape(name, table, (heads, *table.shape[1:]), meaning.split(" or ")[1])
-        num_rows[name] = rows
+        if len(shape) not in (rank, rank + 1) or shape[len(shape) - len(tail) :] != tail or shape[-rank] == 0:
+            what = (
+                f"(R, width) or (heads, R, width) with R >= 1 and width = {tail[0]}" if tail else "(R,) or (heads, R) with R >= 1"
+            )
+            raise ValueError(f"{name} must have shape {what}, got {tuple(shape)}")
+        if len(shape) > rank:
+            _require_shape(name, table, (heads, *shape[1:]), "(heads, R, width)" if tail else "(heads, R)")
+        num_rows[name] = shape[-rank]
     first = next(iter(num_rows.values()), None)
     if any(rows != first for rows in num_rows.values()):
         rows_of = ", ".join(f"{rows} ({name})" for name, rows in num_rows.items())
@@ -131,23 +135,45 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
     return attn_mask.reshape(sizes) if attn_mask.dim() != 4 else attn_mask
 
 
-def _number(name: str, value: object) -> float:
+def _within(low: float, value: Any, high: float) -> bool:
+    """Whether a number lies in a range. One that a compiled program will compute is checked when it does, without a guard."""
+    if not torch.compiler.is_compiling():
+        return bool(low <= value <= high)  # of NaN neither holds
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    for holds in (low <= value, value <= high):
+        if not guard_or_true(holds):
+            return False
+        torch._check(holds)
+    return True
+
+
+def _plain(name: str, value: Any, kind: Any) -> Any:
+    """Python's own number of what is none, but may be numpy's."""
+    what, abstract = ("an int", numbers.Integral) if kind is int else ("a float", numbers.Real)
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be {what}, got a tensor; .item() reads its value")
+    if isinstance(value, bool) or not isinstance(value, abstract):
+        raise TypeError(f"{name} must be {what}, got {value!r}")
+    return kind(value)
+
+
+def _number(name: str, value: Any) -> float:
     """A number that float32, in which most calls compute, can hold."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a float, got {value!r}")
-    # Not math.isfinite: torch.compile can trace comparisons only of symbolic numbers, nor can it show them. NaN fails both.
-    if not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
+        value = _plain(name, value, float)
+    if not _within(-LARGEST_NUMBER, value, LARGEST_NUMBER):
         raise ValueError(f"{name} must be finite, got {value} (float32 ends at {LARGEST_NUMBER:.3g})")
     return float(value)
 
 
-def _integer(name: str, value: object) -> int:
+def _integer(name: str, value: Any) -> int:
     """An integer that may be a position or a distance."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if not -LARGEST_POSITION <= value <= LARGEST_POSITION:  # torch.compile cannot show symbolic numbers: no message before
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        value = _plain(name, value, int)
+    if not _within(-LARGEST_POSITION, value, LARGEST_POSITION):
         raise ValueError(f"{name} must lie within +-2**29, got {value}")
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[no-any-return]
 
 
 def _flags(**values: object) -> None:
@@ -156,11 +182,13 @@ def _flags(**values: object) -> None:
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def _window(window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
+def _window(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
+    if window_size is None:
+        return -1, 0 if is_causal else -1
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
     left, right = (_integer("window_size", size) for size in window_size)
-    if left < -1 or right < -1:
+    if not (_within(-1, left, LARGEST_POSITION) and _within(-1, right, LARGEST_POSITION)):
         raise ValueError(f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
     return left, 0 if is_causal else right
 
@@ -169,7 +197,7 @@ def _resolve_positions(positions: RelativePositions | None, num_rows: int | None
     if num_rows is None:
         if positions is not None:
             raise ValueError("positions describes the rows of a table, but there is none")
-        return RelativePositions(0, 0, "zero")
+        return NO_TABLE
     if positions is None:
         return RelativePositions.centred(num_rows)
     if not isinstance(positions, RelativePositions):
@@ -203,6 +231,7 @@ def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets:
     )
 
 
+@with_cures
 def resolve(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -216,7 +245,7 @@ def resolve(
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -245,7 +274,7 @@ def resolve(
     if rel_query is not None:
         _check_operand("rel_query", rel_query, query)
     _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta, return_lse=return_lse)
-    _check_shapes(tensors, query.shape[0] if query.dim() else 0, cu_seqlens is not None, enable_gqa)
+    _check_shapes(tensors, cu_seqlens is not None, enable_gqa)
     if rel_key is None and rel_query is not None:
         raise ValueError("rel_query needs rel_key, the table that it is multiplied with")
     if rel_key is None and rel_scale is not None:
@@ -253,13 +282,12 @@ def resolve(
     num_rows = _check_tables(tensors, query.shape[1])
 
     if cu_seqlens is not None and max_seqlens is not None:
-        for which, total in (("q", query.shape[0]), ("k", key.shape[0])):
-            _check_packing(which, cu_seqlens[which], max_seqlens[which], query, total)
+        max_seqlen_q = _check_packing("q", cu_seqlens["q"], max_seqlens["q"], query, query.shape[0])
+        max_seqlen_k = _check_packing("k", cu_seqlens["k"], max_seqlens["k"], query, key.shape[0])
         _require_shape("cu_seqlens_k", cu_seqlens["k"], tuple(cu_seqlens["q"].shape), "that of cu_seqlens_q")
         views = [None if tensor is None else tensor.transpose(0, 1)[None] for tensor in (query, key, value, rel_query)]
         tensors = tensors._replace(**dict(zip(("query", "key", "value", "rel_query"), views, strict=True)))  # type: ignore[arg-type]
         tensors = tensors._replace(cu_seqlens_q=cu_seqlens["q"], cu_seqlens_k=cu_seqlens["k"])
-        max_seqlen_q, max_seqlen_k = max_seqlens["q"], max_seqlens["k"]
     else:
         max_seqlen_q, max_seqlen_k = query.shape[2], key.shape[2]
     batch = tensors.num_sequences
@@ -268,7 +296,7 @@ def resolve(
         mask = _check_mask(attn_mask, query, (batch, query.shape[1], query.shape[2], key.shape[2]))
         tensors = tensors._replace(attn_mask=mask)
     if key_lengths is not None:
-        lengths = _check_integers("key_lengths", key_lengths, query, batch, "batch")
+        key_lengths, lengths = _check_integers("key_lengths", key_lengths, query, batch, "batch")
         if lengths:
             low, high = min(lengths), max(lengths)
             if low < 0 or high > key.shape[2]:
@@ -276,20 +304,22 @@ def resolve(
         tensors = tensors._replace(key_lengths=key_lengths)
     offsets: list[int] | None
     if isinstance(query_offset, torch.Tensor):
-        offsets = _check_integers("query_offset", query_offset, query, batch, "batch")
+        query_offset, offsets = _check_integers("query_offset", query_offset, query, batch, "batch")
         for offset in offsets or ():
             _integer("query_offset", offset)
         tensors, query_offset = tensors._replace(query_offsets=query_offset), 0
     else:
-        offsets = [_integer("query_offset", query_offset)]
+        query_offset = _integer("query_offset", query_offset)
+        offsets = [query_offset]
     scale = query.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
     dropout_p = _number("dropout_p", dropout_p)
-    if not 0 <= dropout_p <= 1:
+    if dropout_p and not _within(0, dropout_p, 1):
         raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
     if softcap is not None:
         softcap = _number("softcap", softcap)
-        if not softcap >= SMALLEST_NUMBER:
+        if not _within(SMALLEST_NUMBER, softcap, LARGEST_NUMBER):
             raise ValueError(f"softcap must be positive, got {softcap} (float32 begins at {SMALLEST_NUMBER:.3g})")
+    centred = positions is None
     positions = _resolve_positions(positions, num_rows)
     window_left, window_right = _window(window_size, is_causal)
     spec = AttentionSpec(
@@ -309,17 +339,20 @@ def resolve(
     )
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)
+    if not torch.compiler.is_compiling():
+        warn_of_doubts(tensors, spec, num_rows if centred else None)
     return tensors, spec
 
 
-def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> None:
+def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> int:
+    """The length of the longest sequence."""
     name = f"cu_seqlens_{which}"
     _require_tensor(name, cu_seqlens, query)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
-    starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
+    _, starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
     longest = _integer(f"max_seqlen_{which}", max_seqlen)
-    if longest < 0:
+    if not _within(0, longest, LARGEST_POSITION):
         raise ValueError(f"max_seqlen_{which} must not be negative, got {longest}")
     if starts is not None:
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -328,3 +361,4 @@ def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query:
         needed = max(lengths, default=0)
         if longest < needed:
             raise ValueError(f"max_seqlen_{which} must be at least {needed}, the longest of {name}, got {longest}")
+    return longest

@@ -54,11 +54,16 @@ class Split:
 
 def load(count: int = 0) -> list[Chorale]:
     """The first so many chorales, 0: all 365. Parsing all takes a minute or two, so their tokens are kept in the cache folder."""
-    cache = cache_folder() / f"chorales-{count or 'all'}-music21-{metadata.version('music21')}.json"
-    if not cache.exists():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write(cache, json.dumps(_parse(count)).encode())
-    return [Chorale(name, torch.tensor(tokens)) for name, tokens in json.loads(cache.read_text()).items()]
+    folder = cache_folder()
+    if folder is None:
+        found = _parse(count)
+    else:
+        cache = folder / f"chorales-{count or 'all'}-music21-{metadata.version('music21')}.json"
+        if not cache.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write(cache, json.dumps(_parse(count)).encode())
+        found = json.loads(cache.read_text())
+    return [Chorale(name, torch.tensor(tokens)) for name, tokens in found.items()]
 
 
 def _parse(count: int) -> dict[str, list[int]]:

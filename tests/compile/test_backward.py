@@ -35,9 +35,9 @@ KERNELS = ("rows", "columns", "table")
 def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
     """What a backward compiles and launches."""
     tensors, spec = call(name, dtype, width, **of_call)
-    lse = torch.empty(tensors.query.shape[:3])
+    d_lse, statistics = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
     with recorded_launches(target) as recorded:
-        backward(tensors.query, lse, tensors.query, lse, None, tensors, spec)
+        backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
     return recorded
 
 
@@ -76,7 +76,7 @@ def test_cost_of_the_relative_term() -> None:
     assert plain_columns < columns <= 1.9 * plain_columns
     assert plain_rows + plain_columns < rows + columns + table <= 5 * (plain_rows + plain_columns)
     assert per_score("rows", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
-    assert per_score("columns", "sm_90", 64, "clamp")[1] <= 1.1 * plain_columns
+    assert per_score("columns", "sm_90", 64, "clamp")[1] <= 1.15 * plain_columns
 
 
 def products(kernel: str, target: str, table: str) -> float:
@@ -147,16 +147,16 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
         )
     d_out, d_lse = torch.empty_like(tensors.query), torch.empty(1, 1, length)
     with recorded_launches("sm_90"), Allocations() as allocations:
-        out, lse, statistics = forward(tensors, spec)
-        backward(d_out, d_lse, out, lse, statistics, tensors, spec)
+        out, _, statistics = forward(tensors, spec)
+        backward(d_out, d_lse, out, statistics, tensors, spec)
     return allocations.total
 
 
 def test_memory_is_linear() -> None:
-    """Results, lse and delta, byte for byte; for a clamped table two pairs of vectors and a partial sum more."""
+    """Results, lse, statistics and delta, byte for byte; for a clamped table two pairs of vectors and a partial sum more."""
     for length in (1024, 16384):
         row = 16 * 2
-        results = 4 * length * row + length * 4  # out, three gradients, lse
+        results = 4 * length * row + 3 * length * 4  # out, three gradients, lse, statistics
         table_rows = 2 * length - 1
         # One head and batch entry: nothing is divided, and the gradient needs no partial sums.
         assert allocated(length, "full") == results + length * 4 + table_rows * row

@@ -14,7 +14,8 @@ from bench.rows import STAMP, read
 
 COLUMNS = (
     "kernel,target,dtype,head_dim,rel_dim,features,block_m,block_n,num_warps,num_stages,registers,spill_bytes,shared_bytes,fits,"
-    "loop_instructions,plain_loop_instructions,loop_ratio,matrix_instructions,shuffles,carry,rotation,status"
+    "loop_instructions,plain_loop_instructions,loop_ratio,matrix_instructions,shuffles,programs,cycles,far_cycles,wgmma_products,"
+    "wgmma_groups,limit,carry,rotation,status"
 ).split(",")
 
 
@@ -48,6 +49,8 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 1 <= float(row["loop_ratio"]) < 3
         ratio = int(row["loop_instructions"]) / int(row["plain_loop_instructions"])
         assert float(row["loop_ratio"]) == pytest.approx(ratio, rel=1e-3)
+        assert (float(row["cycles"] or 0) > 128) == (row["target"] == "sm_90") and row["far_cycles"] == ""
+        assert row["wgmma_products"] == row["wgmma_groups"] and ("%" in row["limit"]) == (row["target"] == "sm_90")
         assert row["device"] == "compiled, not run"
     printed = capsys.readouterr().out
     assert "gfx942, full" in printed and "4 of 4 kernels" in printed

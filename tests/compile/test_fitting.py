@@ -48,14 +48,14 @@ def little_memory(limit: int) -> Iterator[list[Launch]]:
 def test_a_smaller_one_takes_its_place(features: str) -> None:
     """In all kernels, with a warning that says which; grids follow; later calls, of other lengths too, begin with it."""
     tensors, spec = call(features, torch.bfloat16, 64, length=LENGTH)
-    lse = torch.empty(tensors.query.shape[:3])
+    d_lse, statistics = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, LENGTH)
     with little_memory(LIMIT) as launches:
         with pytest.warns(
             RuntimeWarning, match=r"forward: TileConfig\(.*\) does not fit this GPU .*; TileConfig\(.*\) is used instead"
         ):
             forward(tensors, spec)
         with pytest.warns(RuntimeWarning, match="columns: .* does not fit"):
-            backward(tensors.query, lse, tensors.query, lse, None, tensors, spec)
+            backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
         assert all(launch.kernel.metadata.shared <= LIMIT for launch in launches)
         tiles = {kernel: selected(kernel, "sm_90", tensors, spec) for kernel in ("forward", "rows", "columns")}
         grids = {launch.name: launch.grid[0] for launch in launches}
@@ -65,7 +65,7 @@ def test_a_smaller_one_takes_its_place(features: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             forward(*call(features, torch.bfloat16, 64, length=LENGTH - 100))
-            backward(tensors.query, lse, tensors.query, lse, None, tensors, spec)
+            backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
 
 
 def test_nothing_fits() -> None:
@@ -80,7 +80,7 @@ def test_nothing_fits() -> None:
 
 def test_smaller_ones_stay_valid() -> None:
     """Down to the smallest, with a table and without."""
-    in_registers = TileConfig(128, 64, 8, 2, rotation="exact")  # there a warp has at least 16 rows
+    in_registers = TileConfig(128, 64, 8, 2, rotation="registers")  # there a warp has at least 16 rows
     for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None), in_registers):
         steps = 0
         smaller: TileConfig | None = config

@@ -23,14 +23,14 @@ ANY = 10**6
 FORWARD = {
     # target, head dim, tile: most instructions of the forward's loop
     ("sm_90", 64, (64, 64, 4)): 620,
-    ("sm_90", 64, (128, 64, 8)): 600,
+    ("sm_90", 64, (128, 64, 8)): 620,
     ("sm_90", 128, (128, 64, 8)): 700,
     ("sm_80", 64, (128, 64, 8)): 760,
 }
 BACKWARD = {
     # kernel: allowed numbers of what moves values between threads, and most instructions
-    "rows": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 800),  # four shuffles sum over the keys of a row
-    "columns": ({"SHFL": (16, 16), "LDS": (0, 4), "STS": (0, 8), "BAR": (0, 9)}, 800),  # statistics of the rows
+    "rows": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
+    "columns": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 8), "BAR": (0, 9)}, 800),  # statistics of the rows
     "table": ({"SHFL": (32, 32), "LDS": (0, 0), "STS": (0, 24), "BAR": (0, 11)}, 1120),  # stores of what is loaded, and of dS
 }
 STACK = {
@@ -38,7 +38,7 @@ STACK = {
     ("sm_80", 64, (128, 64, 8)): 16,  # not the default there
     ("sm_90", 128, (128, 64, 8)): 32 if VERSION == "3.6" else 0,
     "rows": 8 if VERSION == "3.9" else 0,
-    "table": 8 if VERSION == "3.6" else 0,
+    "table": 8,
 }
 
 
@@ -61,7 +61,7 @@ def check(used: Resources, allowed: dict[str, tuple[int, int]]) -> None:
 @pytest.mark.parametrize(("target", "head_dim", "tile"), FORWARD)
 def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None:
     """A word, two elements, takes one shuffle; nothing else is added to what the kernel without a term has of these."""
-    config = TileConfig(*tile, 2, rotation="packed")
+    config = TileConfig(*tile, 2, rotation="registers")
     case = KernelCase("forward", target, "bf16", head_dim, "full")
     plain = used_by(case.plain, replace(config, rotation="gather")).main_loop
     block_m, block_n, warps = tile
@@ -80,7 +80,7 @@ def test_backward(kernel: str) -> None:
     """The default configurations, 64 x 64: rotations there and, but for the columns kernel, back; no shared memory for them."""
     case = KernelCase(kernel, "sm_90", "bf16", 64, "full")
     config = case.config
-    assert (config.block_m, config.block_n, config.num_warps, config.rotation) == (64, 64, 4, "packed")
+    assert (config.block_m, config.block_n, config.num_warps, config.rotation) == (64, 64, 4, "registers")
     moves, instructions = BACKWARD[kernel]
     loads = {"LDGSTS" if config.num_stages > 1 else "LDG": (1, ANY)}
     check(used_by(case, config), moves | loads | {"stack bytes": (0, STACK.get(kernel, 0)), "instructions": (0, instructions)})

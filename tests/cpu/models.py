@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import families
 from bench.families import FAMILIES
 from triton_relattn.dropout import keep_scale
 from triton_relattn.integrations.transformers import disable, enable
@@ -28,10 +29,26 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     """A small model of a family, no parameter of which is zero."""
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
+    return in_dtype(varied(model), dtype)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
+    """The model with its parameters in dtype, but for those that transformers keeps in float32."""
+    model.to(dtype)
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if dtype.itemsize < 4:
+        for name, each in (*model.named_parameters(), *model.named_buffers()):
+            if any(part in name for part in kept) and each.is_floating_point():
+                each.data = each.data.float()
+    return model
+
+
+def varied(model: nn.Module) -> Any:
+    """The model with all its parameters changed at random."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.to(dtype)
+    return model
 
 
 def arguments(name: str, model: nn.Module, lengths: list[int], length: int = LENGTH) -> dict[str, Any]:
@@ -49,8 +66,7 @@ def real(lengths: list[int], length: int = LENGTH) -> torch.Tensor:
 
 def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
-    found: torch.Tensor = model(**copies).last_hidden_state
-    return found
+    return families.output(model(**copies))
 
 
 def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
@@ -94,7 +110,7 @@ def assert_same(ours: Results, stock: Results, tolerance: float = 1e-12) -> None
 @contextmanager
 def in_float64() -> Iterator[None]:
     """transformers' casts to float32 leave float64 as it is, so that all families compute in float64."""
-    to, to_float, softmax = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax
+    to, to_float, softmax, zeros_like = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax, torch.zeros_like
 
     def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rounds = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
@@ -103,7 +119,11 @@ def in_float64() -> Iterator[None]:
     def leave_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
         return softmax(tensor, dim, dtype=None if tensor.dtype == torch.float64 else dtype, **kwargs)
 
+    def leave_zeros(tensor: torch.Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return zeros_like(tensor, dtype=None if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros_like", leave_zeros)
         patch.setattr(torch.Tensor, "to", leave)
         patch.setattr(torch.Tensor, "float", lambda each: each if each.dtype == torch.float64 else to_float(each))
         patch.setattr(nn.functional, "softmax", leave_softmax)
@@ -131,11 +151,11 @@ def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float = 1.0,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """scaled_dot_product_attention, whose dropout would be out of reach."""
         assert not is_causal
-        logits = scale * query @ key.mT
+        logits = (query.shape[-1] ** -0.5 if scale is None else scale) * query @ key.mT
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             logits = logits.masked_fill(~attn_mask, torch.finfo(logits.dtype).min)
         elif attn_mask is not None:

@@ -136,6 +136,28 @@ def test_padding_may_hold_nan(is_causal: bool, block_size: None) -> None:
     assert not results["d_key"][0, :, 30:].any() and not results["d_value"][1].any()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ({"is_causal": True, "query_offset": -20}, slice(0, 17)),
+        ({"window_size": (2, 1), "query_offset": 9}, slice(7, 41)),
+        ({"window_size": (-1, 1), "query_offset": torch.tensor([-9, -9])}, slice(0, 29)),
+    ],
+    ids=["causal", "window", "offsets"],
+)
+def test_keys_that_no_query_sees_may_hold_nan(arguments: dict[str, Any], seen: slice, block_size: None) -> None:
+    """Keys and values that causality or the window hides from every query are not read; their gradients are exactly 0."""
+    inputs = make_inputs(2, 2, 37, 41, 8, num_rows=15, dtype=torch.float64, seed=3)
+    key, value = torch.full_like(inputs.key, math.nan), torch.full_like(inputs.value, math.nan)
+    key[:, :, seen], value[:, :, seen] = inputs.key[:, :, seen], inputs.value[:, :, seen]
+    results = forward_backward(attend, inputs._replace(key=key, value=value), **arguments)
+    expected = forward_backward(attend, inputs, **arguments)
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+    for name in ("d_key", "d_value"):
+        assert not results[name][:, :, : seen.start].any() and not results[name][:, :, seen.stop :].any()
+
+
 UNREAD_ROWS: dict[str, tuple[RelativePositions, dict[str, Any], slice]] = {
     # table, arguments, and the rows (of 101) that a visible pair of 37 queries and 41 keys has
     "longer": (RelativePositions(-50, 50), {}, slice(50 - 36, 50 + 41)),

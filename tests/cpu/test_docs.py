@@ -12,7 +12,8 @@ import torch
 
 from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
 from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
-from triton_relattn.integrations.transformers import FAMILIES, replacement
+from triton_relattn.demo import run
+from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.nn import attention, table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -35,7 +36,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention, replacement])
+@pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention, replacement, families])
 def test_docstring_examples(module: Any) -> None:
     if module is replacement:
         pytest.importorskip("transformers")
@@ -62,7 +63,16 @@ def test_readme_support_table() -> None:
 
 def test_readme_names_every_family() -> None:
     table = README.split("\n| family |")[1].split("\n\n")[0]
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(FAMILIES.values())
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
+    assert rows == [[family.name, family.adds] for family in supported_families()]
+
+
+def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--families"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["family", "adds", "to", "q", "·", "k", "since"]
+    for line, family in zip(lines, supported_families(), strict=True):
+        assert line.startswith(f"{family.name} ") and f" {family.adds} " in line and line.endswith(f" {family.since}")
 
 
 @pytest.mark.parametrize("name", ["query", "value", "rel_query"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_a_folder_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> No
     opened = open
 
     def denied(file: object, mode: str = "r", *others: object, **options: object) -> object:
-        if "w" in mode:
+        if "r" not in mode:
             raise PermissionError(13, "Permission denied", str(file))
         return opened(file, mode, *others, **options)  # type: ignore[call-overload]
 
@@ -103,12 +102,26 @@ def test_an_empty_name_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert cache_folder() == Path(os.path.expanduser("~"), ".cache", "triton_relattn")
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was a folder "~" below the current one."""
-    monkeypatch.delenv("TRITON_RELATTN_CACHE")
+@pytest.mark.parametrize("name", ["TRITON_RELATTN_CACHE", "XDG_CACHE_HOME"])
+def test_a_home_is_expanded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", "")
+    monkeypatch.setenv("HOME", "/of/user")
+    monkeypatch.setenv(name, "~/folder")
+    assert cache_folder() == Path("/of/user/folder", *(() if name == "TRITON_RELATTN_CACHE" else ("triton_relattn",)))
+
+
+@pytest.mark.parametrize("folder", ["", "~/folder"])
+def test_no_home(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no profiles, neither in the folder of temporary files, which is everybody's, nor in one whose name is "~"."""
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", folder)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where neither HOME nor the list of users has one
-    assert cache_folder() == Path(tempfile.gettempdir(), ".cache", "triton_relattn")
+    assert cache_folder() is None and profiles.user_profile_path(ARCH) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", "/of/user")
+    assert cache_folder() == Path("/of/user")
 
 
 TUNER = """

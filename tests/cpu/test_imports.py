@@ -170,6 +170,107 @@ for number in range({len(contents)} + 1):
         assert "cannot run here: the kernels cannot be loaded: " in line and reason in line, line
 
 
+ON_A_GPU = '''
+import sys, warnings
+from contextlib import nullcontext
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Properties:
+    major, minor, name = 9, 0, "a GPU"
+
+torch.cuda.get_device_properties = lambda device=None: Properties
+from triton_relattn import fused_relative_attention
+
+class Chosen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.triton_relattn.attention_forward.default:
+            print(args[-1])
+        return function(*args, **(kwargs or {}))
+
+def chosen(graph, _):
+    print(*(node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.triton_relattn.attention_forward.default))
+    return graph
+
+def attend(*tensors, **arguments):
+    return fused_relative_attention(tensors[0], *tensors, **arguments)
+
+def call(dtype=torch.float16, width=16, generation=9, compiled=False, dynamic=None, **arguments):
+    """Prints the implementation, once for each graph if compiled, and then the warnings."""
+    Properties.major = generation
+    run = torch.compile(attend, fullgraph=True, backend=chosen, dynamic=dynamic) if compiled else attend
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tensors = [torch.empty(*shape, width, device="cuda", dtype=dtype) for shape in ((1, 1, 4), (1, 1, 4), (7,))]
+        with nullcontext() if compiled else Chosen():
+            run(*tensors, **arguments)
+    for warning in caught:
+        print(warning.category.__name__, warning.message)
+'''
+
+
+def test_a_gpu_without_numpy_gets_the_kernels() -> None:
+    """Neither torch nor triton requires numpy; only Triton's interpreter does. The device is a stand-in, without memory."""
+    program = f"""
+import sys
+sys.modules["numpy"] = None
+{ON_A_GPU}
+call()
+from triton_relattn.backends import can_run_triton
+print(can_run_triton(torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1)))
+"""
+    assert run(program) == "triton\nFalse\n"
+
+
+NO_TRITON = {
+    'sys.modules["triton"] = None': "the package triton is not installed",
+    'sys.modules["triton.runtime.jit"] = None': "the kernels cannot be loaded: ModuleNotFoundError: import of triton.runtime.jit",
+}
+NOT_FOR_KERNELS = {
+    "dtype=torch.float64": "the kernels compute in float16, bfloat16 and float32, not in torch.float64",
+    "width=272": "the kernels take head widths up to 256, got 272 (query), 272 (value)",
+    "generation=7": "a GPU has no bfloat16 matrix units",
+}
+
+
+def assert_told_why(printed: str, reason: str) -> None:
+    """Of a call that asks for blockwise and at least one that does not: that one is told, once."""
+    asked, default, warning, *again = printed.splitlines()
+    assert {asked, default, *again} == {"blockwise"}
+    assert warning.startswith("RuntimeWarning a call on a GPU is computed by ") and reason in warning
+    assert 'implementation="blockwise" asks for that without this warning' in warning
+
+
+@pytest.mark.parametrize("how", NO_TRITON)
+def test_a_gpu_that_gets_blockwise_for_lack_of_triton_is_told_why(how: str) -> None:
+    calls = "".join(f"call(implementation={implementation})\n" for implementation in ("'blockwise'", None, None))
+    assert_told_why(run(f"{ON_A_GPU}\n{how}\n{calls}"), NO_TRITON[how])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
+def test_a_gpu_that_gets_blockwise_is_told_why(compiled: bool) -> None:
+    """Once for each reason, also where torch.compile traces the call."""
+    program = ON_A_GPU
+    for what in NOT_FOR_KERNELS:
+        for implementation in ("'blockwise'", None, None):
+            program += f"call({what}, implementation={implementation}, compiled={compiled})\n"
+        program += "print('---')\n"
+    for printed, reason in zip(run(program).split("---\n"), NOT_FOR_KERNELS.values(), strict=False):
+        assert_told_why(printed, reason)
+
+
+def test_torch_compile_does_not_trace_what_looks_at_the_machine() -> None:
+    """It would warn of a cache that it looks behind."""
+    program = f"""
+{ON_A_GPU}
+for dynamic in (False, True):
+    torch._dynamo.reset()
+    call(compiled=True, dynamic=dynamic)
+"""
+    assert run(program) == "triton\ntriton\n"
+
+
 def test_importing_and_using_brings_no_optional_package() -> None:
     """torch may import what it likes; the package adds nothing to that, and loads its kernels only when they are used."""
     program = f"""

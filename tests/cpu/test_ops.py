@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
@@ -131,6 +133,35 @@ def test_opcheck_forward(name: str, requires_grad: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_backward(name: str, wanted: tuple[bool, ...]) -> None:
     torch.library.opcheck(BACKWARD, arguments(name, wanted=wanted)[1])
+
+
+def test_opcheck_backward_with_inputs_that_require_gradients() -> None:
+    """All is well registered; what cannot be done is named."""
+    inputs = tuple(
+        each.clone().requires_grad_() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for each in arguments("all_terms")[1]
+    )
+    torch.library.opcheck(BACKWARD, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    with pytest.raises(Exception, match="attention_backward cannot be differentiated"):
+        torch.library.opcheck(BACKWARD, inputs)
+
+
+def test_operators_themselves_are_differentiated_like_the_function() -> None:
+    """By torch.func, too; in forward mode they refuse."""
+    forward, _ = arguments("odd")
+    index = AttentionTensors._fields.index("rel_key")
+
+    def of_table(table: torch.Tensor) -> torch.Tensor:
+        results: tuple[torch.Tensor, ...] = FORWARD(*forward[:index], table, *forward[index + 1 :])
+        return results[0].square().sum()
+
+    table = forward[index].detach().requires_grad_()
+    (expected,) = torch.autograd.grad(of_table(table), table)
+    assert_same("d_rel_key", torch.func.grad(of_table)(table.detach()), expected)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(of_table, (table.detach(),), (table.detach(),))
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        of_table(forward_ad.make_dual(table.detach(), table.detach()))
 
 
 @pytest.mark.parametrize("wanted", [ALL, *SOME], ids=["all", "some", "others", "none"])
@@ -432,3 +463,43 @@ def test_compiles_once_for_numbers_that_follow_from_lengths() -> None:
         for one, other in zip(compiled(query, key), layer(query, key), strict=True):
             assert torch.equal(one, other)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiles_with_numbers_from_tensors(backend: str) -> None:
+    """Longest lengths, windows and offsets that the program reads itself: fullgraph, once, and checked when it runs."""
+    torch._dynamo.reset()
+    query, table = torch.randn(12, 2, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+    def layer(starts: torch.Tensor, lengths: torch.Tensor) -> Any:
+        longest, packing = lengths.max().item(), {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        packed = attend_varlen(query, query, query, table, **packing, max_seqlen_q=longest, max_seqlen_k=longest)
+        padded = query.transpose(0, 1)[None]
+        return packed[0], attend(padded, padded, padded, table, window_size=(longest, -1), query_offset=lengths[0].item())[0]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(layer, fullgraph=True, backend=counter)
+        for first in (5, 4, 12):
+            starts, lengths = torch.tensor([0, first, 12]), torch.tensor([first, 12 - first])
+            for one, other in zip(compiled(starts, lengths), layer(starts, lengths), strict=True):
+                assert_same("out", one, other)
+        assert counter.frame_count == 1
+        with pytest.raises(RuntimeError, match="u0"):
+            compiled(starts, torch.tensor([-1, -1]))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["not_strict", "strict"])
+def test_exports_with_numbers_from_tensors(strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, query: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+            longest = starts.diff().max().item()
+            packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+            out: torch.Tensor = attend_varlen(query, query, query, **packing, max_seqlen_q=longest, max_seqlen_k=longest)[0]
+            return out
+
+    query, starts = torch.randn(12, 2, 8, dtype=torch.float64), torch.tensor([0, 5, 12])
+    program = torch.export.export(Layer(), (query, starts), strict=strict)
+    for first in (5, 2):
+        starts = torch.tensor([0, first, 12])
+        assert_same("out", program.module()(query, starts), Layer()(query, starts))

@@ -1,4 +1,4 @@
-"""Terms rounded to float16, as packed rotations have them (kernels/quads.py), by the error rule of the inputs' dtype.
+"""Terms rounded to float16, as the kernels have those of bfloat16 inputs (configs.rounds_terms), by the error rule.
 
 The kernels' bfloat16 arithmetic in torch: products of rounded operands summed in float32, what goes into a product rounded
 before. Triton's interpreter would not tell: it computes bfloat16 otherwise.
@@ -103,11 +103,11 @@ def test_a_bias_alone_obeys_it_too(largest: float) -> None:
 
 
 def test_float16_does_not() -> None:
-    """Why rotation_in_registers has float32 terms for it: gradients of tables are off by more than their budget."""
+    """Why rounds_terms leaves its terms in float32: gradients of tables are off by more than their budget."""
     with pytest.raises(AssertionError, match="exceeds the budget"):
         check(with_terms_up_to(40, torch.float16))
-    assert configs.rotation_in_registers("sm_90", torch.bfloat16) == "packed"
-    assert {configs.rotation_in_registers("sm_90", dtype) for dtype in (torch.float16, torch.float32)} == {"exact"}
+    assert configs.rounds_terms("sm_90", torch.bfloat16)
+    assert not any(configs.rounds_terms("sm_90", dtype) for dtype in (torch.float16, torch.float32))
 
 
 def test_beyond_float16_terms_are_its_largest_number() -> None:
@@ -123,7 +123,7 @@ def test_beyond_float16_terms_are_its_largest_number() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter"])
 def test_who_rotates_how(arch: str) -> None:
-    """Terms of bfloat16 inputs alone may be rounded to float16, where accumulators lie as quads.py says."""
+    """Rotations in registers are for where accumulators lie as quads.py says."""
     found: dict[torch.dtype, set[str]] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for kernel in configs.KERNELS:
@@ -135,7 +135,7 @@ def test_who_rotates_how(arch: str) -> None:
         assert found == {dtype: {"gather"} for dtype in found}
     else:
         assert found == {
-            torch.bfloat16: {"gather", "packed"},
-            torch.float16: {"gather", "exact"},
+            torch.bfloat16: {"gather", "registers"},
+            torch.float16: {"gather", "registers"},
             torch.float32: {"gather"},
         }

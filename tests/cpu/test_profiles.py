@@ -293,6 +293,21 @@ def test_save_refuses_what_load_would(entry: Entry, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("suffix", ["lock", f"{os.getpid()}.tmp"], ids=["lock", "temporary"])
+def test_links_are_not_followed(suffix: str, tmp_path: Path) -> None:
+    """What a link in the place of the lock, or of the file that becomes the profile, points to stays as it is."""
+    path, other = tmp_path / "profile.json", tmp_path / "other"
+    other.write_text("precious")
+    path.with_name(f"{path.name}.{suffix}").symlink_to(other)
+    if suffix == "lock":
+        with pytest.raises(OSError, match=r"profile\.json\.lock"):
+            profiles.save(path, {KEY: ENTRY})
+    else:
+        profiles.save(path, {KEY: ENTRY})
+        assert load_quietly(path) == {KEY: CONFIG} and not path.is_symlink()
+    assert other.read_text() == "precious"
+
+
 def test_save_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "fcntl", None)
     profiles.save(tmp_path / "profile.json", {KEY: ENTRY})

@@ -169,6 +169,14 @@ def test_vmap() -> None:
     both = torch.func.vmap(lambda q, e: attend(q, key, value, e), in_dims=(1, 0))(many.transpose(0, 1), tables)
     assert_same("both", both, torch.stack([attend(q, key, value, e) for q, e in zip(many, tables, strict=True)]))
 
+    wanting = tables.clone().requires_grad_()
+    mapped, stacked = (
+        torch.func.vmap(lambda e: attend(query, key, value, e))(wanting),
+        [attend(query, key, value, e) for e in wanting],
+    )
+    ours, exact = (torch.autograd.grad(out.square().sum(), wanting)[0] for out in (mapped, torch.stack(stacked)))
+    assert_same("gradient outside", ours, exact)
+
     def loss(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         return attend(query, key, value, table).square().sum()
 
@@ -178,6 +186,65 @@ def test_vmap() -> None:
     jacobian = torch.func.jacrev(lambda e: attend(query, key, value, e)[0, 0, 0])(table)
     rows = [torch.func.grad(lambda e, d=d: attend(query, key, value, e)[0, 0, 0, d])(table) for d in range(8)]
     assert_same("jacobian", jacobian, torch.stack(rows))
+
+
+QUERY, KEY, VALUE, TABLE = (tensor.detach() for tensor in leaves())
+
+
+def of_table(table: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return attend(QUERY, KEY, VALUE, table).square().sum()
+
+
+def backward_of_vjp(table: torch.Tensor) -> torch.Tensor:
+    vjp: Any = torch.func.vjp(of_table, table)[1]
+    gradient: torch.Tensor = vjp(torch.ones((), dtype=table.dtype))[0]
+    return gradient
+
+
+def primal_of_vjp(table: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda table: torch.func.vjp(of_table, table)[0])(table)
+
+
+def sum_of_vmap(table: torch.Tensor) -> torch.Tensor:
+    losses: torch.Tensor = torch.func.vmap(of_table)(table[None])
+    return losses.sum()
+
+
+TRANSFORMED: dict[str, Any] = {
+    "grad": torch.func.grad(of_table),
+    "vjp": backward_of_vjp,
+    "primal of vjp": primal_of_vjp,
+    "per sample": lambda table: torch.func.vmap(torch.func.grad(of_table))(torch.stack([table, -table]))[0],
+    "grad of vmap": torch.func.grad(sum_of_vmap),
+    "jacrev": lambda table: torch.func.jacrev(lambda table: of_table(table)[None])(table)[0],
+}
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_torch_func(name: str, backend: str | None) -> None:
+    """Uncompiled and in one graph; an outer transform is not lost on the way through an inner one."""
+    torch._dynamo.reset()
+    table = TABLE.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(of_table(table), table)
+    transformed = TRANSFORMED[name]
+    run = transformed if backend is None else torch.compile(transformed, backend=backend, fullgraph=True)
+    assert_same(name, run(TABLE), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
+def test_second_derivatives_under_torch_func(compiled: bool) -> None:
+    """An error that says so, also of a loss to which only a part is a gradient."""
+    torch._dynamo.reset()
+
+    def penalty(table: torch.Tensor) -> torch.Tensor:
+        return of_table(table) + backward_of_vjp(table).square().sum()
+
+    gradient = torch.func.grad(penalty)
+    run = torch.compile(gradient, backend="aot_eager", fullgraph=True) if compiled else gradient
+    with pytest.raises(RuntimeError, match="attention_backward cannot be differentiated"):
+        run(TABLE)
 
 
 def test_vmap_over_lengths_and_nothing() -> None:
@@ -233,7 +300,7 @@ def test_no_forward_mode_goes_unnoticed() -> None:
     many = torch.stack([table, -table])
     with refused():
         torch.func.vmap(partial(torch.func.jvp, of_table))((many,), (many,))
-    with pytest.raises(AssertionError):  # torch's own, on the way to the refusal
+    with refused():
         torch.func.jvp(torch.func.vmap(of_table), (many,), (many,))
     out = attend(query.requires_grad_(), key, value, table)
     with forward_ad.dual_level(), refused():

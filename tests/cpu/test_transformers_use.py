@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+from transformers import PreTrainedModel
+
+from bench import families
 from bench.families import FAMILIES
 from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, output, results
-from triton_relattn.integrations.transformers import FAMILIES as KNOWN
-from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn.integrations.transformers import disable, enable, supported_families
+from triton_relattn.integrations.transformers.encoder import Encoder
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
-# One whose parts are plain modules, one that is itself what asks for masks, and one with a forward of its own.
-three_families = pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "parakeet"])
+# One whose parts are plain modules, one that is itself what asks for masks, one with a forward of its own, and one of two.
+some_families = pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "parakeet", "t5"])
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,7 +77,7 @@ def test_other_models_stay_as_they_are(name: str) -> None:
     model, other = build(name), build(name)
     given = arguments(name, model, PADDED)
     stock = output(model, given)
-    sharing = type(model)(model.config) if name != "parakeet_attention" else copy.deepcopy(model)
+    sharing = copy.deepcopy(model) if FAMILIES[name].model in families.ALONE else type(model)(model.config)
     sharing.load_state_dict(model.state_dict())
     sharing.eval()
     before = classes(other)
@@ -120,13 +124,15 @@ def test_stock_attention_in_an_enabled_encoder(name: str, masked: bool) -> None:
     model = build(name, torch.float64, **chunks)
     given = arguments(name, model, PADDED if masked else [LENGTH, LENGTH])
     if not masked:
-        del given["attention_mask"]
+        given.pop("attention_mask", None)
     with in_float64():
         stock = output(model, given)
         enable(model)
-        attention = next(each for key, each in model.named_modules() if key.endswith((".self_attn", ".attention")))
+        encoders: list[Any] = [each for each in model.modules() if isinstance(each, Encoder)]
+        if not encoders:
+            pytest.skip("only its attention is replaced")
         try:
-            disable(attention)
+            disable(next(each for each in model.modules() if isinstance(each, encoders[0].attention)))
             ours = output(model, given)
         except (ValueError, RuntimeError):
             return
@@ -136,7 +142,7 @@ def test_stock_attention_in_an_enabled_encoder(name: str, masked: bool) -> None:
 def test_unknown_models() -> None:
     with pytest.raises(ValueError, match="Linear has no relative attention") as caught:
         enable(torch.nn.Linear(2, 2))
-    assert all(family in str(caught.value) and known in str(caught.value) for family, known in KNOWN.items())
+    assert all(each.folder in str(caught.value) and each.name in str(caught.value) for each in supported_families())
     with pytest.raises(ValueError, match="Wav2Vec2BertFeedForward has no"):
         enable(build("wav2vec2_bert").get_submodule("encoder.layers.0.ffn1"))
     assert disable(torch.nn.Linear(2, 2)) == {}
@@ -163,6 +169,24 @@ def test_weights_are_refused() -> None:
     enable(attention)
     with pytest.raises(ValueError, match="output_attentions"):
         attention(torch.randn(1, 5, 32), output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet", "inkling"])
+def test_weights_that_transformers_collects(name: str) -> None:
+    """There are none: one warning says so."""
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    model.config.output_attentions = True
+    with torch.no_grad():
+        assert len(model(**given).attentions) == 2
+    enable(model)
+    with pytest.warns(UserWarning, match="no weights to collect") as caught, torch.no_grad():
+        assert not model(**given).attentions
+    assert len({str(each.message) for each in caught}) == 1
+    model.config.output_attentions = False
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(**{**given, "output_hidden_states": True})
 
 
 class Sizes(TorchDispatchMode):
@@ -192,6 +216,10 @@ def sizes(name: str, length: int, *, enabled: bool) -> Sizes:
     return found
 
 
+# The stock models see blocks of frames.
+LINEAR = ("granite_speech", "granite_speech_plus", "granite_speech5", "gemma3n")
+
+
 def is_square(shape: tuple[int, ...], length: int) -> bool:
     return sum(each >= length - 1 for each in shape) > 1
 
@@ -206,13 +234,14 @@ def test_nothing_quadratic(name: str) -> None:
         assert not [shape for shape in each.shapes if is_square(shape, length)]
     largest = {length: max(math.prod(shape) for shape in each.shapes) for length, each in found.items()}
     assert largest[long] <= 2.01 * largest[short]
-    assert any(is_square(shape, short) for shape in sizes(name, short, enabled=False).shapes), "nor has the stock model one"
+    if name not in LINEAR:
+        assert any(is_square(shape, short) for shape in sizes(name, short, enabled=False).shapes), "nor has the stock model one"
 
 
 CHILD = """
 import sys
 import torch
-from bench.families import FAMILIES
+from bench.families import FAMILIES, output
 from triton_relattn.integrations.transformers import enable
 
 def status(field):
@@ -221,7 +250,7 @@ def status(field):
 
 def run(model, given):
     model.zero_grad()
-    model(**given).last_hidden_state.sum().backward()
+    output(model(**given)).sum().backward()
 
 torch.set_num_threads(1)
 for name, enabled, length in ((name, *each) for name in sys.argv[1:] for each in ((False, 512), (True, 512), (True, 2048))):
@@ -267,7 +296,7 @@ def test_copies_stay_enabled_and_independent(name: str) -> None:
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(each, state[key]) for key, each in model.state_dict().items())
     copies = [copy.deepcopy(model)]
-    if name != "wav2vec2_conformer":  # weight normalisation cannot be pickled
+    if name not in ("wav2vec2_conformer", "wavlm", "wavlm_stable"):  # weight normalisation cannot be pickled
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -283,7 +312,7 @@ def test_copies_stay_enabled_and_independent(name: str) -> None:
         assert torch.equal(output(model, given), ours)
 
 
-@three_families
+@some_families
 def test_save_pretrained(name: str, tmp_path: Path) -> None:
     """What an enabled model saves is a stock model."""
     model = build(name)
@@ -300,7 +329,10 @@ def test_save_pretrained(name: str, tmp_path: Path) -> None:
     assert torch.equal(output(loaded, given), stock)
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "seamless_m4t", "seamless_m4t_v2", "parakeet", "inkling"])
+@pytest.mark.parametrize(
+    "name",
+    ["wav2vec2_bert", "seamless_m4t", "seamless_m4t_v2", "parakeet", "inkling", "t5", "umt5", "nemotron_asr_streaming"],
+)
 def test_gradient_checkpointing(name: str) -> None:
     model = build(name, torch.float64).train()
     given = arguments(name, model, PADDED)
@@ -356,7 +388,41 @@ def test_config_that_is_replaced(name: str) -> None:
     assert torch.equal(output(model, given), stock)
 
 
-@three_families
+@every_family
+def test_a_model_of_an_enabled_ones_class(name: str) -> None:
+    """It is enabled as a whole, whichever config it is made of."""
+    model: Any = build(name)
+    given = arguments(name, model, PADDED)
+    enable(model)
+    encoders: list[Any] = [each for each in model.modules() if isinstance(each, Encoder)]
+    for encoder in encoders:
+        for config in (encoder.config, copy.deepcopy(getattr(encoder.config, "stock", encoder.config))):
+            made = type(encoder)(config)
+            assert classes(made) == classes(encoder)
+            assert not [each for each in configs(made) if type(each) not in {type(every) for every in configs(encoder)}]
+    if model in encoders:
+        made = type(encoders[0])(encoders[0].config).eval()
+        made.load_state_dict(model.state_dict())
+        assert torch.equal(output(made, given), output(model, given))
+        assert disable(made) and classes(made) == classes(build(name))
+
+
+@every_family
+def test_what_transformers_asks_of_a_class(name: str) -> None:
+    """Which it reads from the class's module: whether weights are converted, what may be set later."""
+    model = build(name)
+    questions = ("is_custom_code", "_can_set_attn_implementation", "_can_set_experts_implementation")
+
+    def answers() -> list[Any]:
+        models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+        return [getattr(each, question)() for each in models for question in questions]
+
+    stock = answers()
+    enable(model)
+    assert answers() == stock
+
+
+@some_families
 def test_implementation_that_is_changed_later(name: str) -> None:
     """It waits until the model is stock again."""
     model = build(name)
@@ -372,15 +438,21 @@ def test_implementation_that_is_changed_later(name: str) -> None:
     assert not torch.equal(output(model, given), stock)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("parakeet_attention", "wav2vec2_conformer")])
+@every_family
 def test_hidden_states(name: str) -> None:
     model = build(name)
+    if name in ("fastspeech2_conformer", "phi4_multimodal", "gemma3n") or not isinstance(model, PreTrainedModel):
+        pytest.skip("collects none, or is a part that does")
     given = {**arguments(name, model, PADDED), "output_hidden_states": True}
-    with torch.no_grad():
-        stock = model(**given).hidden_states
+
+    def hidden_states() -> Any:
+        with torch.no_grad():
+            made = model(**given)
+        return made.get("hidden_states") or (*made.encoder_hidden_states, *made.decoder_hidden_states)
+
+    stock = hidden_states()
     enable(model)
-    with torch.no_grad():
-        ours = model(**given).hidden_states
+    ours = hidden_states()
     assert len(ours) == len(stock) > 2
     for each, expected in zip(ours, stock, strict=True):
         torch.testing.assert_close(each, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
@@ -419,10 +491,13 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     assert {key: each.dtype for key, each in ours.items()} == {key: each.dtype for key, each in stock.items()}
     assert all(ours[each].isfinite().all() for each in ours if stock[each].isfinite().all())
     errors = [float((each["out"].float() - golden).norm()) for each in (ours, stock)]
+    if name == "longt5" and dtype == torch.float16:  # which the stock model's -1e10 is beyond
+        assert math.isnan(errors[1]) and 0 < errors[0] <= 0.1 * golden.norm()
+        return
     assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet"])
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet", "t5"])
 def test_compiled(name: str) -> None:
     model = build(name)
     given = arguments(name, model, PADDED)
@@ -431,7 +506,7 @@ def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(**given).last_hidden_state, eager, rtol=0, atol=1e-5 * float(eager.abs().max()))
+        torch.testing.assert_close(families.output(compiled(**given)), eager, rtol=0, atol=1e-5 * float(eager.abs().max()))
 
 
 @every_family
@@ -452,3 +527,15 @@ def test_both(length: int = LENGTH) -> None:
     model = build("vits", torch.float64)
     both(model, arguments("vits", model, [length]))
     assert disable(model) == {}
+
+
+def test_models_without_the_term() -> None:
+    """Falcon that rotates queries and keys stays stock; beside a model that has the term, too."""
+    rotating = build("falcon", alibi=False)
+    with pytest.raises(ValueError, match="FalconModel has no relative attention"):
+        enable(rotating)
+    both_kinds = torch.nn.ModuleList([rotating, build("falcon")])
+    before = classes(rotating)
+    assert set(enable(both_kinds)) == {"1", "1.h.0.self_attention", "1.h.1.self_attention"}
+    assert classes(rotating) == before
+    assert len(disable(both_kinds)) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from triton_relattn import (
     functional,
     fused_relative_attention,
     fused_relative_attention_varlen,
+    warn,
 )
 from triton_relattn.testing import make_inputs, with_different_strides
 
@@ -210,15 +212,15 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "softcap_negative": ({"softcap": -5}, ValueError, ["softcap must be positive, got -5"]),
     "softcap_tiny": ({"softcap": 1e-46}, ValueError, ["softcap must be positive, got 1e-46"]),  # 0 in float32
     "softcap_inf": ({"softcap": math.inf}, ValueError, ["softcap must be finite, got inf"]),
+    "scale_tensor": ({"scale": zeros(())}, TypeError, ["scale must be a float, got a tensor; .item() reads its value"]),
     "softcap_type": ({"softcap": True}, TypeError, ["softcap must be a float, got True"]),
     "window_int": ({"window_size": 3}, TypeError, ["window_size must be a pair (left, right), got 3"]),
-    "window_none": ({"window_size": None}, TypeError, ["window_size must be a pair (left, right), got None"]),
     "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, ["window_size must be a pair", "(1, 2, 3)"]),
     "window_negative": ({"window_size": (-2, 3)}, ValueError, ["window_size", "at least -1", "(-2, 3)"]),
     "window_float": ({"window_size": (1.0, 3)}, TypeError, ["window_size must be an int, got 1.0"]),
     "exact_delta_int": ({"exact_delta": 1}, TypeError, ["exact_delta must be a bool, got 1"]),
     "offsets_shape": ({"query_offset": lengths([1, 2, 3])}, ValueError, ["query_offset", "(batch,) = (2,)", "(3,)"]),
-    "offsets_scalar": ({"query_offset": lengths(1)}, ValueError, ["query_offset", "(batch,) = (2,)", "()"]),
+    "offsets_scalar_dtype": ({"query_offset": lengths(1.0)}, TypeError, ["query_offset must be int32 or int64", "torch.float32"]),
     "offsets_dtype": ({"query_offset": lengths([1.0, 2.0])}, TypeError, ["query_offset must be int32 or int64", "torch.float32"]),
     "offsets_device": (
         {"query_offset": zeros(2, dtype=torch.int64, device="meta")},
@@ -258,6 +260,143 @@ def test_bad_argument(case: str, no_launch: None) -> None:
         assert part in str(raised.value), f"{part!r} is not in {str(raised.value)!r}"
 
 
+SWAPPED = {"query": zeros(2, 5, 3, 8), "key": zeros(2, 7, 3, 8), "value": zeros(2, 7, 3, 4)}
+LAYOUT = ".transpose(1, 2) makes them (batch, heads, length, width)"
+CURES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "mask": ({"rel_key": zeros(5, 7, dtype=torch.bool)}, TypeError, ["rel_key must be float16", "attn_mask=..."]),
+    "float_mask": ({"rel_key": zeros(2, 1, 5, 7)}, ValueError, ["rel_key must have shape", "attn_mask=..."]),
+    "padding_mask": ({"rel_key": zeros(2, 1, 1, 7)}, ValueError, ["rel_key must have shape", "attn_mask=..."]),
+    "layout": (SWAPPED, ValueError, ["key must have query's 5 heads, got 7", LAYOUT]),
+    "layout_of_table": (
+        {"query": zeros(2, 7, 3, 8), "key": zeros(2, 7, 3, 8), "value": zeros(2, 7, 3, 4), "rel_key": zeros(3, 9, 8)},
+        ValueError,
+        ["rel_key must have shape (heads, R, width) = (7, 9, 8)", LAYOUT],
+    ),
+    "layout_of_mask": (
+        {"query": zeros(2, 7, 3, 8), "key": zeros(2, 7, 3, 8), "value": zeros(2, 7, 3, 4), "attn_mask": zeros(7, 7)},
+        ValueError,
+        ["attn_mask must broadcast", LAYOUT],
+    ),
+    "layout_of_lengths": (
+        {"query": zeros(2, 7, 3, 8), "key": zeros(2, 7, 3, 8), "value": zeros(2, 7, 3, 4), "key_lengths": lengths([7, 5])},
+        ValueError,
+        ["key_lengths must lie in [0, 3]", LAYOUT],
+    ),
+    "layout_with_rel_query": ({**SWAPPED, "rel_query": zeros(2, 5, 3, 8)}, ValueError, ["got 7", LAYOUT]),
+}
+
+
+@pytest.mark.parametrize("case", CURES)
+def test_an_error_names_the_cure(case: str, no_launch: None) -> None:
+    """Of a call that is valid with the mask, or the dimensions, where they belong."""
+    changes, error, parts = CURES[case]
+    with pytest.raises(error) as raised:
+        call(**changes)
+    for part in parts:
+        assert part in str(raised.value), f"{part!r} is not in {str(raised.value)!r}"
+
+
+def test_no_cure_is_named_that_is_none() -> None:
+    """Forgotten enable_gqa, of heads fewer than positions; a wrong table; a mask that has its name."""
+    for changes in (
+        {"query": zeros(2, 4, 7, 8), "key": zeros(2, 2, 7, 8), "value": zeros(2, 2, 7, 4)},
+        {"rel_key": zeros(9, 4)},
+        {"rel_key": zeros(5, 7, dtype=torch.bool), "attn_mask": zeros(5, 7)},
+        {**SWAPPED, "query_offset": 0.5},
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call(**changes)
+        assert "transpose" not in str(raised.value) and "attn_mask" not in str(raised.value)
+
+
+def doubts_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
+    """The warnings of three calls."""
+    monkeypatch.setattr(warn, "_given", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            call(**changes)
+    assert all(each.category is RuntimeWarning and each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+DOUBTS: dict[str, tuple[dict[str, Any], str]] = {
+    "outgrown_table": (
+        {"query": zeros(2, 3, 600, 8), "rel_key": zeros(1027, 8)},
+        "stand for distances up to 513, and this call has longer ones.*RelativePositions.centred(1027) says",
+    ),
+    "table_of_the_past": (
+        {"query": zeros(2, 3, 1027, 8), "rel_key": zeros(1027, 8), "is_causal": True},
+        "if the last row stands for the query's own position, positions=RelativePositions(-1026, 0)",
+    ),
+    "layout": (
+        {"query": zeros(1, 300, 2, 8), "key": zeros(1, 300, 2, 8), "value": zeros(1, 300, 2, 4)},
+        f"query has 300 heads, but 2 positions.*{LAYOUT}",
+    ),
+    "layout_with_a_full_table": (
+        {"query": zeros(1, 7, 2, 8), "key": zeros(1, 7, 2, 8), "value": zeros(1, 7, 2, 4), "rel_key": zeros(13, 8)},
+        f"query has 7 heads, but 2 positions.*{LAYOUT}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_a_doubtful_call_is_warned_of_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, pattern = DOUBTS[case]
+    (message,) = doubts_of(monkeypatch, **changes)
+    assert re.search(re.escape(pattern).replace(r"\.\*", ".*"), message), message
+
+
+NO_DOUBTS: dict[str, dict[str, Any]] = {
+    "clipped": {"query": zeros(2, 3, 600, 8), "rel_key": zeros(33, 8)},
+    "clipped_as_far_as_anybody_does": {"query": zeros(2, 3, 600, 8), "rel_key": zeros(1025, 8)},
+    "covered": {"query": zeros(2, 3, 514, 8), "rel_key": zeros(1027, 8)},
+    "covered_by_a_window": {"query": zeros(2, 3, 600, 8), "rel_key": zeros(1027, 8), "window_size": (513, -1)},
+    "said": {"query": zeros(2, 3, 600, 8), "rel_key": zeros(1027, 8), "positions": RelativePositions.centred(1027)},
+    "offsets_on_the_device": {"rel_key": zeros(1027, 8), "query_offset": lengths([600, 0])},
+    "one_query": {"query": zeros(2, 16, 1, 8), "key": zeros(2, 16, 20, 8), "value": zeros(2, 16, 20, 4)},
+    "few_positions": {"query": zeros(2, 16, 5, 8), "key": zeros(2, 16, 5, 8), "value": zeros(2, 16, 5, 4)},
+}
+
+
+@pytest.mark.parametrize("case", NO_DOUBTS)
+def test_what_is_meant_is_not_warned_of(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doubts_of(monkeypatch, **NO_DOUBTS[case]) == []
+
+
+SAME: dict[str, tuple[Any, Any]] = {
+    "window_size": (None, (-1, -1)),
+    "query_offset": (lengths(2), lengths([2, 2])),
+    "key_lengths": (lengths(4, dtype=torch.int32), lengths([4, 4])),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_other_ways_to_say_the_same(name: str) -> None:
+    one, other = SAME[name]
+    assert torch.equal(call(**{name: one}), call(**{name: other}))
+
+
+def test_numbers_of_numpy() -> None:
+    """Integers and floats of any width; its arrays and booleans are none."""
+    numpy = pytest.importorskip("numpy")
+    expected = call(scale=0.5, query_offset=1, window_size=(3, 2), softcap=2.0, rel_scale=0.25)
+    ours = {"scale": numpy.float32(0.5), "softcap": numpy.float16(2), "rel_scale": numpy.float64(0.25)}
+    ours |= {"query_offset": numpy.int64(1), "window_size": (numpy.int8(3), numpy.uint32(2))}
+    assert torch.equal(call(**ours), expected)
+    assert torch.equal(call_varlen(max_seqlen_q=numpy.int32(3), max_seqlen_k=numpy.int64(4)), call_varlen())
+    with pytest.raises(ValueError, match="max_seqlen_q must be at least 3"):
+        call_varlen(max_seqlen_q=numpy.int32(2))
+    for name, value, message in (
+        ("scale", numpy.array(0.5), "scale must be a float, got array"),
+        ("scale", numpy.bool_(True), "scale must be a float, got np.True_"),
+        ("query_offset", numpy.float32(1), "query_offset must be an int, got np.float32"),
+        ("window_size", (numpy.bool_(True), 0), "window_size must be an int, got np.True_"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(**{name: value})
+
+
 RAISES_VARLEN: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "query_rank": ({"query": zeros(1, 5, 3, 8)}, ValueError, ["query must have 3 dimensions", "(total, heads, width)"]),
     "key_rank": ({"key": zeros(7, 8)}, ValueError, ["key must have 3 dimensions", "(7, 8)"]),
@@ -286,8 +425,13 @@ RAISES_VARLEN: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "k_longer": ({"max_seqlen_k": 1}, ValueError, ["max_seqlen_k must be at least 4", "cu_seqlens_k", "got 1"]),
     "negative": ({"max_seqlen_q": -1}, ValueError, ["max_seqlen_q must not be negative, got -1"]),
     "max_float": ({"max_seqlen_k": 4.0}, TypeError, ["max_seqlen_k must be an int, got 4.0"]),
-    "max_tensor": ({"max_seqlen_k": lengths(4)}, TypeError, ["max_seqlen_k must be an int, got tensor(4)"]),
+    "max_tensor": ({"max_seqlen_k": lengths(4)}, TypeError, ["max_seqlen_k must be an int, got a tensor; .item() reads"]),
     "offsets": ({"query_offset": lengths([1, 2])}, ValueError, ["query_offset", "(batch,) = (3,)", "(2,)"]),
+    "layout": (
+        {"query": zeros(3, 5, 8), "key": zeros(3, 7, 8), "value": zeros(3, 7, 4)},
+        ValueError,
+        ["key must have query's 5 heads", ".transpose(0, 1) makes them (total, heads, width)"],
+    ),
     "not_covered": (
         {"positions": RelativePositions(-4, 4, "error"), "query_offset": 3},
         ValueError,

@@ -38,10 +38,10 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
     {"forward": tile(16, 16, None), "rows": tile(32, 32, None), "columns": tile(32, 16), "table": tile(32, 32)},
     {"forward": tile(32, 32), "rows": tile(16, 16), "columns": tile(32, 32), "table": tile(16, 16)},
     {
-        "forward": tile(32, 16, rotation="exact"),
-        "rows": tile(32, 32, "both", "exact"),
-        "columns": tile(16, 16, rotation="exact"),
-        "table": tile(32, 16, rotation="exact"),
+        "forward": tile(32, 16, rotation="registers"),
+        "rows": tile(32, 32, "both", "registers"),
+        "columns": tile(16, 16, rotation="registers"),
+        "table": tile(32, 16, rotation="registers"),
     },
 )
 """Of the kernels; None: the default."""

@@ -67,7 +67,7 @@ def with_seed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def selectable(kernel: str) -> list[TileConfig]:
     """Every configuration that the selector returns for some call, but for what means nothing here: stages, and for the gather
-    warps. Packed rotations as exact ones: that their terms are rounded to float16 has tests of its own, test_rotations.py."""
+    warps."""
     found = set()
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):
@@ -77,9 +77,8 @@ def selectable(kernel: str) -> list[TileConfig]:
                 for width, outside, is_causal in itertools.product((16, 64, 128, 256), OUTSIDE, (False, True)):
                     for special in (None,) if outside is None else SPECIAL:
                         config = configs.select(kernel, arch, dtype, width, outside, is_causal, special)
-                        gathers = config.rotation == "gather"
-                        warps, rotation = (4, "gather") if gathers else (config.num_warps, "exact")
-                        found.add(dataclasses.replace(config, num_warps=warps, num_stages=1, rotation=rotation))
+                        warps = 4 if config.rotation == "gather" else config.num_warps
+                        found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
     torch.set_float32_matmul_precision(before)
     return sorted(found, key=str)
 
@@ -130,7 +129,7 @@ def run_backward(
     tensors, spec = resolve(inputs, **arguments)
     out, lse, statistics = forward(tensors, spec, (tiles or {}).get("forward"))
     wants = [name in wanted for name in GRADIENTS]
-    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, statistics, tensors, spec, wants, tiles)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, wants, tiles)
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 

@@ -126,7 +126,7 @@ def test_lengths_beyond_the_keys_are_limited(outside: Any) -> None:
 
     def gradients(*lengths: int) -> list[torch.Tensor]:
         limited = tensors._replace(key_lengths=torch.tensor(lengths))
-        found = launcher.backward(inputs.d_out, inputs.d_lse, *forward(limited, spec), limited, spec, tiles=SMALL)
+        found = launcher.backward(inputs.d_out, inputs.d_lse, *forward(limited, spec)[::2], limited, spec, tiles=SMALL)
         return [gradient for gradient in found if gradient is not None]
 
     results = gradients(1000, -7)

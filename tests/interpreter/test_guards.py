@@ -43,9 +43,9 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
 SMALL = {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)}
 OTHER = {
     "forward": tile(16, 16, None),
-    "rows": TileConfig(16, 16, 1, 1, None, "exact"),
-    "columns": TileConfig(32, 16, 2, 1, rotation="exact"),
-    "table": TileConfig(16, 16, 1, 1, rotation="exact"),
+    "rows": TileConfig(16, 16, 1, 1, None, "registers"),
+    "columns": TileConfig(32, 16, 2, 1, rotation="registers"),
+    "table": TileConfig(16, 16, 1, 1, rotation="registers"),
 }
 POSITIONS = {
     "none": None,
@@ -146,7 +146,7 @@ def results_of(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileC
     """out, lse, statistics and the gradients of all tensors that there are."""
     inputs, tensors, spec = resolved(inputs, arguments)
     out, lse, statistics = forward(tensors, spec, (tiles or {}).get("forward"))
-    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, statistics, tensors, spec, tiles=tiles)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, tiles=tiles)
     named = {"out": out, "lse": lse, "statistics": statistics, **dict(zip(GRADIENTS, gradients, strict=True))}
     return {name: result for name, result in named.items() if result is not None}
 

@@ -117,7 +117,7 @@ def results(
     call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
     tiles = dict.fromkeys(configs.KERNELS, TileConfig(block, block, 4, 1))
     out, lse, statistics = forward(*call, tiles["forward"])
-    gradients = backward(inputs.d_out, inputs.d_lse, out, lse, statistics, *call, tiles=tiles)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
 
 
@@ -190,7 +190,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
         call = validation.resolve(query, key, value, rel_key, positions=RelativePositions(-2, 3))
         out, lse, statistics = forward(*call, tiles["forward"])
-        gradients = backward(d_out, d_lse, out, lse, statistics, *call, wants, tiles)
+        gradients = backward(d_out, d_lse, out, statistics, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
         results = [each[-1, -1] for each in (out, lse, *others) if each is not None]
         return results if d_rel_key is None else [*results, d_rel_key[-1]]

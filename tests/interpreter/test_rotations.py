@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tests.interpreter.launch import all_gradients, check_every_term
 from triton_relattn import RelativePositions
+from triton_relattn.kernels import configs
 from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
@@ -86,19 +87,20 @@ def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-unt
     tl.store(target + places, band_within(tl.load(low + m), tl.load(high + m), TILE).to(tl.int8))
 
 
-@pytest.mark.parametrize("rotation", ["gather", "exact"])
+@pytest.mark.parametrize("rotation", ["gather", "registers"])
 @pytest.mark.parametrize(("block_m", "block_n", "warps"), TILES)
 def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: str) -> None:
     """Limits anywhere, of every row its own, also where none or all columns lie within."""
     generator = torch.Generator().manual_seed(block_m + block_n)
-    width = chunk_width.fn((block_m, block_n, rotation, warps))
+    tile = (block_m, block_n, rotation, warps, False)
+    width = chunk_width.fn(tile)
     m, place = torch.arange(block_m)[:, None], torch.arange(block_n)
     n = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2
     column = n // width * width + (n - m) % width
     for _ in range(8):
         low, high = torch.randint(-block_n, 2 * block_n, (2, block_m, 1), generator=generator, dtype=torch.int32)
         target = torch.full((block_m, block_n), -1, dtype=torch.int8)
-        within_kernel[(1,)](low, high, target, (block_m, block_n, rotation, warps))
+        within_kernel[(1,)](low, high, target, tile)
         assert torch.equal(target.bool(), (column >= low) & (column < high)) and (target >= 0).all()
 
 
@@ -129,7 +131,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("rotation", ["exact", "packed"])
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize(
     ("case", "tile", "carry"),
     [
@@ -144,48 +146,54 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
     ],
 )
-def test_kernels(case: str, tile: tuple[int, int, int], carry: str | None, rotation: str) -> None:
+def test_kernels(
+    case: str, tile: tuple[int, int, int], carry: str | None, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of terms that float16 can hold, the results are those of the gather, but for the order in which a row is summed."""
     of_inputs, arguments = CASES[case]
     inputs = of_small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **of_inputs))
     config = TileConfig(*tile, 1)
     gathered = all_gradients(inputs, tiles_of(config, carry), **arguments)
-    results = all_gradients(inputs, tiles_of(replace(config, rotation=rotation), carry), **arguments)
+    monkeypatch.setattr(configs, "rounds_terms", lambda *_: rounded)
+    results = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry), **arguments)
     for name, result in results.items():
         apart = float((result.double() - gathered[name].double()).abs().max())
         assert apart <= 2 * last_place(float(gathered[name].abs().max()), result.dtype), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_exact_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
+def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=159, rel_bias=True, dtype=dtype, seed=6, sharp=dtype == torch.float16)
-    check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="exact"), "both"))
+    check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="registers"), "both"))
 
 
 @pytest.mark.parametrize("carry", ["both", None])
-def test_tiny_gradients(carry: str | None) -> None:
+def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of d_out with a table for values are no terms of scores: where float16 has nothing left they are as right."""
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=41, rel_value=True, dtype=torch.float32, seed=5)
     inputs = of_small_integers(inputs)
     inputs = inputs._replace(d_out=inputs.d_out * 2.0**-40, d_lse=torch.zeros_like(inputs.d_lse))
     config = TileConfig(64, 64, 4, 1)
     gathered = all_gradients(inputs, tiles_of(config, carry))
-    packed = all_gradients(inputs, tiles_of(replace(config, rotation="packed"), carry))
+    monkeypatch.setattr(configs, "rounds_terms", lambda *_: True)
+    packed = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry))
     for name, result in packed.items():
         assert (result - gathered[name]).norm() <= 1e-5 * gathered[name].norm(), name
 
 
-def test_terms_beyond_float16() -> None:
-    """Packed, they are its largest number: results are finite."""
+def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded, they are its largest number: results are finite."""
     inputs = make_inputs(1, 1, 40, 40, 16, num_rows=79, dtype=torch.float16, seed=2)
     assert inputs.rel_key is not None
     query, table = 300 * inputs.query, 300 * inputs.rel_key
     assert float((query.double() @ table.double().mT).abs().max()) > 65504
     inputs = inputs._replace(query=query, rel_key=table)
-    results = all_gradients(inputs, tiles_of(TileConfig(64, 32, 4, 1, rotation="packed"), "both"))
+    monkeypatch.setattr(configs, "rounds_terms", lambda *_: True)
+    tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"), "both")
+    results = all_gradients(inputs, {**tiles, "rows": TileConfig(32, 32, 4, 1), "table": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
 
 
 def test_what_is_no_configuration() -> None:
-    assert "16 * num_warps must divide block_m" in str(TileConfig(64, 64, 8, 2, rotation="packed").why_invalid("sm_90", True))
+    assert "16 * num_warps must divide block_m" in str(TileConfig(64, 64, 8, 2, rotation="registers").why_invalid("sm_90", True))
     assert "rotation must be" in str(TileConfig(64, 64, 4, 2, rotation="roll").why_invalid("sm_90", True))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..integrations.transformers import families
 from . import agreement, report, sweep
 from .environment import describe
 from .methods import BATCH, HEAD_DIM, HEADS, METHODS
@@ -31,6 +32,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"only lengths up to {LONGEST_QUICK}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch has it, else cpu")
     parser.add_argument("--seconds", type=float, default=BUDGET, help=f"time for the measurements (default: {BUDGET:.0f})")
+    parser.add_argument("--families", action="store_true", help="only list the models of transformers that can be enabled")
     arguments = parser.parse_args(argv)
     if arguments.max_length < 2:
         parser.error(f"--max-length must be at least 2, got {arguments.max_length}")
@@ -73,6 +75,9 @@ def _check(device: str, lengths: list[int]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo. Returns the exit status: 0, or 1 if a result is wrong or a measurement failed."""
     arguments = _arguments(argv)
+    if arguments.families:
+        print(families.table())
+        return 0
     started = time.monotonic()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device == "cuda" else "float32"

@@ -14,12 +14,12 @@ def kernels_are_interpreted() -> bool:
         RuntimeError: it was set after Triton's own functions, which kernels call, had been imported without it.
     """
     import triton
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction  # the interpreter's own kind would need numpy
 
     from . import backward  # noqa: F401 - now: TRITON_INTERPRET may change before the first backward
     from .forward import forward_kernel
 
-    kinds = {isinstance(function, InterpretedFunction) for function in (triton.language.standard.sum, forward_kernel)}
+    kinds = {not isinstance(function, JITFunction) for function in (triton.language.standard.sum, forward_kernel)}
     if len(kinds) > 1:
         raise RuntimeError("TRITON_INTERPRET has changed after the first import of triton; set it before that")
     return kinds.pop()

@@ -9,7 +9,7 @@ import torch
 from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs
-from .arguments import LAUNCH_OPTIONS, Call, cdiv, contiguous, strided
+from .arguments import LAUNCH_OPTIONS, Call, aligned, cdiv, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_columns import columns_kernel
 from .bwd_rows import rows_kernel
 from .bwd_table import table_ends_kernel, table_kernel
@@ -17,13 +17,11 @@ from .fitting import until_it_fits
 from .walk import clamp_margin
 
 
-@until_it_fits
 def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
     out: torch.Tensor,
-    lse: torch.Tensor,
-    statistics: torch.Tensor | None,
+    statistics: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
@@ -40,28 +38,50 @@ def backward(
         statistics: as the forward returns them.
         tiles: configurations by the kernels' names, for those that shall not be the selected ones.
     """
+    query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
+    tensors, spec = with_positive_scale(tensors, spec)
+    # In one sum for both of the query's roles, the ratio of the scales times dS may be beyond float16.
+    may_overflow = query.dtype == torch.float16 and abs(spec.rel_scale) > abs(spec.scale)
+    if may_overflow and tensors.rel_key is not None and tensors.rel_query is None:
+        tensors = tensors._replace(rel_query=query)
+    wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
+    has_two_roles = given_rel_query is None and tensors.rel_query is not None
+    if has_two_roles:
+        wants["rel_query"] = wants["query"]
+    gradients = dict(zip(DIFFERENTIABLE, _backward(d_out, d_lse, out, statistics, tensors, spec, wants, tiles), strict=True))
+    if (d_query := gradients["query"]) is not None:
+        if scale_is_negative:
+            d_query.neg_()
+        if has_two_roles:
+            d_query += gradients["rel_query"]
+    if has_two_roles:
+        gradients["rel_query"] = None
+    return tuple(gradients.values())
+
+
+@until_it_fits
+def _backward(
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    statistics: torch.Tensor,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    wants: Mapping[str, bool],
+    tiles: Mapping[str, configs.TileConfig] | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same for positive scales, and a query whose roles need no separate sums."""
     gradients = {
-        name: gradient_like(tensor) if want and tensor is not None else None
-        for name, tensor, want in zip(DIFFERENTIABLE, tensors, wanted, strict=False)
+        name: gradient_like(tensor) if wants[name] and tensor is not None else None
+        for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False)
     }
-    query, key, value = tensors.query, tensors.key, tensors.value
+    query = tensors.query
     entries, heads, seqlen_q, _ = query.shape
-    if entries * heads * seqlen_q * key.shape[2] == 0:
+    if entries * heads * seqlen_q * tensors.key.shape[2] == 0:
         return tuple(None if gradient is None else gradient.zero_() for gradient in gradients.values())
 
-    if query.dtype == torch.float16 and tensors.rel_query is None and tensors.rel_key is not None:
-        if abs(spec.rel_scale) > abs(spec.scale):  # their ratio times dS may be beyond float16; a query of its own has it later
-            wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
-            wants["rel_query"] = wants["query"]
-            tensors = tensors._replace(rel_query=query)
-            results = backward(d_out, d_lse, out, lse, statistics, tensors, spec, tuple(wants.values()), tiles)
-            both = dict(zip(DIFFERENTIABLE, results, strict=True))
-            d_rel_query = both["rel_query"]
-            if both["query"] is not None and d_rel_query is not None:
-                both["query"] += d_rel_query
-            return tuple(both[name] if name != "rel_query" else None for name in DIFFERENTIABLE)
-
-    lse, d_lse = lse.contiguous(), contiguous(d_lse)
+    tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
+    query, key, value = tensors.query, tensors.key, tensors.value
     rows_gradients = [gradients[name] for name in ("query", "rel_query")]
     columns_gradients = [gradients[name] for name in ("key", "value")]
     wants_tables = [name for name in ("rel_key", "rel_value", "rel_bias") if gradients[name] is not None]
@@ -72,9 +92,7 @@ def backward(
         *call.tables,
         strided(call.attn_mask),
     ]
-    statistics = strided(statistics if statistics is not None and statistics.numel() > 0 else None)
-
-    delta = torch.empty_like(lse)
+    delta = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32)
     far_scores = far_values = far_sums = far_kept = None
     if call.outside == "clamp":
         per_side = (entries, heads, 2, seqlen_q)
@@ -89,8 +107,7 @@ def backward(
         call.launch(
             *("rows", rows_kernel, tiles["rows"], (programs,)),
             *inputs,
-            *map(strided, (out, d_out, d_query, d_rel_query, lse)),
-            statistics,
+            *map(strided, (out, d_out, d_query, d_rel_query, statistics)),
             *map(strided, (d_lse, delta, far_scores, far_values, far_sums, far_kept)),
         )
 
@@ -109,9 +126,7 @@ def backward(
         call.launch(
             *("columns", columns_kernel, tiles["columns"], (programs,)),
             *inputs,
-            *map(strided, (d_out, *columns_gradients, lse)),
-            statistics,
-            *map(strided, (delta, far_scores, far_values)),
+            *map(strided, (d_out, *columns_gradients, statistics, delta, far_scores, far_values)),
         )
     if wants_tables:
         # Tables that the heads share get a sum for each head where another table has one.
@@ -139,9 +154,7 @@ def backward(
         call.launch(
             *("table", table_kernel, tiles["table"], (programs, splits)),
             *inputs,
-            *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), lse)),
-            statistics,
-            strided(delta),
+            *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), statistics, delta)),
             num_sequences=call.num_sequences,
             PER_HEAD=per_head,
             ROWS_BLOCK_M=tiles["rows"].block_m,

@@ -22,21 +22,20 @@ from .tiles import key_order
 @triton.constexpr_function
 def chunk_width(tile):
     """Columns that are rotated together: at most 32, because a second shuffle is needed beyond a warp's lanes."""
-    block_m, block_n, rotation, _ = tile
+    block_m, block_n, rotation, *_ = tile
     return block_n if rotation == "gather" and block_m == block_n <= 32 else block_n // 2
 
 
 @triton.constexpr_function
 def term_dtype(tile):
-    """What terms are rotated and carried in."""
-    return tl.float16 if tile[2] == "packed" else tl.float32
+    """The dtype that terms are rotated and carried in; for the gather block_of_rows has rounded them."""
+    return tl.float16 if tile[4] and tile[2] != "gather" else tl.float32
 
 
 @triton.constexpr_function
 def for_values(tile):
     """The tile for products of d_out with a table for values: float16 has no digits for gradients as small as they may be."""
-    block_m, block_n, rotation, warps = tile
-    return block_m, block_n, "exact" if rotation == "packed" else rotation, warps
+    return *tile[:4], False
 
 
 @triton.constexpr_function
@@ -46,9 +45,9 @@ def waiting_dtype(tile, dtype):
 
 
 @triton.jit
-def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr):
+def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr = False):
     """What of a tile [M, N] is rotated and delayed: all of it ("gather"), or its two chunks [M, W], or, if DTYPE has 16 bits, one
-    word for an element of each."""
+    word for an element of each. SATURATE: beyond float16's range its largest number."""
     if TILE[2] == "gather":
         return (tile.to(DTYPE),)
     else:
@@ -56,7 +55,13 @@ def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr):
         if DTYPE == tl.float32:
             return low, high
         else:
-            return (pack(low, high, DTYPE, TILE[2] == "packed"),)
+            return (pack(low, high, DTYPE, SATURATE),)
+
+
+@triton.jit
+def cut_terms(block, TILE: tl.constexpr):
+    """A block of terms, cut, and rounded as all kernels of a call round them."""
+    return cut(block, TILE, term_dtype(TILE), True)
 
 
 @triton.jit
@@ -184,7 +189,7 @@ def next_tile(block, carried, TILE: tl.constexpr):
     The scores are right once the M / N blocks before have gone through. M is N or twice that.
     """
     TERM: tl.constexpr = term_dtype(TILE)
-    parts, carried = delayed(rotate(cut(block, TILE, TERM), TILE), carried, TILE, BACK=False, ROTATED=True)
+    parts, carried = delayed(rotate(cut_terms(block, TILE), TILE), carried, TILE, BACK=False, ROTATED=True)
     return glued(parts, TILE, TERM).to(tl.float32), carried
 
 
@@ -205,7 +210,7 @@ def whole_tile(
     for ago in tl.static_range(TILE[0] // TILE[1], -1, -1):
         behind = relative_position - ago * TILE[1]
         block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
-        parts, carried = delayed(cut(block, TILE, TERM), carried, TILE, BACK=False, ROTATED=False)
+        parts, carried = delayed(cut_terms(block, TILE), carried, TILE, BACK=False, ROTATED=False)
     return glued(rotate(parts, TILE), TILE, TERM).to(tl.float32)
 
 

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from .band import for_values, whole_tile
 from .dropout import kept
-from .masking import first_query, last_query, locate, visible
-from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
+from .masking import exists, first_query, last_query, locate, visible
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, near_keys, part_range, walk_position
@@ -25,7 +25,6 @@ def columns_kernel(
     d_outs,
     d_keys,
     d_values,
-    lses,
     statistics,
     deltas,
     far_scores,
@@ -49,6 +48,7 @@ def columns_kernel(
     ROTATION: tl.constexpr,
     WARPS: tl.constexpr,
     OUTSIDE: tl.constexpr,
+    ROUND_TERMS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
@@ -59,18 +59,17 @@ def columns_kernel(
     num_blocks = tl.cdiv(sequences.max_seqlen_k, BLOCK_N)
     block = tl.program_id(0) % num_blocks
     key_head = tl.program_id(0) // num_blocks % (num_heads // GROUP)
-    place = locate(sequences, tl.program_id(0) // num_blocks // (num_heads // GROUP))
+    place = locate(sequences, window, tl.program_id(0) // num_blocks // (num_heads // GROUP))
     key_start = block * BLOCK_N
-    key_limit = sequences.max_seqlen_k if sequences.cu_seqlens_k is None else place.num_keys
     if sequences.cu_seqlens_k is not None:
-        if key_start >= place.num_keys:
+        if key_start >= place.key_rows:
             return
 
-    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS)
     tile_m = tl.arange(0, BLOCK_M)
     tile_n = key_order(TILE)
     offs_n = key_start + tile_n
-    valid_n = offs_n < place.num_keys
+    valid_n = exists(offs_n, place, window)
     keys = head_matrix(keys, place.entry, key_head, place.key_start, WIDE_INDEX)
     key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
     if d_keys is not None:
@@ -126,19 +125,16 @@ def columns_kernel(
                     scores = whole_tile(rel_query, term, relative, REL_DIM, BLOCK_DR, TILE, OUTSIDE, INPUT_PRECISION)
                 else:
                     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                shift, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
+                row_max, log_sum = load_normaliser(statistics, place, head, offs_m, valid_m)
                 if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
                     far = side_vector(far_scores, place.entry, head, side, place.query_start)
                     far = tl.load(far + offs_m, mask=valid_m, other=0.0)
-                    if is_linear(scaling.softcap, mask):
-                        shift -= far * scale
-                    else:
-                        scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
+                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
                 scores = tile_scores(query, key, scores, INPUT_PRECISION)
                 # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, window) & valid_m[:, None]
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, scaling)
-                probs = probabilities(scores, seen, scale, shift, row_max, is_additive(mask))
+                probs = probabilities(scores, seen, scale, row_max, log_sum)
                 if dropout is not None:
                     stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
@@ -170,13 +166,13 @@ def columns_kernel(
                     # [N, M] @ [M, D] -> [N, D]
                     d_key = tl.dot(tl.trans(d_scores.to(query.dtype)), query, d_key, input_precision=INPUT_PRECISION)
 
-    exists = offs_n < key_limit
+    valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:
         unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, WIDE_INDEX)
-        store_rows(d_keys, key_start, tile_n, exists, d_key * unit, HEAD_DIM, BLOCK_D)
+        store_rows(d_keys, key_start, tile_n, valid_n, d_key * unit, HEAD_DIM, BLOCK_D)
     if d_values is not None:
         if dropout is not None:
             d_value *= tl.cast(dropout.keep_scale, tl.float32)
         d_values = head_matrix(d_values, place.entry, key_head, place.key_start, WIDE_INDEX)
-        store_rows(d_values, key_start, tile_n, exists, d_value, VALUE_DIM, BLOCK_DV)
+        store_rows(d_values, key_start, tile_n, valid_n, d_value, VALUE_DIM, BLOCK_DV)

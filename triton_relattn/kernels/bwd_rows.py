@@ -9,8 +9,8 @@ import triton.language as tl
 
 from .band import add_terms, blocks_before, empty_band, for_values, next_terms, waiting_dtype
 from .dropout import kept
-from .masking import first_key, last_key, locate, visible
-from .scores import LN_2, exponent_scale, finished, is_additive, is_linear, load_normaliser, probabilities, tile_scores
+from .masking import exists, first_key, last_key, locate, visible
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, near_keys, part_range, walk_position
@@ -30,7 +30,6 @@ def rows_kernel(
     d_outs,
     d_queries,
     d_rel_queries,
-    lses,
     statistics,
     d_lses,
     deltas,
@@ -58,6 +57,7 @@ def rows_kernel(
     WARPS: tl.constexpr,
     CARRY: tl.constexpr,
     OUTSIDE: tl.constexpr,
+    ROUND_TERMS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
@@ -71,7 +71,7 @@ def rows_kernel(
     num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(0) // num_blocks % num_heads
-    place = locate(sequences, tl.program_id(0) // num_blocks // num_heads)
+    place = locate(sequences, window, tl.program_id(0) // num_blocks // num_heads)
     if window[1] is not None:
         block = num_blocks - 1 - block  # the longest walks first
     row_start = block * BLOCK_M
@@ -79,7 +79,7 @@ def rows_kernel(
         if row_start >= place.num_queries:
             return
 
-    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS)
     VALUE_TILE: tl.constexpr = for_values(TILE)
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
@@ -92,7 +92,7 @@ def rows_kernel(
     d_outs = head_matrix(d_outs, place.entry, head, place.query_start, WIDE_INDEX)
     d_out = load_rows(d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
     mask = None if attn_mask is None else head_matrix(attn_mask, place.entry, head, 0, True)
-    base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
+    row_max, log_sum = load_normaliser(statistics, place, head, offs_m, valid_m)
     deltas = row_vector(deltas, place.entry, head, place.query_start)
     if d_lses is not None:
         d_lses = row_vector(d_lses, place.entry, head, place.query_start)
@@ -140,7 +140,7 @@ def rows_kernel(
         past, past_sum, future, future_sum = zeros, zeros, zeros, zeros
         past_kept, future_kept = zeros, zeros
     if HAS_TERM and OUTSIDE == "clamp":
-        far_past, far_future = far_terms(rel_query, term, REL_DIM, BLOCK_DR, BLOCK_M, INPUT_PRECISION)
+        far_past, far_future = far_terms(rel_query, term, REL_DIM, BLOCK_DR, BLOCK_M, ROUND_TERMS, INPUT_PRECISION)
         tl.store(side_vector(far_scores, place.entry, head, 0, place.query_start) + offs_m, far_past, mask=valid_m)
         tl.store(side_vector(far_scores, place.entry, head, 1, place.query_start) + offs_m, far_future, mask=valid_m)
     if rel_keys is not None:  # its rows make the gradient of the query
@@ -149,7 +149,7 @@ def rows_kernel(
     if rel_values is not None:
         value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
     if rel_values is not None and OUTSIDE == "clamp":
-        past_value, future_value = far_terms(d_out, value_table, VALUE_DIM, BLOCK_DV, BLOCK_M, INPUT_PRECISION)
+        past_value, future_value = far_terms(d_out, value_table, VALUE_DIM, BLOCK_DV, BLOCK_M, False, INPUT_PRECISION)
         tl.store(side_vector(far_values, place.entry, head, 0, place.query_start) + offs_m, past_value, mask=valid_m)
         tl.store(side_vector(far_values, place.entry, head, 1, place.query_start) + offs_m, future_value, mask=valid_m)
 
@@ -175,7 +175,7 @@ def rows_kernel(
         for position in tl.range(start, stop, BLOCK_N, disable_licm=ROTATION != "gather" and BLOCK_D > 64):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
-            valid_n = offs_n < place.num_keys
+            valid_n = exists(offs_n, place, window)
             relative = key_start - row_start - place.query_offset
             if PART == NEAR and HAS_TERM:
                 scores, carried = next_terms(
@@ -183,20 +183,16 @@ def rows_kernel(
                 )
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            shift = base_2_lse
             if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
                 far = tl.where(key_start < near_start, far_past, far_future)
-                if is_linear(scaling.softcap, mask):
-                    shift = base_2_lse - far * scale
-                else:
-                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
+                scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             seen = visible(offs_m[:, None], offs_n[None, :], place, window)
             if mask is not None:
                 seen = seen & valid_m[:, None]
             scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, scaling)
-            probs = probabilities(scores, seen, scale, shift, row_max, is_additive(mask))
+            probs = probabilities(scores, seen, scale, row_max, log_sum)
 
             if PART == NEAR and rel_values is not None:
                 d_probs, values_carried = next_terms(
@@ -290,16 +286,17 @@ def rows_kernel(
             else:
                 rel_acc = band_acc
 
-    correction = total  # the exact delta less delta
+    correction = settled(total, BLOCK_N)  # the exact delta less delta
     if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
         correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
     tl.store(deltas + offs_m, delta + correction, mask=valid_m)
     if HAS_TERM and OUTSIDE == "clamp":
-        past -= correction * past_sum
-        future -= correction * future_sum
+        past = settled(past - correction * past_sum, BLOCK_N)
+        future = settled(future - correction * future_sum, BLOCK_N)
         tl.store(side_vector(far_sums, place.entry, head, 0, place.query_start) + offs_m, past, mask=valid_m)
         tl.store(side_vector(far_sums, place.entry, head, 1, place.query_start) + offs_m, future, mask=valid_m)
     if rel_values is not None and OUTSIDE == "clamp":
+        past_kept, future_kept = settled(past_kept, BLOCK_N), settled(future_kept, BLOCK_N)
         tl.store(side_vector(far_kept, place.entry, head, 0, place.query_start) + offs_m, past_kept, mask=valid_m)
         tl.store(side_vector(far_kept, place.entry, head, 1, place.query_start) + offs_m, future_kept, mask=valid_m)
     unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2

@@ -10,7 +10,7 @@ import triton.language as tl
 from .band import (
     band_column,
     band_within,
-    cut,
+    cut_terms,
     empty_band,
     for_values,
     from_tiles,
@@ -21,8 +21,8 @@ from .band import (
     term_dtype,
 )
 from .dropout import kept
-from .masking import locate, visible_band
-from .scores import LN_2, exponent_scale, finished, is_additive, load_normaliser, probabilities, tile_scores
+from .masking import exists, locate, visible_band
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table, block_of_rows, table_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import clamp_margin, near_keys
@@ -34,7 +34,7 @@ def band_terms(vectors, rows, table, relative, TILE: tl.constexpr, OUTSIDE: tl.c
     in registers where it takes them from, to be what their products are added to."""
     TERM: tl.constexpr = term_dtype(TILE)
     block = block_of_rows(vectors, rows, table, relative, TILE, OUTSIDE, INPUT_PRECISION)
-    parts = rotate(cut(block, TILE, TERM), TILE)
+    parts = rotate(cut_terms(block, TILE), TILE)
     if TILE[2] != "gather":
         parts = in_tiles(parts, TILE)
     return glued(parts, TILE, TERM).to(tl.float32)
@@ -54,7 +54,6 @@ def table_kernel(
     d_rel_keys,
     d_rel_values,
     d_rel_bias,
-    lses,
     statistics,
     deltas,
     sequences,
@@ -80,6 +79,7 @@ def table_kernel(
     PER_HEAD: tl.constexpr,
     ROWS_BLOCK_M: tl.constexpr,
     ROWS_BLOCK_N: tl.constexpr,
+    ROUND_TERMS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
@@ -99,7 +99,7 @@ def table_kernel(
     table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
 
-    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS)
     tile_m = tl.arange(0, BLOCK_M)
     tile_n = key_order(TILE)
     relative = first - MARGIN + block * BLOCK_N
@@ -135,7 +135,7 @@ def table_kernel(
     ANEW: tl.constexpr = IN_REGISTERS or (BLOCK_D > 64 and (rel_keys is None or BLOCK_DR < BLOCK_D))
     for unit in tl.range(split, num_units, num_splits, disable_licm=ANEW):
         sequence = unit if PER_HEAD else (tl.cast(unit, tl.uint32) // tl.cast(num_heads, tl.uint32)).to(tl.int32)
-        place = locate(sequences, sequence)
+        place = locate(sequences, window, sequence)
         head = table_head if PER_HEAD else unit - sequence * num_heads
         head_queries = head_matrix(queries, place.entry, head, place.query_start, WIDE_INDEX)
         head_keys = head_matrix(keys, place.entry, head // GROUP, place.key_start, WIDE_INDEX)
@@ -171,7 +171,7 @@ def table_kernel(
             scores_carried, d_probs_carried = empty_band(TILE, tl.float32), empty_band(TILE, tl.float32)
             for ahead in tl.static_range(BLOCK_M // BLOCK_N + 1):
                 first_key = key_start + ahead * BLOCK_N
-                valid_n = (first_key + tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)
+                valid_n = exists(first_key + tile_n, place, window)
                 key = load_rows(head_keys, first_key, tile_n, valid_n, HEAD_DIM, BLOCK_D)
                 scores = tile_scores(query, key, terms, INPUT_PRECISION)
                 scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
@@ -194,8 +194,8 @@ def table_kernel(
             seen = band_within(low, high, TILE)
             offs_n = first_keys[:, None] + band_column(TILE)
             scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, scaling)
-            base_2_lse, row_max = load_normaliser(lses, statistics, place, head, offs_m, valid_m)
-            probs = probabilities(scores, seen, scale, base_2_lse, row_max, is_additive(mask))
+            row_max, log_sum = load_normaliser(statistics, place, head, offs_m, valid_m)
+            probs = probabilities(scores, seen, scale, row_max, log_sum)
             if dropout is not None:
                 stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n)
 
@@ -226,20 +226,20 @@ def table_kernel(
                     acc = tl.dot(tl.trans(d_band.to(query.dtype)), rel_query, acc, input_precision=INPUT_PRECISION)
 
     row = relative - first + MARGIN
-    exists = relative + tile_n <= last + MARGIN
+    valid = relative + tile_n <= last + MARGIN
     row = row + 1 if OUTSIDE == "clamp" else row
     if d_rel_keys is not None:
         unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
         if scaling.rel_scale is not None:
             unit *= tl.cast(scaling.rel_scale, tl.float32)
-        store_rows(head_matrix(d_rel_keys, split, table_head, 0, WIDE_INDEX), row, tile_n, exists, acc * unit, REL_DIM, BLOCK_DR)
+        store_rows(head_matrix(d_rel_keys, split, table_head, 0, WIDE_INDEX), row, tile_n, valid, acc * unit, REL_DIM, BLOCK_DR)
     if d_rel_values is not None:
         if dropout is not None:
             value_acc *= tl.cast(dropout.keep_scale, tl.float32)
         d_rel_values = head_matrix(d_rel_values, split, table_head, 0, WIDE_INDEX)
-        store_rows(d_rel_values, row, tile_n, exists, value_acc, VALUE_DIM, BLOCK_DV)
+        store_rows(d_rel_values, row, tile_n, valid, value_acc, VALUE_DIM, BLOCK_DV)
     if d_rel_bias is not None:
-        tl.store(row_vector(d_rel_bias, split, table_head, row) + tile_n, tl.sum(bias_acc, axis=0), mask=exists)
+        tl.store(row_vector(d_rel_bias, split, table_head, row) + tile_n, tl.sum(bias_acc, axis=0), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_heads", "num_rows"])

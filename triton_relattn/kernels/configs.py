@@ -223,7 +223,7 @@ _IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
     ("table, rel_bias", "wgmma", 64, "none", False): TileConfig(64, 32, 4, 1),
     ("table, rel_bias", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1),
 }
-_EXACT = ("forward", "table")  # the kernels that have registers for float32 terms, in calls with nothing special
+_FLOAT32_TERMS = ("forward", "table")  # the kernels that have registers for them, in calls with nothing special
 
 
 class Kind(NamedTuple):
@@ -264,22 +264,26 @@ def profile_key(
     return profiles.Key(kernel, arch, dtype_name, _tile_width(width), outside, is_causal, special, bucket)
 
 
-def rotation_in_registers(arch: str, dtype: torch.dtype) -> str | None:
-    """The rotation in registers that suits inputs of this dtype; None where accumulators do not lie as quads.py says.
+def rotates_in_registers(arch: str) -> bool:
+    """Whether accumulators of matrix products lie as quads.py says."""
+    return arch.startswith(("sm_8", "sm_12")) or arch == "sm_90"
 
-    Terms of float16 ("packed") obey the error rule of bfloat16 inputs. For float16 inputs the gradient of a table would be off by
-    several times what their own rounding costs, so that theirs are float32 ("exact"), as those of float32 inputs are.
+
+def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
+    """Whether terms, q.E with a bias, are rounded to float16 on their way to the scores, two in a word.
+
+    All kernels of a call must agree, whatever their tiles and rotations: a backward kernel with terms other than the forward's
+    computes probabilities that do not sum to one, and an error that all keys of a query share adds up in the gradient of a table.
+    Hence this depends on nothing else. Terms of float16 obey the error rule of bfloat16 inputs; with float16 inputs the gradient
+    of a table would be off by several times what their own rounding costs.
     """
-    if not (arch.startswith(("sm_8", "sm_12")) or arch == "sm_90"):
-        return None
-    return "packed" if dtype == torch.bfloat16 else "exact"
+    return dtype == torch.bfloat16 and rotates_in_registers(arch)
 
 
 def candidates(kernel: str, arch: str, dtype: torch.dtype, has_table: bool) -> list[TileConfig]:
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
     carries = {"forward": ("scores", None), "rows": ("both", "scores", None)} if has_table else {}
-    in_registers = rotation_in_registers(arch, dtype) if has_table else None
-    rotations = ("gather",) if in_registers is None else ("gather", in_registers)
+    rotations = ("gather", "registers") if has_table and rotates_in_registers(arch) else ("gather",)
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
     every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations)
     return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table) is None]
@@ -335,11 +339,10 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     if special == "rel_value":  # a second band: nothing else would fit
         names = names[:1]
     calls: list[tuple[object, ...]] = [(name, unit, width, outside, is_causal) for name in names]
-    rotation = rotation_in_registers(arch, dtype)
-    if outside is not None and (rotation == "packed" or (rotation == "exact" and special is None and kernel in _EXACT)):
+    if outside is not None and rotates_in_registers(arch):
         config = _find(_IN_REGISTERS, calls[:1])
-        if config is not None:
-            return replace(config, rotation=rotation)
+        if config is not None and (rounds_terms(arch, dtype) or (special is None and kernel in _FLOAT32_TERMS)):
+            return replace(config, rotation="registers")
     return _find(_CONFIGS, calls) or TileConfig(16, 16, 4, 1)
 
 

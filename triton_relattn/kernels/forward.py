@@ -6,13 +6,13 @@ import triton.language as tl
 
 from ..results import new_like
 from ..spec import AttentionSpec, AttentionTensors
-from .arguments import Call, cdiv, strided
+from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
 from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
 from .dropout import kept
 from .fitting import until_it_fits
-from .masking import first_key, last_key, locate, visible
-from .scores import LN_2, LOG2_E, exponent_scale, finished, is_additive, is_linear, softmax_update, tile_scores
+from .masking import exists, first_key, last_key, locate, visible
+from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, near_keys, part_range, walk_position
@@ -51,17 +51,19 @@ def forward_kernel(
     WARPS: tl.constexpr,
     CARRY: tl.constexpr,
     OUTSIDE: tl.constexpr,
+    ROUND_TERMS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """out and lse of BLOCK_M queries of one head; with statistics [B, H, 2, Nq] also maximum and base-2 logarithm of the sum.
+    """out and lse of BLOCK_M queries of one head, and what the backward makes probabilities of: statistics [B, H, 2, Nq], the
+    maximum of a query's scores and the base-2 logarithm of the sum of its exponentials.
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(0) // num_blocks % num_heads
-    place = locate(sequences, tl.program_id(0) // num_blocks // num_heads)
+    place = locate(sequences, window, tl.program_id(0) // num_blocks // num_heads)
     if window[1] is not None:
         block = num_blocks - 1 - block  # the longest walks first
     row_start = block * BLOCK_M
@@ -69,7 +71,7 @@ def forward_kernel(
         if row_start >= place.num_queries:
             return
 
-    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS)
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS)
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
     tile_n = key_order(TILE)
@@ -103,7 +105,7 @@ def forward_kernel(
         last,
     )
     if HAS_TERM and OUTSIDE == "clamp":
-        far_past, far_future = far_terms(rel_query, term, REL_DIM, BLOCK_DR, BLOCK_M, INPUT_PRECISION)
+        far_past, far_future = far_terms(rel_query, term, REL_DIM, BLOCK_DR, BLOCK_M, ROUND_TERMS, INPUT_PRECISION)
     if rel_values is not None:
         value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
         lowest, highest = reached_positions(row_start, last_query, place, window)
@@ -124,7 +126,7 @@ def forward_kernel(
         for position in tl.range(start, stop, BLOCK_N):
             key_start = walk_position(PART, position, near_start, near_stop, OUTSIDE)
             offs_n = key_start + tile_n
-            valid_n = offs_n < place.num_keys
+            valid_n = exists(offs_n, place, window)
             relative = key_start - row_start - place.query_offset
             if PART == NEAR and HAS_TERM:
                 scores, carried = next_terms(
@@ -132,13 +134,9 @@ def forward_kernel(
                 )
             else:
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            shared = None
             if PART == FAR and HAS_TERM and OUTSIDE == "clamp":
                 far = tl.where(key_start < near_start, far_past, far_future)
-                if is_linear(scaling.softcap, mask):
-                    shared = far
-                else:
-                    scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
+                scores = tl.broadcast_to(far[:, None], (BLOCK_M, BLOCK_N))
             key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
             scores = tile_scores(query, key, scores, INPUT_PRECISION)
             seen = visible(offs_m[:, None], offs_n[None, :], place, window)
@@ -146,7 +144,7 @@ def forward_kernel(
                 seen = seen & valid_m[:, None]
             scores, seen, _ = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, scaling)
             scores = tl.where(seen, scores, -float("inf"))
-            probs, row_max, row_sum, rescale = softmax_update(scores, shared, row_max, row_sum, scale, is_additive(mask))
+            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if dropout is not None:
                 probs = tl.where(kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
@@ -171,12 +169,11 @@ def forward_kernel(
     outs = head_matrix(outs, place.entry, head, place.query_start, WIDE_INDEX)
     store_rows(outs, row_start, tile_m, valid_m, acc, VALUE_DIM, BLOCK_DV)
     lse = row_vector(lses, place.entry, head, place.query_start)
-    tl.store(lse + offs_m, row_max * (scale * LN_2) + tl.log(row_sum), mask=valid_m)
-    if statistics is not None:
-        row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-        tl.store(side_vector(statistics, place.entry, head, 0, place.query_start) + offs_m, row_max, mask=valid_m)
-        log_sum = tl.log(row_sum) * LOG2_E
-        tl.store(side_vector(statistics, place.entry, head, 1, place.query_start) + offs_m, log_sum, mask=valid_m)
+    log_sum = tl.log2(row_sum)
+    tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
+    row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
+    tl.store(side_vector(statistics, place.entry, head, 0, place.query_start) + offs_m, row_max, mask=valid_m)
+    tl.store(side_vector(statistics, place.entry, head, 1, place.query_start) + offs_m, log_sum, mask=valid_m)
 
 
 @until_it_fits
@@ -185,19 +182,17 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (B, H, Nq, Dv) in the inputs' dtype and memory order, lse (B, H, Nq) float32, and statistics for the backward.
 
-    The statistics, (B, H, 2, Nq) float32, are each row's maximum and logarithm of the sum. Only with a mask of numbers, else
-    empty: logits may then be so large, all of a row, that their log-sum-exp has no digits left for the sum.
+    The statistics, (B, H, 2, Nq) float32, are each query's maximum of scores and logarithm of the sum: lse, which is both in one
+    number, has no digits left for the sum where logits are large.
     """
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
     out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    additive = tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool
-    statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32) if additive else None
+    statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:
-        if spec.scale < 0:  # rare, and exact: the kernel takes positive scales
-            rel_query = query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
-            tensors, spec = tensors._replace(query=-query, rel_query=rel_query), spec._replace(scale=-spec.scale)
+        tensors, spec = with_positive_scale(tensors, spec)
+        tensors = with_aligned_operands(tensors)
         call = Call(tensors, spec, (out,))
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
@@ -207,4 +202,4 @@ def forward(
             *call.tables,
             *map(strided, (call.attn_mask, out, lse, statistics)),
         )
-    return out, lse, query.new_empty(0, dtype=torch.float32) if statistics is None else statistics
+    return out, lse, statistics

@@ -7,43 +7,63 @@ import triton.language as tl
 
 
 class Place(NamedTuple):
-    """A sequence of the batch: where it lies in the tensors, and what exists of it."""
+    """A sequence of the batch: where it lies in the tensors, and what of it is read.
+
+    Keys before first_key and from num_keys on, which the window or a length hides from every query, are taken for padding: they
+    may hold anything, NaN too. (What some query sees is multiplied with the zero probabilities of others in its tile.)
+    """
 
     batch: Any  # its number
     entry: Any  # batch entry of the tensors; 0 if they are packed
     query_start: Any  # row of its first query
     key_start: Any
     num_queries: Any
+    key_rows: Any  # with padding
+    first_key: Any
     num_keys: Any
     query_offset: Any
 
 
 @triton.jit
-def locate(sequences, batch):
-    """The place of a sequence. sequences: arguments.Sequences."""
+def locate(sequences, window, batch):
+    """The place of a sequence. sequences: arguments.Sequences; window: (left, right), None where unbounded."""
     if sequences.query_offsets is None:
         query_offset = sequences.query_offset
     else:
         query_offset = tl.load(sequences.query_offsets + batch).to(tl.int32)
     if sequences.cu_seqlens_q is None:
-        num_keys = sequences.max_seqlen_k
+        entry, query_start, key_start = batch, 0, 0
+        num_queries, key_rows = sequences.max_seqlen_q, sequences.max_seqlen_k
+        num_keys = key_rows
         if sequences.key_lengths is not None:  # one outside [0, Nk] is limited to it
             num_keys = tl.minimum(tl.maximum(tl.load(sequences.key_lengths + batch), 0), num_keys).to(tl.int32)
-        return Place(batch, batch, 0, 0, sequences.max_seqlen_q, num_keys, query_offset)
     else:
+        entry = 0
         query_start = tl.load(sequences.cu_seqlens_q + batch)
         key_start = tl.load(sequences.cu_seqlens_k + batch)
         num_queries = (tl.load(sequences.cu_seqlens_q + batch + 1) - query_start).to(tl.int32)
-        num_keys = (tl.load(sequences.cu_seqlens_k + batch + 1) - key_start).to(tl.int32)
-        return Place(batch, 0, query_start, key_start, num_queries, num_keys, query_offset)
+        key_rows = (tl.load(sequences.cu_seqlens_k + batch + 1) - key_start).to(tl.int32)
+        num_keys = key_rows
+    first_key = 0
+    if window[0] is not None:
+        first_key = tl.maximum(query_offset - window[0], 0)
+    if window[1] is not None:
+        num_keys = tl.maximum(tl.minimum(num_keys, num_queries + query_offset + window[1]), 0)
+    return Place(batch, entry, query_start, key_start, num_queries, key_rows, first_key, num_keys, query_offset)
+
+
+@triton.jit
+def exists(offs_n, place, window):
+    """Mask [N] of the keys that some query may see: of the others nothing is read."""
+    if window[0] is None:
+        return offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
+    else:
+        return (offs_n >= place.first_key) & (offs_n < place.num_keys)
 
 
 @triton.jit
 def visible(offs_m, offs_n, place, window):
-    """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N].
-
-    window: (left, right), None where unbounded.
-    """
+    """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N]."""
     seen = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
     if window[1] is not None:
         seen = seen & (offs_n <= offs_m + (place.query_offset + window[1]))

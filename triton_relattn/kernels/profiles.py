@@ -63,10 +63,13 @@ def length_bucket(length: int) -> int:
     return LENGTH_BUCKETS[bisect.bisect_left(LENGTH_BUCKETS[:-1], length)]
 
 
-def user_profile_path(arch: str) -> Path:
-    """The user's profile of an architecture; times depend on the version of Triton, so each minor version has its own."""
-    version = ".".join(triton.__version__.split(".")[:2])
-    return cache_folder() / f"profile-{arch}-triton-{version}.json"
+def user_profile_path(arch: str) -> Path | None:
+    """The user's profile of an architecture; times depend on the version of Triton, so each minor version has its own.
+
+    None for a user without a home.
+    """
+    folder, version = cache_folder(), ".".join(triton.__version__.split(".")[:2])
+    return None if folder is None else folder / f"profile-{arch}-triton-{version}.json"
 
 
 def _values(kind: type, data: Any) -> dict[str, Any]:
@@ -122,7 +125,8 @@ def load(path: Path) -> dict[Key, TileConfig]:
 
 @functools.cache
 def _profiles(arch: str) -> dict[Key, TileConfig]:
-    return {**load(PACKAGE_FOLDER / f"{arch}.json"), **load(user_profile_path(arch))}
+    paths = (PACKAGE_FOLDER / f"{arch}.json", user_profile_path(arch))
+    return {key: config for path in paths if path is not None for key, config in load(path).items()}
 
 
 def exist(arch: str) -> bool:
@@ -140,11 +144,16 @@ def forget() -> None:
     _profiles.cache_clear()
 
 
+def _not_through_a_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def _replace(path: Path, content: bytes) -> None:
     """Writes a file at once: whoever reads meanwhile gets the old content or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # what a link of that name points to is not ours
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -162,11 +171,11 @@ def save(path: Path, entries: dict[Key, Entry], **provenance: str | None) -> Non
         provenance: where these entries come from: device, torch, triton, package, commit, date.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be made or written, or the lock file is a link.
         ValueError: an entry is one that load would not take; nothing is written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f"{path.name}.lock"), "wb") as lock:
+    with open(path.with_name(f"{path.name}.lock"), "ab", opener=_not_through_a_link) as lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         rows = [{**asdict(key), **asdict(entry)} for key, entry in {**_read(path), **entries}.items()]

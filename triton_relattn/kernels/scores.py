@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .masking import mask_values
-from .tiles import row_vector, side_vector
+from .tiles import side_vector
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -81,49 +81,49 @@ def finished(scores, seen, offs_m, offs_n, mask, scaling):
     return scores, seen, slope
 
 
-@triton.jit
-def softmax_update(scores, shared, row_max, row_sum, scale, EXACT_SHIFT: tl.constexpr):
-    """One step of the online softmax of scale * (scores + shared), in base 2: probabilities [M, N], new maximum and sum [M],
-    factor of what came before. The maximum is that of the unscaled scores: the scale is positive.
+# The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it stays apart
+# from the logarithm of the sum. Both in one number, the log-sum-exp, would leave no digits for the latter beside a large
+# maximum, and scaled scores have none for what they differ by: exp(logits - lse) of a row could sum to anything.
 
-    shared: [M], or None. EXACT_SHIFT, without shared, subtracts the maximum first: logits may all be huge and negative, which
-    scaled and then subtracted would not cancel.
-    """
-    tile_max = tl.max(scores, axis=1)
-    new_max = tl.maximum(row_max, tile_max if shared is None else tile_max + shared)
+
+@triton.jit
+def softmax_update(scores, row_max, row_sum, scale):
+    """One step of the online softmax of scale * scores, in base 2: probabilities [M, N], new maximum and sum [M], factor of what
+    came before. The maximum is that of the unscaled scores: the scale is positive."""
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
-    if EXACT_SHIFT:
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        probs = tl.exp2((scores - shift[:, None]) * scale)
-        rescale = tl.exp2((row_max - shift) * scale)
-    else:
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max * scale)
-        offset = shift if shared is None else shift - shared * scale
-        probs = tl.exp2(scores * scale - offset[:, None])
-        rescale = tl.exp2(row_max * scale - shift)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = tl.exp2((row_max - shift) * scale)
+    probs = tl.exp2((scores - shift[:, None]) * scale)
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
 
 
 @triton.jit
-def load_normaliser(lses, statistics, place, head, offs_m, valid_m):
-    """Two [M] for probabilities: the log-sum-exp in base 2, and the maximum to subtract before if there are statistics."""
-    if statistics is None:
-        lse = row_vector(lses, place.entry, head, place.query_start)
-        base_2_lse = tl.load(lse + offs_m, mask=valid_m, other=0.0) * LOG2_E
-        return base_2_lse, base_2_lse
-    else:
-        row_max = side_vector(statistics, place.entry, head, 0, place.query_start)
-        log_sum = side_vector(statistics, place.entry, head, 1, place.query_start)
-        base_2_lse = tl.load(log_sum + offs_m, mask=valid_m, other=0.0)
-        return base_2_lse, tl.load(row_max + offs_m, mask=valid_m, other=0.0)
+def settled(sums, BLOCK_N: tl.constexpr):
+    """[M]: sums along the columns of a tile of products, the same bits in all lanes that hold a copy: the largest of them.
+
+    A lane fuses its own products with additions, but gets those of others rounded, so that copies may differ in the last bit.
+    Which of them a store from several lanes to one address leaves there is up to the hardware.
+    """
+    return tl.max(tl.broadcast_to(sums[:, None], (sums.shape[0], BLOCK_N)), axis=1)
 
 
 @triton.jit
-def probabilities(scores, seen, scale, shift, row_max, EXACT_SHIFT: tl.constexpr):
-    """[M, N]: the softmax of scale * scores from its log-sum-exp [M], in base 2; 0 where a query does not see a key. What the
-    scores of all keys lack may be taken off the shift instead. EXACT_SHIFT as in softmax_update."""
-    if EXACT_SHIFT:
-        exponent = (scores - row_max[:, None]) * scale - shift[:, None]
-    else:
-        exponent = scores * scale - shift[:, None]
-    return tl.where(seen, tl.exp2(exponent), 0.0)
+def load_normaliser(statistics, place, head, offs_m, valid_m):
+    """Two [M] that the forward stored for probabilities: the maximum of a query's scores, the base-2 logarithm of its sum."""
+    row_max = side_vector(statistics, place.entry, head, 0, place.query_start)
+    log_sum = side_vector(statistics, place.entry, head, 1, place.query_start)
+    return tl.load(row_max + offs_m, mask=valid_m, other=0.0), tl.load(log_sum + offs_m, mask=valid_m, other=0.0)
+
+
+@triton.jit
+def probabilities(scores, seen, scale, row_max, log_sum):
+    """[M, N]: the softmax of scale * scores from its maximum and base-2 logarithm of the sum [M]; 0 where a query does not see a
+    key.
+
+    Scores may exceed the forward's maximum, since other tiles may add up the same products in another order: with logits of 1e4
+    by 1e-3, with those of 1e12 by 1e5. Their exponential would be anything, infinity too, so that they are limited to it.
+    """
+    row_max = row_max[:, None]
+    exceeding = tl.minimum(scores, row_max, propagate_nan=tl.PropagateNan.ALL) - row_max
+    return tl.where(seen, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)

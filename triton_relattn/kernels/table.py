@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .quads import pack, unpack
 from .tiles import key_order, load_rows
 
 
@@ -60,8 +61,17 @@ def table_rows(
 
 
 @triton.jit
+def rounded(terms):
+    """A vector of terms, rounded to float16 as quads.pack rounds them: beyond its range to its largest number."""
+    terms = tl.where(terms > 65504.0, 65504.0, tl.where(terms < -65504.0, -65504.0, terms))
+    return terms.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
 def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr, OUTSIDE, INPUT_PRECISION):
-    """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions."""
+    """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions. For the gather
+    they are rounded as rotations in registers round them, which have words of two terms; a bias alone while it is a vector."""
+    ROUND: tl.constexpr = TILE[2] == "gather" and TILE[4]
     if table.matrix is not None:
         # [M, D] @ [D, N] -> [M, N]
         block = tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION)
@@ -72,7 +82,14 @@ def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr, OUT
     if table.bias is not None:
         start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
         bias = tl.load(table.bias[0] + (start + rows) * table.bias[1], mask=exists, other=0.0).to(tl.float32)
-        block += (bias * tl.cast(table.bias_scale, tl.float32))[None, :]
+        bias *= tl.cast(table.bias_scale, tl.float32)
+        if ROUND and table.matrix is None:
+            bias = rounded(bias)
+        block += bias[None, :]
+    if ROUND and table.matrix is not None:
+        low, high = tl.split(tl.reshape(block, (TILE[0], TILE[1] // 2, 2)))
+        low, high = unpack(pack(low, high, tl.float16, True), tl.float16)
+        block = tl.reshape(tl.join(low, high), (TILE[0], TILE[1])).to(tl.float32)
     return block
 
 
@@ -96,7 +113,15 @@ def table_block(
 
 
 @triton.jit
-def far_terms(query, table, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+def far_terms(
+    query,
+    table,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROUND_TERMS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
     """Two [M]: the terms of the queries with the first and the last table row, which clamping uses for all keys beyond."""
     if table.matrix is not None:
         column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
@@ -116,6 +141,8 @@ def far_terms(query, table, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOC
         last = (table.last - table.first) * table.bias[1]
         past += tl.load(table.bias[0]).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
         future += tl.load(table.bias[0] + last).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
+    if ROUND_TERMS:
+        past, future = rounded(past), rounded(future)
     return past, future
 
 

@@ -16,8 +16,7 @@ class TileConfig:
 
     carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
     "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
-    rotation: how a tile's rows are rotated: "gather", on any GPU; "exact", in the registers of quads of lanes (see quads.py);
-    "packed", there too, with terms rounded to float16.
+    rotation: how a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see quads.py).
     """
 
     block_m: int
@@ -53,8 +52,8 @@ class TileConfig:
             return f"num_stages must lie in [1, {MAX_STAGES}], got {self.num_stages}"
         if self.carry not in (None, "scores", "both"):
             return f'carry must be None, "scores" or "both", got {self.carry!r}'
-        if self.rotation not in ("gather", "exact", "packed"):
-            return f'rotation must be "gather", "exact" or "packed", got {self.rotation!r}'
+        if self.rotation not in ("gather", "registers"):
+            return f'rotation must be "gather" or "registers", got {self.rotation!r}'
         if self.rotation != "gather" and self.block_m % (16 * self.num_warps):
             return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
         if self.rotation != "gather" and self.block_n > 128:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def key_order(TILE: tl.constexpr):
-    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS), for loads, masks and stores of keys.
+    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS), to load, mask, store keys.
 
     For rotations in registers (quads.py) columns of the tile's two chunks, its halves, take turns.
     """

@@ -29,7 +29,7 @@ class RelativeAttention(nn.Module):
         dropout: float = 0.0,
         scale: float | None = None,
         softcap: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: tuple[int, int] | None = None,
         enable_gqa: bool = False,
         implementation: str | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class RelativeAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        defaults = {"scale": None, "softcap": None, "window_size": (-1, -1), "enable_gqa": False, "implementation": None}
+        defaults = {"scale": None, "softcap": None, "window_size": None, "enable_gqa": False, "implementation": None}
         changed = {name: value for name, value in self.options.items() if value != defaults[name]}
         return ", ".join(f"{name}={value}" for name, value in {"dropout": self.dropout, **changed}.items())
 

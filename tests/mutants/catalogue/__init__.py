@@ -1,12 +1,15 @@
-"""The faults: in the kernels, their launchers, the blockwise path and what all share."""
+"""The faults: in the kernels, their launchers, the blockwise path, what all share, what is around it, models, and the model of cycles."""
 
 from __future__ import annotations
 
 from ..fault import Fault
+from .cycles import OF_CYCLES
 from .everywhere import OF_ALL, OF_BLOCKWISE
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
+from .models import OF_MODELS
 from .tiles import OF_BAND, OF_MASKS, OF_QUADS
+from .use import OF_USE
 
 FAULTS: tuple[Fault, ...] = (
     *OF_QUADS,
@@ -19,4 +22,7 @@ FAULTS: tuple[Fault, ...] = (
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_ALL,
+    *OF_USE,
+    *OF_CYCLES,
+    *OF_MODELS,
 )

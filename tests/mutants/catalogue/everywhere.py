@@ -274,7 +274,13 @@ OF_ALL = (
         "second-derivative-of-a-constant",
         "the backward cannot be told from one that nobody differentiates: terms of second derivatives are dropped",
         (f"{ON_OPS}::test_gradient_penalty_names_the_operator",),
-        (Change(OPS, "run = _Backward.apply if function else", "run ="),),
+        (
+            Change(
+                OPS,
+                "if not _is_differentiated(arguments):",
+                "if cls is _Backward or not _is_differentiated(arguments):",
+            ),
+        ),
     ),
     Fault(
         "gradients-in-another-order",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ..fault import Change, Fault
 from .places import (
+    ARGUMENTS,
     COLUMNS,
     FORWARD,
+    MASKING,
     ON_BACKWARD,
     ON_BACKWARD_EDGES,
     ON_FEATURES,
@@ -13,7 +15,9 @@ from .places import (
     ON_FORWARD_EDGES,
     ON_GUARDS,
     ON_KERNEL_SURVIVORS,
+    ON_PROBABILITIES,
     ROWS,
+    ROWS_OF_TABLE,
     SCORES,
     TABLE,
 )
@@ -59,7 +63,7 @@ OF_FORWARD = (
         "lse-in-base-2",
         "the factor from base 2 is missing in lse",
         (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
-        (Change(FORWARD, "row_max * (scale * LN_2) + tl.log(row_sum)", "row_max * scale + tl.log(row_sum)"),),
+        (Change(FORWARD, "row_max * (scale * LN_2) + log_sum * LN_2", "row_max * scale + log_sum * LN_2"),),
     ),
     Fault(
         "nothing-seen-so-far",
@@ -68,8 +72,8 @@ OF_FORWARD = (
         (
             Change(
                 SCORES,
-                'shift = tl.where(new_max == -float("inf"), 0.0, new_max * scale)',
-                "shift = new_max * scale",
+                'shift = tl.where(new_max == -float("inf"), 0.0, new_max)',
+                "shift = new_max",
             ),
         ),
     ),
@@ -81,9 +85,51 @@ OF_FORWARD = (
     ),
     Fault(
         "maximum-not-subtracted-first",
-        "logits that a mask makes huge are scaled before the maximum is subtracted",
-        (f"{ON_FEATURES}::test_mask_of_finfo_min[full-torch.float32]",),
-        (Change(FORWARD, "row_max, row_sum, scale, is_additive(mask))", "row_max, row_sum, scale, False)"),),
+        "logits are scaled before the maximum is subtracted: large ones have no digits left for their difference",
+        (f"{ON_FEATURES}::test_mask_of_finfo_min[full-torch.float32]", f"{ON_PROBABILITIES}::test_large_logits[10000.0-full]"),
+        (Change(SCORES, "(scores - shift[:, None]) * scale)", "scores * scale - (shift * scale)[:, None])"),),
+    ),
+    Fault(
+        "log-sum-exp-in-one-number",
+        "the backward takes the maximum and the logarithm of the sum together, which large logits leave no digits for",
+        (f"{ON_PROBABILITIES}::test_large_logits[100-full]",),
+        (Change(SCORES, "exceeding * scale - log_sum[:, None]", "scores * scale - (row_max * scale + log_sum[:, None])"),),
+    ),
+    Fault(
+        "scores-above-the-maximum",
+        "a score that other tiles sum to more than the forward's maximum has a probability of more than one",
+        (f"{ON_PROBABILITIES}::test_scores_that_do_not_repeat[full]",),
+        (Change(SCORES, "tl.minimum(scores, row_max, propagate_nan=tl.PropagateNan.ALL) - row_max", "scores - row_max"),),
+    ),
+    Fault(
+        "maximum-instead-of-nan",
+        "the scores of a query that holds NaN become the maximum, and its gradients numbers",
+        (f"{ON_FEATURES}::test_nan_in_one_query_stays_in_its_row[query]",),
+        (Change(SCORES, "tl.PropagateNan.ALL", "tl.PropagateNan.NONE"),),
+    ),
+    Fault(
+        "far-terms-not-rounded",
+        "near a clamped table terms are rounded to float16, beyond it not: kernels with other tiles disagree on a pair",
+        (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[clamp past-diagonal-float16 terms]",),
+        (Change(ROWS_OF_TABLE, "past, future = rounded(past), rounded(future)", "past, future = past, future"),),
+    ),
+    Fault(
+        "gathered-terms-not-rounded",
+        "kernels that gather take terms in float32, those that rotate in registers in float16",
+        (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[full-diagonal-float16 terms]",),
+        (Change(ROWS_OF_TABLE, 'TILE[2] == "gather" and TILE[4]', "False"),),
+    ),
+    Fault(
+        "keys-before-the-window-are-read",
+        "keys that a window hides from every query are multiplied by 0: NaN if they hold NaN",
+        (f"{ON_FEATURES}::test_nan_that_no_query_sees[-window]",),
+        (Change(MASKING, "first_key = tl.maximum(query_offset - window[0], 0)", "first_key = 0"),),
+    ),
+    Fault(
+        "keys-behind-all-queries-are-read",
+        "keys that causality hides from every query are multiplied by 0: NaN if they hold NaN",
+        (f"{ON_FEATURES}::test_nan_that_no_query_sees[-causal_offset]",),
+        (Change(MASKING, "tl.minimum(num_keys, num_queries + query_offset + window[1])", "num_keys"),),
     ),
     Fault(
         "head-modulo-groups",
@@ -111,8 +157,8 @@ OF_FORWARD = (
         (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_of_the_query]",),
         (
             Change(
-                FORWARD,
-                "rel_query = query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query",
+                ARGUMENTS,
+                "rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query",
                 "rel_query = tensors.rel_query",
             ),
         ),
@@ -150,8 +196,8 @@ OF_ROWS = (
         "far keys' sums of dS keep the rounding of out, which the end rows' gradients add up",
         (f"{ON_FEATURES}::test_sharp_attention_in_float16[clamp]", f"{ON_BACKWARD}::test_table_gradient_needs_the_exact_delta"),
         (
-            Change(ROWS, "        past -= correction * past_sum\n", ""),
-            Change(ROWS, "        future -= correction * future_sum\n", ""),
+            Change(ROWS, "settled(past - correction * past_sum,", "settled(past,"),
+            Change(ROWS, "settled(future - correction * future_sum,", "settled(future,"),
         ),
     ),
     Fault(
@@ -288,8 +334,8 @@ OF_COLUMNS = (
         (
             Change(
                 COLUMNS,
-                "key_limit = sequences.max_seqlen_k if sequences.cu_seqlens_k is None else place.num_keys",
-                "key_limit = sequences.max_seqlen_k",
+                "valid_n = offs_n < place.key_rows  #",
+                "valid_n = offs_n < sequences.max_seqlen_k  #",
             ),
         ),
     ),
@@ -302,14 +348,13 @@ OF_TABLE = (
         "the gradient of a table counts keys beyond key_lengths",
         (f"{ON_BACKWARD}::test_tables[default-exact-zero]",),
         (
-            Change(TABLE, "from .masking import locate", "from .masking import Place, locate"),
+            Change(TABLE, "from .masking import exists", "from .masking import Place, exists"),
             Change(
                 TABLE,
                 "        head = table_head if PER_HEAD else unit - sequence * num_heads\n        head_queries",
                 "        head = table_head if PER_HEAD else unit - sequence * num_heads\n"
-                "        batch, entry, query_start, key_start, num_queries, num_keys, query_offset = place\n"
-                "        num_keys = sequences.max_seqlen_k\n"
-                "        place = Place(batch, entry, query_start, key_start, num_queries, num_keys, query_offset)\n"
+                "        batch, entry, query_row, key_row, num_queries, key_rows, first_key, _, offset = place\n"
+                "        place = Place(batch, entry, query_row, key_row, num_queries, key_rows, first_key, key_rows, offset)\n"
                 "        head_queries",
             ),
         ),
@@ -321,8 +366,8 @@ OF_TABLE = (
         (
             Change(
                 TABLE,
-                "+ tile_n).to(tl.uint32) < place.num_keys.to(tl.uint32)",
-                "+ tile_n).to(tl.uint32) < sequences.max_seqlen_k.to(tl.uint32)",
+                "valid_n = exists(first_key + tile_n, place, window)",
+                "valid_n = (first_key + tile_n).to(tl.uint32) < sequences.max_seqlen_k.to(tl.uint32)",
             ),
         ),
     ),
@@ -381,8 +426,8 @@ OF_TABLE = (
         (
             Change(
                 TABLE,
-                "exists = relative + tile_n <= last + MARGIN",
-                "exists = relative + tile_n <= last + MARGIN + 1",
+                "valid = relative + tile_n <= last + MARGIN",
+                "valid = relative + tile_n <= last + MARGIN + 1",
             ),
         ),
     ),

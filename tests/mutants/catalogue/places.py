@@ -29,9 +29,11 @@ BLOCKWISE, BLOCKS, DROPOUT, SPEC, OPS, FUNCTIONAL, RESULTS, POSITIONS = (
 )
 
 # Tests of the kernels, and those of the rest.
-ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES, ON_GUARDS, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
-    f"tests/interpreter/test_{name}.py"
-    for name in ("forward", "forward_edges", "backward", "backward_edges", "features", "guards", "rotations", "survivors")
+ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES = (
+    f"tests/interpreter/test_{name}.py" for name in ("forward", "forward_edges", "backward", "backward_edges", "features")
+)
+ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
+    f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "survivors")
 )
 ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_TORCH, ON_DELTA, ON_POSITIONS, ON_SURVIVORS = (
     f"tests/cpu/test_{name}.py"

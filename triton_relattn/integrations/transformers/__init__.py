@@ -5,6 +5,7 @@ to act differently; :func:`enable` gives a model's modules those classes, :func:
 of a model changes, and no other model does: parameters, hooks, checkpoints and ``state_dict`` stay.
 """
 
-from .replacement import FAMILIES, disable, enable
+from .families import Family, supported_families
+from .replacement import disable, enable
 
-__all__ = ["FAMILIES", "disable", "enable"]
+__all__ = ["Family", "disable", "enable", "supported_families"]

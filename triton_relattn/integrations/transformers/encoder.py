@@ -8,16 +8,17 @@ import torch
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .masks import PADDING_IF_THAT_IS_ALL
+from .replacement import enable
 
 
 class Encoder:
     """Mixin. Its attention must be ours: stock attention would misread the mask (B, 1, 1, Nk), or look in it for causality.
 
-    ``attention`` is our class of it, derived from the stock one last. With a ``mask_function`` the module asks transformers for
-    masks by its config, which becomes a view that names this function; None: it makes them itself.
+    ``attention`` is our class of it, or are our classes, each derived from the stock one last. With a ``mask_function`` the
+    module asks transformers for masks by its config, which becomes a view that names this function; None: it makes them itself.
     """
 
-    attention: type
+    attention: type | tuple[type, ...]
     mask_function: str | None = PADDING_IF_THAT_IS_ALL
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -25,14 +26,35 @@ class Encoder:
         # What output_hidden_states and the like may record is looked up by class, and entered when a model is made.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
 
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Make a model of an enabled one's class, which is enabled, too; its config may be the enabled one's."""
+        super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
+        self.__class__ = type(self).__bases__[-1]
+        enable(self)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False, as the stock class: weights are saved and loaded under the names of published checkpoints."""
+        return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls: Any) -> bool:
+        """Return what the stock class does, which looks into its source file."""
+        return cls.__bases__[-1]._can_set_attn_implementation()  # type: ignore[no-any-return]
+
+    @classmethod
+    def _can_set_experts_implementation(cls: Any) -> bool:
+        """Return what the stock class does, which looks into its source file."""
+        return cls.__bases__[-1]._can_set_experts_implementation()  # type: ignore[no-any-return]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self._require_our_attention()
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _require_our_attention(self: Any) -> None:
-        stock = self.attention.__bases__[-1]
-        ours = self.attention
+        ours = self.attention if isinstance(self.attention, tuple) else (self.attention,)
+        stock = tuple(each.__bases__[-1] for each in ours)
         strange = [name for name, each in self.named_modules() if isinstance(each, stock) and not isinstance(each, ours)]
         if strange:
             raise ValueError(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils.output_capturing import _active_collector
+
+from ...functional import fused_relative_attention
 
 
 def split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -45,6 +51,86 @@ def sees_a_key(lse: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_weights(asked: dict[str, Any]) -> None:
-    """Raise ValueError if output_attentions is asked for."""
+    """Raise ValueError if output_attentions is asked for; warn if transformers collects weights, of which it finds none."""
     if asked.get("output_attentions"):
         raise ValueError("output_attentions=True needs the weights, Nq x Nk numbers that are never made: disable(model) first")
+    if not torch.compiler.is_compiling() and any("attentions" in each for each in _active_collector.get() or ()):
+        warnings.warn("output_attentions: an enabled model has no weights to collect; disable(model) first", stacklevel=2)
+
+
+def first_position(cache: Any, layer: int) -> Any:
+    """The position of the first new query: how many keys a layer's cache has seen, an int or a tensor.
+
+    Call it before the cache is updated. A static cache counts in a tensor that it changes in place: this is a copy.
+    """
+    seen = 0 if cache is None else cache.get_query_offset(layer)
+    return seen.clone() if isinstance(seen, torch.Tensor) else seen
+
+
+def is_causal(attention_mask: torch.Tensor | None, asked: dict[str, Any], config: Any) -> bool:
+    """Whether causality is left to the attention of a causal model: a mask (B, 1, Nq, Nk) says all that its queries see.
+
+    asked: the arguments of the call. They, or the config, can make a model attend in both directions.
+    """
+    of_all = attention_mask is not None and attention_mask.dim() == 4
+    return not of_all and asked.get("is_causal", getattr(config, "is_causal", True)) is not False
+
+
+def attend_to_past(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sinks: torch.Tensor | None = None,
+    query_offset: Any = 0,
+    **term: Any,
+) -> torch.Tensor:
+    """Attention of a causal model, whose mask is padding (B, Nk), or says all that its queries see, (B, 1, Nq, Nk).
+
+    Queries that see no key get the mean of all values, as where a mask adds the lowest number to the logits.
+
+    sinks: (B, H, Nq), a further logit of each query, whose value is zero: it takes a share of all weights. Queries that see no
+    key then get zero.
+    """
+    if attention_mask is not None and attention_mask.dim() == 2:
+        attention_mask = attention_mask[:, None, None, :]
+    out, lse = fused_relative_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        query_offset=query_offset.expand(len(query)) if isinstance(query_offset, torch.Tensor) else query_offset,
+        enable_gqa=True,
+        return_lse=True,
+        **term,
+    )
+    if sinks is not None:
+        share: torch.Tensor = torch.sigmoid(lse - sinks).to(out.dtype)
+        return out * share[..., None]
+    if attention_mask is None:
+        return out
+    evenly = value.mean(2, keepdim=True).repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return torch.where(sees_a_key(lse), out, evenly)
+
+
+def keys_and_values(
+    module: Any, make: Sequence[Any], own: torch.Tensor, others: torch.Tensor | None, cache: Any, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, Nk, width) each, of module's own states and what a cache has of them, or of the others' in cross attention.
+
+    make: the projections. A cache of both (``EncoderDecoderCache``) has the others' once they have been met.
+    """
+    of_both = isinstance(cache, EncoderDecoderCache)
+    if of_both and others is not None and cache.is_updated.get(module.layer_idx):
+        layer = cache.cross_attention_cache.layers[module.layer_idx]
+        return layer.keys, layer.values
+    states = own if others is None else others
+    key, value = (split_heads(projection(states), width) for projection in make)
+    if cache is None:
+        return key, value
+    if of_both and others is not None:
+        cache.is_updated[module.layer_idx] = True
+    part = cache if not of_both else cache.self_attention_cache if others is None else cache.cross_attention_cache
+    found: tuple[torch.Tensor, torch.Tensor] = part.update(key, value, module.layer_idx)
+    return found

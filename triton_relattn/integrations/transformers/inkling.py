@@ -9,10 +9,9 @@ import torch
 from transformers.models.inkling import modeling_inkling as stock
 
 from ... import tables
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights, sees_a_key, split_heads
+from .heads import attend_to_past, first_position, is_causal, join_heads, refuse_weights, split_heads
 
 
 class InklingAttention(stock.InklingAttention):
@@ -38,42 +37,48 @@ class InklingAttention(stock.InklingAttention):
         query, key = self.q_norm(query), self.k_norm(key)
         rel_query = split_heads(self.r_proj(hidden_states), self.config.d_rel)
 
-        first_query, first_key = 0, 0
-        if past_key_values is not None:
-            _, first_key = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
-            first_query = past_key_values.get_query_offset(self.layer_idx)
-            key, value = past_key_values.update(key, value, self.layer_idx)
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
-            seen = torch.arange(1, query.shape[2] + 1, device=query.device) + first_query
+            seen = torch.arange(1, query.shape[2] + 1, device=query.device) + first_position(past_key_values, self.layer_idx)
             growth = torch.log((seen.float() / self.config.log_scaling_n_floor).clamp(min=1.0))
             factor = (1.0 + self.config.log_scaling_alpha * growth)[:, None]
             query, rel_query = ((each.float() * factor).to(each.dtype) for each in (query, rel_query))
-
-        offset = first_query - first_key
-        # A mask with a row for each query says all that a query sees, also of causality and windows.
-        all_in_mask = attention_mask is not None and attention_mask.shape[2] > 1
-        is_causal = not all_in_mask and kwargs.get("is_causal") is not False
-        out, lse = fused_relative_attention(
-            query,
-            key,
-            value,
-            tables.from_future_first(self.rel_logits_proj.proj.T, dim=-2),
-            rel_query=rel_query,
-            rel_scale=1.0,
-            positions=RelativePositions(-(self.rel_extent - 1), 0, outside="zero"),
-            attn_mask=attention_mask,
-            is_causal=is_causal,
-            window_size=(self.sliding_window - 1, 0) if self.is_sliding and is_causal else (-1, -1),
-            query_offset=offset.expand(len(query)) if isinstance(offset, torch.Tensor) else offset,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            scale=self.scaling,
-            enable_gqa=True,
-            return_lse=True,
-        )
-        if attention_mask is not None:  # the lowest number, added to all logits of a query, leaves them equal
-            evenly = stock.repeat_kv(value.mean(2, keepdim=True), self.num_key_value_groups)
-            out = torch.where(sees_a_key(lse), out, evenly)
+        out = attend(self, query, key, value, rel_query, attention_mask, past_key_values, kwargs)
         return self.o_proj(join_heads(out)), None
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Any,
+    asked: dict[str, Any],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a layer with new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one."""
+    first_query, first_key = first_position(cache, module.layer_idx), 0
+    if cache is not None:
+        _, first_key = cache.get_mask_sizes(query.shape[2], module.layer_idx)
+        key, value = cache.update(key, value, module.layer_idx)
+    to_past = is_causal(attention_mask, asked, module.config)
+    return attend_to_past(
+        query,
+        key,
+        value,
+        attention_mask,
+        sinks=sinks,
+        rel_key=tables.from_future_first(module.rel_logits_proj.proj.T, dim=-2),
+        rel_query=rel_query,
+        rel_scale=1.0,
+        positions=RelativePositions(-(module.rel_extent - 1), 0, outside="zero"),
+        is_causal=to_past,
+        window_size=(module.sliding_window - 1, 0) if module.is_sliding and to_past else (-1, -1),
+        query_offset=first_query - first_key,
+        dropout_p=module.attention_dropout if module.training else 0.0,
+        scale=module.scaling,
+    )
 
 
 class InklingTextModel(Encoder, stock.InklingTextModel):

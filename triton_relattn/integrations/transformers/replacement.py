@@ -6,35 +6,31 @@ import importlib
 
 from torch import nn
 
-FAMILIES = {
-    "wav2vec2_bert": "Wav2Vec2-BERT",
-    "wav2vec2_conformer": "Wav2Vec2-Conformer",
-    "seamless_m4t": "Seamless M4T v1, speech encoder",
-    "seamless_m4t_v2": "Seamless M4T v2, speech encoder",
-    "parakeet": "Parakeet",
-    "vits": "VITS, text encoder",
-    "inkling": "Inkling, language model",
-    "gemma4": "Gemma 4, audio encoder",
-}
-"""What :func:`enable` knows: the folder of the model in transformers, which is also the file here, and the model's name."""
+from .families import FAMILIES
 
 
 def _replacements(module: nn.Module) -> dict[type, type]:
     """The stock classes of the families that occur in module, and the classes here that replace them."""
     files = {type(each).__module__ for each in module.modules()}
     found: dict[type, type] = {}
-    for family in FAMILIES:
-        if files & {f"transformers.models.{family}.modeling_{family}", f"{__package__}.{family}"}:
-            found |= importlib.import_module(f"{__package__}.{family}").CLASSES
+    for folder in (family.folder for family in FAMILIES if family.inside is None):
+        if files & {f"transformers.models.{folder}.modeling_{folder}", f"{__package__}.{folder}"}:
+            found |= importlib.import_module(f"{__package__}.{folder}").CLASSES
     return found
+
+
+def _is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:
+    """Whether module is of a class to replace; ours can leave modules of it alone that have no relative term (``applies``)."""
+    ours = classes.get(type(module))
+    return ours is not None and getattr(ours, "applies", lambda _: True)(module)
 
 
 def enable(module: nn.Module) -> dict[str, str]:
     """Let the relative attention in a model of Hugging Face transformers run on :func:`triton_relattn.fused_relative_attention`.
 
     Args:
-        module: a model, or any part of it: an encoder, a layer, one attention. Models of the families in ``FAMILIES`` can be
-            anywhere inside. Other models of the same class stay as they are.
+        module: a model, or any part of it: an encoder, a layer, one attention. Models of the families that
+            :func:`supported_families` lists can be anywhere inside. Other models of the same class stay as they are.
 
     Returns:
         What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
@@ -47,10 +43,17 @@ def enable(module: nn.Module) -> dict[str, str]:
 
     - Which probabilities dropout drops: as many, of other random numbers.
     - Weights are not returned. ``output_attentions=True`` is an error where the model passes it to its attention; where
-      transformers collects them, there are none, as with its sdpa implementation.
-    - Seamless M4T v2: as in its sdpa implementation, which masks padding; its eager one adds its bool mask to the logits.
-    - Parakeet, Inkling, Seamless M4T v2 in chunks: queries that see no key, as those of padding, see all keys evenly, as in
-      eager; but dropout leaves their probabilities alone, and in Inkling their gradients do not reach the logits.
+      transformers collects them, there are none, as with its sdpa implementation, and a warning.
+    - ``config._attn_implementation`` of an encoder that asks transformers for its mask names our function for that. It shares
+      all else with the model's own config, which it is again after :func:`disable`.
+    - Inkling with a ``StaticCache``: as without a cache; the stock model's terms are those of later queries.
+    - Seamless M4T v2, Nemotron ASR streaming, Falcon: as in their sdpa implementation. The eager ones add a bool mask to the
+      logits, hide what should be seen, and add the biases twice.
+    - Parakeet, Seamless M4T v2 in chunks, Granite Speech 5, causal models: queries that see no key, as those of padding, see all
+      keys evenly, as in eager; but dropout leaves their probabilities alone, and in causal models their gradients do not reach
+      the logits. In WavLM and Nemotron they see nothing: zero, where the stock models have NaN.
+    - Layers that hand on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) hand on a row for each distance.
+    - Phi-4 multimodal keeps its masks (B, N, N) if its config cuts audio into chunks (``chunk_size``; published models do not).
 
     Enable and disable a model as a whole: an encoder of which only some attention is enabled raises ValueError when it is called.
     Call it before the model is sharded or gets hooks that replace ``forward`` (accelerate's ``device_map``).
@@ -67,10 +70,10 @@ def enable(module: nn.Module) -> dict[str, str]:
         False
     """
     classes = _replacements(module)
-    if not any(type(each) in {*classes, *classes.values()} for each in module.modules()):
-        known = ", ".join(f"{name} ({family})" for family, name in FAMILIES.items())
+    replaced = {name: each for name, each in module.named_modules() if _is_replaced(each, classes)}
+    if not replaced and not any(type(each) in classes.values() for each in module.modules()):
+        known = ", ".join(f"{family.name} ({family.folder})" for family in FAMILIES)
         raise ValueError(f"{type(module).__name__} has no relative attention of a known family: {known}")
-    replaced = {name: each for name, each in module.named_modules() if type(each) in classes}
     for name, each in replaced.items():
         if "forward" in vars(each):
             raise ValueError(

@@ -1,0 +1,134 @@
+"""How fast the kernels are on GPUs that are not there, by a model of cycles: bench/cycles/README.md.
+
+For each kernel: cycles of a multiprocessor for 64 x 64 scores, what is busy, what limits it. For the forward and the backward of
+each call: operations a second as FlashAttention counts them, and cycles relative to attention without a table. For the backward
+with a full table: what other designs would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+from triton_relattn.demo.report import table
+from triton_relattn.kernels import configs
+
+from .. import configurations
+from ..cases import DTYPES
+from ..compile import KernelCase, counts, predicted, used_by
+from ..compiled import compiled
+from ..features import FEATURES
+from ..options import add_jobs, add_list, some_of
+from ..processes import processes
+from ..rows import in_one_line, progress
+from . import calibrate, sensitivity
+from .calls import BACKWARD, FORWARD, PRODUCTS, Size, designs, of_call, workspace
+from .machine import MACHINES
+from .predict import UNITS, Prediction, teraflops, why_serialised
+
+HEADER = ("kernel", "tile", "registers", "spilled", "shared", "programs", "cycles", "far", *UNITS, "wgmma", "limit")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_list(parser, "targets", tuple(MACHINES), ("sm_90",))
+    add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
+    add_list(parser, "features", FEATURES, ("none", "full", "clamp"))
+    parser.add_argument(
+        "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--calibrate", action="store_true", help="instead: the model beside published speeds of attention")
+    what.add_argument("--sensitivity", action="store_true", help="instead: how much depends on the figures that are assumed")
+    add_jobs(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if all kernels compile and the model knows them, 1 if one does not, 2 if none can be compiled."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+        return 2
+    plain = [KernelCase("", "", "", 0, name).plain.features for name in options.features] if options.sensitivity else []
+    cases = [
+        KernelCase(kernel, target, dtype, head_dim, name)
+        for target, dtype, head_dim, name, kernel in product(
+            options.targets, options.dtypes, options.head_dims, dict.fromkeys((*plain, *options.features)), configs.KERNELS
+        )
+        if kernel != "table" or not name.startswith("none")
+    ]
+    with processes(options.jobs) as map_all:
+        if options.calibrate:
+            print(calibrate.shown(calibrate.compare(map_all)))
+            return 0
+        if options.sensitivity:
+            found = zip(progress(cases, str), map_all(sensitivity.predicted_variants, cases), strict=True)
+            print(sensitivity.shown(dict(found)))
+            return 0
+        lines = list(zip(progress(cases, str), map_all(describe, cases), strict=True))
+    known = {case: prediction for case, (prediction, _, _) in lines}
+    notes = "\n".join(f"{case}: {note}" for case, (_, _, note) in lines if note)
+    print(table(HEADER, [cells for _, (_, cells, _) in lines]))
+    print("".join(f"\n{text}\n" for text in (notes, calls(known), backward_designs(known)) if text), end="")
+    return int(None in known.values())
+
+
+def describe(case: KernelCase) -> tuple[Prediction | None, tuple[str, ...], str]:
+    """Return what the model says of a kernel, its cells below HEADER, and what there is to note."""
+    try:
+        config = case.config
+        prediction, used = predicted(case, config), counts(used_by(case, config))
+        if prediction is None:
+            raise ValueError(f"there is no model of {case.target}")
+        note = why_serialised(compiled(case.kernel, case.target, *case.call, config)) if prediction.is_serialised else ""
+    except Exception as error:
+        return None, (str(case), *[""] * (len(HEADER) - 1)), in_one_line(error)
+    near = prediction.loops[0]
+    cells = (
+        *(str(case), configurations.shown(config)),
+        *(str(used[name]) for name in ("registers", "spill_bytes", "shared_bytes")),
+        *(str(prediction.programs), f"{near.cycles:.0f} +-{near.turn.spread:.0%}"),
+        "" if prediction.far_cycles is None else f"{prediction.far_cycles:.0f}",
+        *(f"{near.turn.busy[unit]:.0%}" for unit in UNITS),
+        f"{prediction.wgmma_products}" + f" in {prediction.wgmma_groups} groups" * prediction.is_serialised,
+        near.limit,
+    )
+    return prediction, cells, note
+
+
+def calls(known: Mapping[KernelCase, Prediction | None]) -> str:
+    """Return a table of the forward and the backward of each call; nothing if no direction has all its kernels."""
+    body = []
+    for kernels, far in product(PRODUCTS, (False, True)):
+        for case in known:
+            cycles = of_call(known, case, kernels, far) if case.kernel == kernels[0] else None
+            if cycles is not None:
+                plain = of_call(known, case.plain, kernels)
+                where = f"{'forward' if kernels == FORWARD else 'backward'}{', far' * far}"
+                speed = teraflops(cycles, MACHINES[case.target], case.head_dim, PRODUCTS[kernels])
+                name = f"{where}, {case.target} {case.dtype} {case.head_dim} {case.features}"
+                body.append((name, f"{cycles:.0f}", f"{speed:.0f}", "" if plain is None else f"{cycles / plain:.2f}"))
+    return table(("call", "cycles", "TFLOP/s", "of plain"), body) if body else ""
+
+
+def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
+    """Return a table of designs of the backward with a full table; nothing if none has all its kernels."""
+    body, default = [], Size()
+    for case in known:
+        if case.kernel != "table" or not case.features.startswith("full"):
+            continue
+        kernels = {name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD}
+        cycles = {name: found.cycles for name, (_, found) in kernels.items() if found is not None}
+        rows_case, rows = kernels["rows"]
+        if len(cycles) < len(kernels) or rows is None:
+            continue
+        machine, size = MACHINES[case.target], replace(default, head_dim=case.head_dim)
+        space = workspace(size, machine, rows.programs, rows_case.config.block_m)
+        for name, value in designs(cycles, size, machine, case.config.block_n).items():
+            speed = teraflops(value, machine, case.head_dim, PRODUCTS[BACKWARD])
+            memory = f"{space / 2**20:.0f} MiB" if name.startswith("words") else ""
+            call = f"{name}, {case.target} {case.dtype} {case.head_dim} {case.features}"
+            body.append((call, f"{value:.0f}", f"{speed:.0f}", memory))
+    header = (f"backward of b{default.batch} h{default.heads} n{default.length}", "cycles", "TFLOP/s", "workspace")
+    return table(header, body) if body else ""

@@ -1,0 +1,128 @@
+"""``python -m tests.emulator``: calls of the package as compiled for a GPU, run without one.
+
+Each call runs forward and backward, in the default configurations or in those given. A line for each says error / allowance of
+every result, and below it what the emulator found. Exit status 1 if anything is above 1 or wrong, 2 if nothing can be run,
+130 if interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from bench.options import add_jobs, add_list
+from bench.processes import processes
+from bench.rows import progress
+from triton_relattn.kernels.tile_config import KERNELS, TileConfig
+
+from .calls import CALLS, unknown_words
+from .check import DTYPES, Row, Subject, row_of
+from .device import TARGETS
+from .judge import Ratio
+from .machine import NoCompiler, core
+
+Item = TypeVar("Item")
+
+
+def tile(text: str) -> tuple[str, TileConfig]:
+    """A kernel and its configuration: "rows=64x32x4x1/both", numbers as TileConfig has them, then what is not by default."""
+    try:
+        kernel, _, fields = text.partition("=")
+        sizes, *others = fields.split("/")
+        config = TileConfig(*map(int, sizes.split("x")), *(None if other == "none" else other for other in others))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        others = [f"/{field.name}" for field in dataclasses.fields(TileConfig)[4:]]
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form KERNEL=MxNxWARPSxSTAGES{''.join(others)} ({error})"
+        ) from None
+    if kernel not in KERNELS:
+        raise argparse.ArgumentTypeError(f"there is no kernel {kernel!r}, only {', '.join(KERNELS)}")
+    return kernel, config
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """ "130", or queries and keys, "33x200"."""
+    num_queries, _, num_keys = text.partition("x")
+    return int(num_queries), int(num_keys or num_queries)
+
+
+def call_name(text: str) -> str:
+    if unknown := unknown_words(text.strip()):
+        raise argparse.ArgumentTypeError(f"unknown in {text!r}: {', '.join(unknown)}; see tests/emulator/calls.py")
+    return text.strip()
+
+
+def several(parse: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """A parser of a list with commas."""
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
+    cases = f'a table and features, "clamp causal dropout", or "random 7" (default: {len(CALLS)} kinds, --list shows them)'
+    config = "KERNEL=MxNxWARPSxSTAGES[/carry[/rotation]],..."
+    add_list(made, "target", TARGETS, ("sm_90",), "GPUs to compile for")
+    add_list(made, "dtype", DTYPES, ("bfloat16",))
+    made.add_argument("--width", type=several(int), default=[64], metavar="A,B", help="of heads (default: 64)")
+    made.add_argument("--lengths", type=several(lengths), default=[(130, 130)], metavar="A,B", help="N, or NQxNK (default: 130)")
+    made.add_argument("--cases", type=several(call_name), default=list(CALLS), metavar="A,B", help=cases)
+    made.add_argument("--config", type=several(tile), default=[], metavar=config, help="instead of the selected configurations")
+    made.add_argument("--seed", type=int, default=0, help="of the order in which warps take turns (default: 0)")
+    made.add_argument("--notes", action="store_true", help="show notes, too")
+    made.add_argument("--list", action="store_true", help="show the kinds of calls, and end")
+    add_jobs(made)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.list:
+        print("\n".join(CALLS))
+        return 0
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+        return 2
+    try:
+        core()
+    except NoCompiler as error:
+        print(error)
+        return 2
+    subjects = [
+        Subject(target, dtype, width, name, sizes, options.seed)
+        for target in options.target
+        for dtype in options.dtype
+        for width in options.width
+        for name in options.cases
+        for sizes in ([(0, 0)] if name.startswith("random") else options.lengths)
+    ]
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        with processes(options.jobs) as map_all:
+            found = map_all(partial(row_of, tiles=dict(options.config), show_notes=options.notes), subjects)
+            for _, row in zip(progress(subjects, str), found, strict=False):
+                rows.append(row)
+                tqdm.write(row.text)
+    except KeyboardInterrupt:
+        interrupted = True
+    largest: dict[str, Ratio] = {}
+    for name, ratio in (item for row in rows for item in row.ratios.items()):
+        largest[name] = max(largest.get(name, ratio), ratio, key=lambda each: math.inf if math.isnan(each.value) else each.value)
+    wrong = sum(row.failed for row in rows)
+    print(f"{len(rows)} of {len(subjects)} calls, {wrong} wrong" + ", interrupted" * interrupted)
+    print("largest error / allowance: " + ", ".join(f"{name} {ratio}" for name, ratio in largest.items()))
+    return 130 if interrupted else int(wrong > 0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kill does what Ctrl-C does
+    sys.exit(main())

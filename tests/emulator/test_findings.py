@@ -1,0 +1,286 @@
+"""Kernels written in PTX with one error each, which is reported under its name; and the same without it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.emulator.handwritten import SHARED_BASE, execute
+from tests.emulator.machine import Report, kinds
+
+SEEDS = range(6)
+"""Of the order in which warps take turns: what is found does not depend on it."""
+
+
+class Kernel(NamedTuple):
+    """A body that gets a tensor of 64 integers.
+
+    found: the name of what is wrong with it; nothing if it is right. possible: what may be found besides, or before it.
+    """
+
+    found: str
+    body: str
+    warps: int = 1
+    grid: int = 1
+    possible: str = ""
+
+
+MINE = "shl.b32 %r4, %r0, 2; add.u32 %r4, %r4, %r3;"  # address of this thread's word of shared memory
+OTHERS = "xor.b32 %r5, %r0, 32; shl.b32 %r5, %r5, 2; add.u32 %r5, %r5, %r3;"  # of the same lane's word in the other warp
+EARLIER = f"{MINE} {OTHERS} st.shared.b32 [%r4], %r0; bar.sync 0;"  # all words are written, and everybody has seen it
+HALF_OF_THE_LANES = "setp.lt.u32 %p1, %r1, 16;"
+OWN = "mov.u32 %r4, %ctaid.x; mul.wide.u32 %d4, %r4, 4; add.s64 %d4, %d4, %d0;"  # of the program's integer
+GLOBAL = "mul.wide.u32 %d4, %r0, 4; add.s64 %d4, %d4, %d0;"  # address of this thread's integer
+UNDELIVERED = "access to what cp.async has not delivered"
+COPY = f"{MINE} {GLOBAL} cp.async.ca.shared.global [%r4], [%d4], 4; cp.async.commit_group;"
+
+KERNELS = {
+    "inside": Kernel("", f"{GLOBAL} ld.global.b32 %r4, [%d4+128]; st.global.b32 [%d4], %r4;"),
+    "load beyond the end": Kernel("global memory out of bounds", f"{GLOBAL} ld.global.b32 %r4, [%d4+132];"),
+    "store before the beginning": Kernel("global memory out of bounds", f"{GLOBAL} st.global.b32 [%d4+-4], %r1;"),
+    "copy from beyond the end": Kernel(
+        "global memory out of bounds", f"{COPY.replace('[%d4]', '[%d4+132]')} cp.async.wait_group 0;"
+    ),
+    "a copy of nothing from beyond the end": Kernel(
+        "", f"mov.u32 %r9, 0; {COPY.replace('[%d4], 4', '[%d4+132], 4, %r9')} cp.async.wait_group 0;"
+    ),
+    "shared store beyond the end": Kernel("shared memory out of bounds", "st.shared.b32 [%r3+65536], %r3;"),
+    "shared load before the beginning": Kernel("shared memory out of bounds", "ld.shared.b32 %r4, [%r3+-4];"),
+    "misaligned load": Kernel("misaligned address", "ld.global.v2.b32 {%r4, %r5}, [%d0+4];"),
+    "misaligned shared store": Kernel("misaligned address", "st.shared.b32 [%r3+2], %r3;"),
+    "misaligned copy": Kernel("misaligned address", "cp.async.ca.shared.global [%r3+4], [%d0], 8;", possible=UNDELIVERED),
+    "misaligned matrix": Kernel("misaligned address", f"{EARLIER} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r10}}, [%r3+8];"),
+    "nobody wrote it": Kernel("read of shared memory that nobody wrote", "ld.shared.b32 %r4, [%r3];"),
+    "half of it was written": Kernel(
+        "read of shared memory that nobody wrote", "st.shared.b16 [%r3], 1; ld.shared.b32 %r4, [%r3];"
+    ),
+    "nobody wrote that matrix": Kernel(
+        "read of shared memory that nobody wrote", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r3];"
+    ),
+    # ---- races
+    "a barrier after the store": Kernel("", f"{EARLIER} st.shared.b32 [%r4], 7; bar.sync 0; ld.shared.b32 %r6, [%r5];", 2),
+    "no barrier after the store": Kernel("shared memory race", f"{EARLIER} st.shared.b32 [%r4], 7; ld.shared.b32 %r6, [%r5];", 2),
+    "a barrier after the load": Kernel("", f"{EARLIER} ld.shared.b32 %r6, [%r5]; bar.sync 0; st.shared.b32 [%r4], 7;", 2),
+    "no barrier after the load": Kernel("shared memory race", f"{EARLIER} ld.shared.b32 %r6, [%r5]; st.shared.b32 [%r4], 7;", 2),
+    "the wrong barrier": Kernel(
+        "shared memory race",
+        f"{EARLIER} st.shared.b32 [%r4], 7; add.u32 %r7, %r2, 1; bar.sync %r7, 32; ld.shared.b32 %r6, [%r5];",
+        2,
+    ),
+    "a barrier of some warps": Kernel(
+        "", f"{EARLIER} shr.u32 %r7, %r2, 1; st.shared.b32 [%r4], 7; bar.sync %r7, 64; ld.shared.b32 %r6, [%r5];", 4
+    ),
+    "two warps store different values": Kernel(
+        "shared memory race", f"{EARLIER} shl.b32 %r6, %r1, 2; add.u32 %r6, %r6, %r3; st.shared.b32 [%r6], %r0;", 2
+    ),
+    "two warps store the same values": Kernel(
+        "", f"{EARLIER} shl.b32 %r6, %r1, 2; add.u32 %r6, %r6, %r3; st.shared.b32 [%r6], %r1;", 2
+    ),
+    "neighbouring bytes": Kernel("", "add.u32 %r4, %r3, %r0; st.shared.b8 [%r4], %h1;".replace("%h1", "5"), 2),
+    "lanes store different values": Kernel("two lanes store different values to one address", "st.shared.b32 [%r3], %r1;"),
+    "lanes store the same value": Kernel("", "st.shared.b32 [%r3], %r2;"),
+    "lanes overlap": Kernel(
+        "two lanes store different values to one address",
+        "shl.b32 %r4, %r1, 1; add.u32 %r4, %r4, %r3; st.shared.b32 [%r4], %r1;",
+        possible="misaligned address",
+    ),
+    "lanes store different values to global memory": Kernel(
+        "two lanes store different values to one address", "st.global.b32 [%d0], %r1;"
+    ),
+    "programs store to one address": Kernel(
+        "global memory race between programs", "mov.u32 %r4, %ctaid.x; st.global.b32 [%d0], %r4;", 1, 2
+    ),
+    "a program reads what another stores": Kernel(
+        "global memory race between programs",
+        f"{OWN} st.global.b32 [%d4], %r4; ld.global.b32 %r4, [%d0];",
+        *(1, 2),
+    ),
+    "programs store apart": Kernel("", f"{OWN} st.global.b32 [%d4], %r4;", 1, 3),
+    # ---- cp.async
+    "the copy has arrived": Kernel("", f"{COPY} cp.async.wait_group 0; ld.shared.b32 %r6, [%r4];"),
+    "no wait for the copy": Kernel(UNDELIVERED, f"{COPY} ld.shared.b32 %r6, [%r4];"),
+    "a wait for an earlier copy": Kernel(
+        UNDELIVERED,
+        f"{COPY} {COPY.replace('[%r4]', '[%r4+1024]')} cp.async.wait_group 1; ld.shared.b32 %r6, [%r4+1024];",
+    ),
+    "the earlier copy has arrived": Kernel(
+        "", f"{COPY} {COPY.replace('[%r4]', '[%r4+1024]')} cp.async.wait_group 1; ld.shared.b32 %r6, [%r4];"
+    ),
+    "a copy is overwritten": Kernel(UNDELIVERED, f"{COPY} st.shared.b32 [%r4], 0;"),
+    "no barrier after the wait": Kernel(
+        "shared memory race", f"{EARLIER} {COPY} cp.async.wait_group 0; ld.shared.b32 %r6, [%r5];", 2, possible=UNDELIVERED
+    ),
+    "a barrier after the wait": Kernel("", f"{EARLIER} {COPY} cp.async.wait_group 0; bar.sync 0; ld.shared.b32 %r6, [%r5];", 2),
+    "copies that are too long": Kernel(
+        "cp.async copies more than its size", f"mov.u32 %r9, 8; {COPY.replace('], 4', '], 4, %r9')} cp.async.wait_group 0;"
+    ),
+    # ---- control
+    "lanes part": Kernel("divergent branch", f"{HALF_OF_THE_LANES} @%p1 bra $END; mov.u32 %r4, 0; $END:"),
+    "lanes end apart": Kernel("divergent branch", f"{HALF_OF_THE_LANES} @%p1 ret;"),
+    "warps part": Kernel("", "setp.eq.u32 %p1, %r2, 0; @%p1 bra $END; mov.u32 %r4, 0; $END:", 2),
+    "too few warps for a barrier": Kernel("deadlock", "bar.sync 1, 96;", 2),
+    "warps wait for each other": Kernel("deadlock", "bar.sync %r2, 64;", 2),
+    "warps that have ended are not waited for": Kernel("", "setp.eq.u32 %p1, %r2, 0; @%p1 ret; bar.sync 0;", 3),
+    "no end": Kernel("instruction limit", "$L: bra $L;"),
+    "shuffle from a lane that is not there": Kernel(
+        "shuffle from a lane that does not take part", f"{HALF_OF_THE_LANES} @%p1 shfl.sync.bfly.b32 %r4, %r1, 16, 31, -1;"
+    ),
+    "shuffle within the lanes that are there": Kernel("", f"{HALF_OF_THE_LANES} @%p1 shfl.sync.bfly.b32 %r4, %r1, 8, 31, -1;"),
+    "a product of half a warp": Kernel(
+        "instruction needs all lanes of the warp",
+        f"""{HALF_OF_THE_LANES} mov.u32 %r4, 0;
+        @%p1 mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{%r10, %r11, %r12, %r13}}, {{%r4, %r4, %r4, %r4}}, {{%r4, %r4}},
+        {{%r4, %r4, %r4, %r4}};""",
+    ),
+    "a product of no lane": Kernel("", "setp.lt.u32 %p1, %r1, 0; @%p1 bar.sync 0;"),
+}
+
+
+def found_by(report: Report) -> set[str]:
+    return {finding.what for finding in report.findings}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_finding(name: str) -> None:
+    """The name of the error, whatever the order of the warps."""
+    each = KERNELS[name]
+    for seed in SEEDS if each.warps > 1 else (0,):
+        report = execute(each.body, [torch.zeros(64, dtype=torch.int32)], warps=each.warps, grid=each.grid, seed=seed)
+        assert {each.found} - {""} <= found_by(report) <= {each.found, each.possible} - {""}, report.findings
+        ends = not {"divergent branch", "deadlock", "instruction limit"} & found_by(report)
+        assert report.finished == ends
+
+
+def test_errors_name_both_instructions() -> None:
+    """A race is reported with the other access, an error of a program with the program."""
+    body = KERNELS["no barrier after the store"].body
+    finding = execute(body, [torch.zeros(64, dtype=torch.int32)], warps=2).findings[0]
+    accesses = {finding.instruction, re.sub(r"^warp \d, | \(.*$", "", finding.other)}
+    assert accesses == {"st.shared.b32 [%r4], 7", "ld.shared.b32 %r6, [%r5]"}
+    (finding,) = execute(KERNELS["programs store to one address"].body, [torch.zeros(64, dtype=torch.int32)], grid=2).findings
+    assert finding.program == 1 and finding.other == "program 0"
+    assert "st.global.b32 [%d0], %r4" in str(finding) and "program 0" in str(finding)
+
+
+# ---- wgmma: 64 x 16 halves times 16 x 8, without a swizzle
+
+LEFT, RIGHT = SHARED_BASE, SHARED_BASE + 2048
+
+
+def descriptor(start: int, leading: int, stride: int, swizzle: int = 0) -> int:
+    return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | swizzle << 62
+
+
+WORDS = "shl.b32 %r4, %r0, 4; add.u32 %r4, %r4, %r3; mul.wide.u32 %d4, %r0, 16; add.s64 %d4, %d4, %d0;"  # of 16 bytes
+FILL = f"""{WORDS} setp.lt.u32 %p1, %r0, 16;
+ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d4]; st.shared.v4.b32 [%r4], {{%r10, %r11, %r12, %r13}};
+@%p1 ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d4+2048]; @%p1 st.shared.v4.b32 [%r4+2048], {{%r10, %r11, %r12, %r13}};
+mov.b32 %r20, 0; mov.b32 %r21, 0; mov.b32 %r22, 0; mov.b32 %r23, 0; mov.b32 %r24, 0; mov.b32 %r28, 0;"""
+START = "fence.proxy.async.shared::cta; bar.sync 0; wgmma.fence.sync.aligned;"
+SUMS = "{%r20, %r21, %r22, %r23}"
+MULTIPLY = f"""wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {SUMS},
+{descriptor(LEFT, 128, 256)}, {descriptor(RIGHT, 128, 256)}, 1, 1, 1, 0, 0;"""
+FROM_REGISTERS = f"""wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {SUMS}, {{%r24, %r24, %r24, %r28}},
+{descriptor(RIGHT, 128, 256)}, 0, 1, 1, 0;"""
+COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
+RESULTS = """mul.wide.u32 %d4, %r0, 16; add.s64 %d4, %d4, %d1; st.global.v4.b32 [%d4], {%r20, %r21, %r22, %r23};"""
+CHANGE_LEFT = "st.shared.b32 [%r4], 0;"
+DESCRIPTOR = "matrix descriptor that lanes disagree on or that is not modelled"
+IN_FLIGHT, LATE = "access to registers of a wgmma in flight", "wgmma uses a register written after wgmma.fence"
+
+PRODUCTS = {
+    "right": ("", FILL + START + MULTIPLY + COMMIT + WAIT + RESULTS),
+    "no fence": (
+        "wgmma reads what no proxy fence covers",
+        FILL + START.replace("fence.proxy.async.shared::cta;", "") + MULTIPLY + COMMIT + WAIT,
+    ),
+    "the fence comes too early": (
+        "wgmma reads what no proxy fence covers",
+        f"fence.proxy.async; {FILL} {START.replace('fence.proxy.async.shared::cta;', '')} {MULTIPLY} {COMMIT} {WAIT}",
+    ),
+    "a store after the fence": (
+        "wgmma reads what no proxy fence covers",
+        FILL + START.replace("bar", CHANGE_LEFT + "bar") + MULTIPLY + COMMIT + WAIT,
+    ),
+    "no barrier": (
+        "shared memory race",
+        FILL + "bar.sync 0;" + FILL.replace("[%d4+2048]", "[%d4]") + START.replace("bar.sync 0;", "") + MULTIPLY + COMMIT + WAIT,
+    ),
+    "an operand is overwritten": ("shared memory race", FILL + START + MULTIPLY + COMMIT + CHANGE_LEFT + WAIT),
+    "an operand is overwritten after the wait": ("", FILL + START + MULTIPLY + COMMIT + WAIT + "bar.sync 0;" + CHANGE_LEFT),
+    "the wait is for an earlier group": (
+        "shared memory race",
+        FILL + START + MULTIPLY + COMMIT + MULTIPLY + COMMIT + WAIT.replace("0;", "1;") + CHANGE_LEFT,
+    ),
+    "nothing was committed": ("shared memory race", FILL + START + MULTIPLY + WAIT + CHANGE_LEFT),
+    "another warp's operand": ("shared memory race", FILL + START + MULTIPLY + COMMIT + WAIT + "st.shared.b32 [%r4+2048], 7;"),
+    "products in a row": ("", FILL + START + MULTIPLY + MULTIPLY + COMMIT + WAIT + RESULTS),
+    "sums are used too early": (IN_FLIGHT, FILL + START + MULTIPLY + COMMIT + "add.f32 %r30, %r20, %r20;" + WAIT),
+    "sums are written too early": (IN_FLIGHT, FILL + START + MULTIPLY + COMMIT + "mov.b32 %r20, 0;" + WAIT),
+    "sums are the next product's left matrix": (
+        IN_FLIGHT,
+        FILL
+        + START
+        + MULTIPLY
+        + COMMIT
+        + FROM_REGISTERS.replace("%r28", "%r20").replace(SUMS, "{%r40, %r41, %r42, %r43}")
+        + COMMIT
+        + WAIT,
+    ),
+    "the left matrix is in registers": ("", FILL + START + FROM_REGISTERS + COMMIT + WAIT + "mov.b32 %r24, 1;"),
+    "the left matrix is changed too early": (IN_FLIGHT, FILL + START + FROM_REGISTERS + COMMIT + "mov.b32 %r24, 1;" + WAIT),
+    "the left matrix is written, but not changed": ("", FILL + START + FROM_REGISTERS + COMMIT + "mov.b32 %r24, 0;" + WAIT),
+    "sums are written after the fence": (LATE, FILL + START + "mov.b32 %r20, 0;" + MULTIPLY + COMMIT + WAIT),
+    "lanes have different descriptors": (
+        DESCRIPTOR,
+        f"{FILL} {START} cvt.u64.u32 %d9, %r1; mov.b64 %d10, {descriptor(LEFT, 128, 256)}; or.b64 %d10, %d10, %d9;"
+        + MULTIPLY.replace(str(descriptor(LEFT, 128, 256)), "%d10")
+        + COMMIT
+        + WAIT,
+    ),
+    "the swizzle has an offset": (
+        DESCRIPTOR,
+        FILL
+        + START
+        + MULTIPLY.replace(str(descriptor(LEFT, 128, 256)), str(descriptor(LEFT, 128, 256) | 1 << 49))
+        + COMMIT
+        + WAIT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_finding_of_wgmma(name: str) -> None:
+    found, body = PRODUCTS[name]
+    operands, results = torch.zeros(64 * 16 + 8 * 16, dtype=torch.float16), torch.zeros(128, 4)
+    for seed in SEEDS:
+        report = execute(body, [operands, results], warps=4, seed=seed)
+        assert found_by(report) == {found} - {""}, report.findings
+        assert report.finished and report.names == found_by(report) - {LATE}  # that one is a note
+
+
+def blocked(matrix: torch.Tensor) -> torch.Tensor:
+    """Rows of 16 elements as cores of 8 rows by 8 elements, those of the same rows one after the other."""
+    return matrix.view(-1, 8, 2, 8).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wgmma(seed: int) -> None:
+    """The product; lane l of a warp has row l / 4 and columns 2 (l % 4), 2 (l % 4) + 1, and the same of the row 8 below."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(64, 16, generator=generator).half(), torch.randn(8, 16, generator=generator).half()
+    results = torch.full((4, 8, 4, 2, 2), torch.nan)  # warp, row, pair of columns, row or 8 below, column
+    operands = torch.cat((blocked(left).flatten(), blocked(right).flatten()))
+    report = execute(PRODUCTS["right"][1], [operands, results], warps=4, seed=seed)
+    assert not report.findings
+    product = results.permute(0, 3, 1, 2, 4).reshape(64, 8)
+    torch.testing.assert_close(product, (left.double() @ right.double().T).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_every_kind_is_tested() -> None:
+    """A kind of finding that no kernel here has is one that nobody has seen work."""
+    tested = {each.found for each in KERNELS.values()} | {found for found, _ in PRODUCTS.values()}
+    assert tested - {""} == {text for text, _ in kinds()}

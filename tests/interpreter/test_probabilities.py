@@ -1,0 +1,123 @@
+"""Probabilities that the backward computes anew are those of the forward: they sum to one, whatever the tiles and the logits.
+
+The three backward kernels have other tiles than the forward, and other ways to rotate terms. Were their scores rounded otherwise,
+or their softmax normalised otherwise, all dS of a query would be off by the same factor, an error that adds up in the gradient of
+a table and that no other test need notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interpreter.launch import GRADIENTS, all_gradients, resolve
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
+from triton_relattn.reference import reference_attention
+from triton_relattn.testing import (
+    Inputs,
+    assert_within_budget,
+    dense_gradients,
+    forward_backward,
+    last_place,
+    make_inputs,
+)
+
+LENGTH = 80
+MIXED = {
+    "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
+    "rows": TileConfig(32, 32, 4, 1, "both"),
+    "columns": TileConfig(64, 64, 4, 1, rotation="registers"),
+    "table": TileConfig(16, 16, 4, 1),
+}
+OTHERWISE_MIXED = {
+    "forward": TileConfig(32, 32, 4, 1, None),
+    "rows": TileConfig(64, 64, 4, 1, None, rotation="registers"),
+    "columns": TileConfig(16, 16, 4, 1),
+    "table": TileConfig(64, 32, 4, 1, rotation="registers"),
+}
+# A table of each kind, and clamped ones whose end rows some kernels take for a tile near the table, some for one far from it.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({"num_rows": 2 * LENGTH - 1}, {}),
+    "clamp": ({"num_rows": 9}, {}),
+    "clamp past": ({"num_rows": 21}, {"positions": RelativePositions(-50, -30)}),
+    "clamp future, bias": ({"num_rows": 5, "rel_bias": True}, {"positions": RelativePositions(20, 24)}),
+    "zero": ({"num_rows": 11}, {"positions": RelativePositions(-7, 3, "zero")}),
+    "bias": ({"num_rows": 2 * LENGTH - 1, "rel_key": False, "rel_bias": True}, {}),
+    "rel_query": ({"num_rows": 2 * LENGTH - 1, "rel_width": 16, "rel_bias": True}, {"rel_scale": 0.37}),
+    "rel_value": ({"num_rows": 2 * LENGTH - 1, "rel_value": True}, {}),
+}
+VISIBLE: dict[str, tuple[dict[str, Any], dict[str, TileConfig]]] = {
+    "diagonal": ({"window_size": (0, 0)}, MIXED),
+    "first key": ({"key_lengths": torch.tensor([1])}, OTHERWISE_MIXED),
+}
+
+
+@pytest.mark.parametrize("rounded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["float32 terms", "float16 terms"])
+@pytest.mark.parametrize("visible", VISIBLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P is 1 in every kernel, with logits of up to some hundred: d_value is the sum of d_out, other gradients vanish."""
+    shape, arguments = KINDS[kind]
+    which, tiles = VISIBLE[visible]
+    arguments = {**arguments, **which}
+    inputs = make_inputs(1, 1, LENGTH, LENGTH, 16, **shape, dtype=torch.float16, seed=5, sharp=True)
+    inputs = inputs._replace(key=3 * inputs.key, rel_key=None if inputs.rel_key is None else 12 * inputs.rel_key)
+    inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
+    monkeypatch.setattr(configs, "rounds_terms", lambda *_: rounded)
+    results, golden = all_gradients(inputs, tiles, **arguments), dense_gradients(inputs, **arguments)._asdict()
+    assert float(golden["lse"].abs().max()) > 50  # in these units rounding to float16 is visible
+    for name in ("out", "d_value", "d_rel_value"):
+        if name in results:
+            off = float((results[name].double() - golden[name]).abs().max())
+            assert off <= last_place(float(golden[name].abs().max()), torch.float16), name
+    # dP - delta is 0 but for float32's rounding of both; every gradient is a sum of at most LENGTH products with it.
+    d_probs = float((inputs.d_out.abs().sum(-1).max() * (inputs.value.abs().max() + 5)).float())
+    factors = [tensor for tensor in (inputs.query, inputs.key, inputs.rel_key, inputs.rel_query) if tensor is not None]
+    largest = max(1.0, *(float(tensor.abs().max()) for tensor in factors))
+    for name in GRADIENTS:
+        if name in results and "value" not in name:
+            assert float(results[name].abs().max()) <= 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest, name
+
+
+def of_deviation(inputs: Inputs, deviation: float) -> Inputs:
+    """The inputs with query, key and rel_key of this standard deviation."""
+    assert inputs.rel_key is not None
+    query, key, rel_key = (deviation * tensor for tensor in (inputs.query, inputs.key, inputs.rel_key))
+    return inputs._replace(query=query, key=key, rel_key=rel_key)
+
+
+@pytest.mark.parametrize("kind", ["full", "clamp", "softcap", "mask"])
+@pytest.mark.parametrize("deviation", [100, 1e4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 10, 30, 1e3, 1e8))])
+def test_large_logits(deviation: float, kind: str) -> None:
+    """The error rule holds for every gradient, as large as logits may be: up to 1e17."""
+    if kind == "softcap" and deviation > 1e4:
+        pytest.skip("all gradients of scores are zero")
+    inputs = make_inputs(1, 2, 70, 90, 16, num_rows=21 if kind == "clamp" else 159, dtype=torch.float32, seed=3)
+    inputs = of_deviation(inputs, deviation)
+    of_kind: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
+    arguments = of_kind.get(kind, {})
+    results = all_gradients(inputs, dict.fromkeys(configs.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
+    plain, golden = forward_backward(reference_attention, inputs, **arguments), dense_gradients(inputs, **arguments)._asdict()
+    for name, result in results.items():
+        factor = 2 if name in ("out", "lse") else 3
+        assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "clamp"])
+def test_scores_that_do_not_repeat(kind: str) -> None:
+    """Other tiles may sum the products of large logits in another order, and exceed the forward's maximum: P stays below 1."""
+    inputs = make_inputs(1, 1, 40, 50, 16, num_rows=9 if kind == "clamp" else 89, dtype=torch.float32, seed=3)
+    inputs = of_deviation(inputs, 1e6)
+    tensors, spec = resolve(inputs)
+    tiles = dict.fromkeys(configs.KERNELS, TileConfig(32, 32, 4, 1))
+    out, _, statistics = forward(tensors, spec, tiles["forward"])
+    statistics[:, :, 0] -= 4e-7 * statistics[:, :, 0].abs()
+    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, tiles=tiles)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+    assert (gradients[2].abs() <= 1.001 * inputs.d_out.abs().sum(2, keepdim=True)).all()

@@ -1,0 +1,116 @@
+"""Faults around the computation: registration, the choice of an implementation, arguments, files, command lines."""
+
+from __future__ import annotations
+
+from ..fault import Change, Fault
+from .places import ON_OPS, ON_TORCH, OPS
+
+BACKENDS, CACHE, DOUBTS, INTERPRETED, PROFILES, VALIDATION, WARN = (
+    f"triton_relattn/{name}.py"
+    for name in ("backends", "cache", "doubts", "kernels/__init__", "kernels/profiles", "validation", "warn")
+)
+ON_FAULTS, ON_IMPORTS, ON_PROFILES, ON_VALIDATION = (
+    f"tests/cpu/test_{name}.py" for name in ("faults", "imports", "profiles", "validation")
+)
+
+OF_USE = (
+    Fault(
+        "torch-func-does-not-see-the-operator",
+        "within torch.func the operator is differentiated as outside of it",
+        (f"{ON_TORCH}::test_torch_func", "-k", "not inductor"),
+        (Change(OPS, '    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")', "    "),),
+    ),
+    Fault(
+        "vmap-hides-from-autograd",
+        "what is mapped over has no derivative outside of vmap",
+        (f"{ON_TORCH}::test_vmap",),
+        (Change(OPS, "results = [cls.operator(*each)", "results = [cls.forward(*each)"),),
+    ),
+    Fault(
+        "a-gpu-gets-blockwise-silently",
+        "nobody is told that the kernels do not serve a GPU",
+        (f"{ON_IMPORTS}::test_a_gpu_that_gets_blockwise_is_told_why",),
+        (Change(BACKENDS, "        _warn_of_blockwise(reason)\n", ""),),
+    ),
+    Fault(
+        "a-gpu-needs-the-interpreter",
+        "kernels are not found to be compiled where Triton's interpreter cannot be imported, for lack of numpy",
+        (f"{ON_IMPORTS}::test_a_gpu_without_numpy_gets_the_kernels",),
+        (
+            Change(
+                INTERPRETED,
+                "from triton.runtime.jit import JITFunction ",
+                "from triton.runtime.interpreter import InterpretedFunction\n    from triton.runtime.jit import JITFunction ",
+            ),
+        ),
+    ),
+    Fault(
+        "data-dependent-guards",
+        "numbers that a compiled program reads from tensors cannot be checked while it is compiled",
+        (f"{ON_OPS}::test_compiles_with_numbers_from_tensors", "-k", "not inductor"),
+        (Change(VALIDATION, "        if not guard_or_true(holds):\n", "        if not holds:\n"),),
+    ),
+    Fault(
+        "numbers-of-tensors-not-checked",
+        "a compiled program takes any number that it reads from a tensor",
+        (f"{ON_OPS}::test_compiles_with_numbers_from_tensors", "-k", "not inductor"),
+        (Change(VALIDATION, "        torch._check(holds)\n", ""),),
+    ),
+    Fault(
+        "short-tables-warned-of",
+        "clipped tables get a warning",
+        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
+        (Change(DOUBTS, "num_rows <= 2 * LARGEST_CLIP + 1", "num_rows <= 1"),),
+    ),
+    Fault(
+        "said-positions-warned-of",
+        "a table whose positions the call says gets a warning",
+        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
+        (Change(VALIDATION, "num_rows if centred else None", "num_rows"),),
+    ),
+    Fault(
+        "outgrown-table-unnoticed",
+        "nobody is told that a long table does not cover the call",
+        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
+        (Change(DOUBTS, 'spec.outside() == "clamp"', 'spec.outside() == "none"'),),
+    ),
+    Fault(
+        "cure-that-is-none",
+        "an error recommends another order of dimensions to whom it does not help",
+        (f"{ON_VALIDATION}::test_no_cure_is_named_that_is_none",),
+        (
+            Change(
+                DOUBTS,
+                "                except (TypeError, ValueError):\n                    continue\n",
+                "                except (TypeError, ValueError):\n                    pass\n",
+            ),
+        ),
+    ),
+    Fault(
+        "warnings-at-every-call",
+        "a warning comes again at every call",
+        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
+        (Change(WARN, "        _given.add(about)\n", ""),),
+    ),
+    Fault(
+        "lock-empties-another-file",
+        "where the lock file is a link, the file that it points to is emptied",
+        (f"{ON_PROFILES}::test_links_are_not_followed",),
+        (Change(PROFILES, '"ab", opener=_not_through_a_link)', '"wb")'),),
+    ),
+    Fault(
+        "profile-written-into-another-file",
+        "where the file that becomes the profile is a link, the profile is written into what it points to",
+        (f"{ON_PROFILES}::test_links_are_not_followed",),
+        (
+            Change(PROFILES, "    temporary.unlink(missing_ok=True)  # what a link of that name points to is not ours\n", ""),
+            Change(PROFILES, 'open(temporary, "xb")', 'open(temporary, "wb")'),
+        ),
+    ),
+    Fault(
+        "profiles-below-a-folder-of-that-name",
+        "without a home, profiles are in a folder whose name is ~",
+        (f"{ON_FAULTS}::test_no_home",),
+        (Change(CACHE, 'None if folder.startswith("~") else Path(folder)', "Path(folder)"),),
+    ),
+)

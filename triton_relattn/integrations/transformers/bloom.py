@@ -1,0 +1,68 @@
+"""BLOOM, and the bias that it shares with Falcon and MPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.models.bloom import modeling_bloom as stock
+
+from .encoder import Encoder
+from .heads import attend_to_past, first_position, join_heads, refuse_weights
+from .masks import SHOWN
+
+
+def bias_of_keys(bias: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """ALiBi as a mask of numbers: the bias of each key, (B, H, 1, Nk) or (1, H, 1, Nk), -inf where attention_mask hides it.
+
+    slope * (j - i) differs from slope * j by what is the same for all keys of a query, which softmax does not see. So the model's
+    own bias of keys, rounded as it rounds it, is all of the term. attention_mask: bool (B, Nk), or (B, 1, Nq, Nk), bool or added.
+    """
+    if attention_mask.dim() == 2:
+        attention_mask = attention_mask[:, None, None, :]
+    if attention_mask.dtype != torch.bool:
+        return bias + attention_mask
+    return bias.masked_fill(~attention_mask, -torch.inf)
+
+
+class BloomAttention(stock.BloomAttention):
+    """q_i . k_j, scaled, + slope * j; causal."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        alibi: torch.Tensor,
+        attention_mask: torch.Tensor,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states and residual (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk)."""
+        refuse_weights({"output_attentions": output_attentions})
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        offset = first_position(layer_past, self.layer_idx)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        out = attend_to_past(
+            query,
+            key,
+            value,
+            bias_of_keys(alibi.unflatten(0, (-1, self.num_heads)), attention_mask),
+            is_causal=attention_mask.dim() == 2,
+            query_offset=offset,
+            dropout_p=self.attention_dropout.p if self.training else 0.0,
+            scale=self.inv_norm_factor,
+        )
+        dropped = functional.dropout(self.dense(join_heads(out)), self.hidden_dropout, self.training)
+        return residual + dropped, None
+
+
+class BloomModel(Encoder, stock.BloomModel):
+    attention = BloomAttention
+    mask_function = SHOWN
+
+
+CLASSES = {stock.BloomAttention: BloomAttention, stock.BloomModel: BloomModel}

@@ -1,0 +1,80 @@
+"""The families of models that :func:`enable` knows, a line for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """One family of models in transformers.
+
+    folder: of the model in transformers, also the file here. name: of the model, and of the part that has relative attention.
+    adds: what that adds to the logits q . k. since: the first version of this package that enables it. inside: the folder of the
+    family whose encoder the model contains, and which has the file.
+    """
+
+    folder: str
+    name: str
+    adds: str
+    since: str = "0.1.0"
+    inside: str | None = None
+
+
+TRANSFORMER_XL = "Transformer-XL's terms"
+BUCKETS = "a bias by bucket of the distance"
+ALIBI = "ALiBi, a bias that falls with the distance; causal"
+FAMILIES = (
+    Family("wav2vec2_bert", "Wav2Vec2-BERT", f"q · E, distances clipped; or {TRANSFORMER_XL}"),
+    Family("wav2vec2_conformer", "Wav2Vec2-Conformer", TRANSFORMER_XL),
+    Family("seamless_m4t", "Seamless M4T v1, speech encoder", TRANSFORMER_XL),
+    Family("seamless_m4t_v2", "Seamless M4T v2, speech encoder", "q · E, distances clipped; chunks"),
+    Family("parakeet", "Parakeet", TRANSFORMER_XL),
+    Family("vits", "VITS, text encoder", "q · E and a table of values in a window"),
+    Family("inkling", "Inkling, language model", "r · W of the past, in windows; grouped heads"),
+    Family("inkling2", "Inkling 2, language model", "r · W of the past, in windows; grouped heads; a sink of each query"),
+    Family("gemma4", "Gemma 4, audio encoder", "q · R in a window, softcap"),
+    Family("t5", "T5", f"{BUCKETS}, one table for all layers"),
+    Family("mt5", "mT5", f"{BUCKETS}, one table for all layers"),
+    Family("umt5", "UMT5", f"{BUCKETS}, a table for each layer"),
+    Family("switch_transformers", "Switch Transformers", f"{BUCKETS}, one table for all layers"),
+    Family("pop2piano", "Pop2Piano", f"{BUCKETS}, one table for all layers"),
+    Family("pix2struct", "Pix2Struct, text decoder", f"{BUCKETS}, one table for all layers"),
+    Family("longt5", "LongT5, decoder, and encoder with local attention", f"{BUCKETS}, in the encoder in a window"),
+    Family("bloom", "BLOOM", ALIBI),
+    Family("mpt", "MPT", ALIBI),
+    Family("falcon", "Falcon with ALiBi", ALIBI),
+    Family("wavlm", "WavLM", f"{BUCKETS}, times a gate of each query"),
+    Family("mpnet", "MPNet", f"{BUCKETS}, one table for all layers"),
+    Family("speecht5", "SpeechT5, encoder", "q · E, distances clipped, one table for all layers"),
+    Family("fastspeech2_conformer", "FastSpeech2Conformer", TRANSFORMER_XL),
+    Family("nemotron_asr_streaming", "Nemotron ASR streaming", f"{TRANSFORMER_XL}; chunks"),
+    Family("granite_speech", "Granite Speech, encoder", "q · E in blocks of frames"),
+    Family("granite_speech_plus", "Granite Speech Plus, encoder", "q · E in blocks of frames"),
+    Family("granite_speech5", "Granite Speech 5", "q · E in blocks of frames"),
+    Family("gemma3n", "Gemma 3n, audio encoder", "q · R in a window, softcap"),
+    Family("phi4_multimodal", "Phi-4 multimodal, audio encoder", "a bias by distance, clipped"),
+    Family("canary", "Canary", "its encoder is Parakeet's", inside="parakeet"),
+    Family("cohere_asr", "Cohere ASR", "its encoder is Parakeet's", inside="parakeet"),
+    Family("nemotron_h_omni", "Nemotron-H Omni", "its audio encoder is Parakeet's", inside="parakeet"),
+    Family("nemotron3_5_asr", "Nemotron 3.5 ASR", "its encoder is Nemotron ASR streaming's", inside="nemotron_asr_streaming"),
+    Family("xcodec2", "X-Codec 2", "its semantic encoder is Wav2Vec2-BERT", inside="wav2vec2_bert"),
+    Family("neucodec", "NeuCodec", "its semantic encoder is Wav2Vec2-BERT", inside="wav2vec2_bert"),
+    Family("embedding_gemma2", "EmbeddingGemma 2", "its audio encoder is Gemma 4's", inside="gemma4"),
+)
+
+
+def supported_families() -> tuple[Family, ...]:
+    """Return the families of models that :func:`enable` knows.
+
+    Example:
+        >>> next(each for each in supported_families() if each.folder == "parakeet").adds
+        "Transformer-XL's terms"
+    """
+    return FAMILIES
+
+
+def table() -> str:
+    """Return them as text, a line for each."""
+    rows = [("family", "adds to q · k", "since"), *((each.name, each.adds, each.since) for each in FAMILIES)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

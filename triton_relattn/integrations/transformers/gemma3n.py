@@ -1,0 +1,52 @@
+"""The audio encoder of Gemma 3n."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from transformers.models.gemma3n import modeling_gemma3n as stock
+
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .heads import sees_a_key, split_heads
+
+
+class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
+    """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R, a row per distance and head, projected sinusoids.
+
+    The stock path computes it in chunks of queries, each with the keys around it.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """hidden_states (B, N, C), mask bool (B, N), True of padding; returns (B, N, H, D)."""
+        query, key, value = (
+            split_heads(projection(hidden_states), self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out, lse = fused_relative_attention(
+            query * self.q_scale * functional.softplus(self.per_dim_scale),
+            key,
+            value,
+            self._table(query),
+            positions=RelativePositions(-self.max_past_horizon, self.max_future_horizon),
+            attn_mask=~mask[:, None, None, :],
+            window_size=(self.max_past_horizon, self.max_future_horizon),
+            scale=1.0,
+            softcap=self.attention_logits_soft_cap,
+            return_lse=True,
+        )
+        return torch.where(sees_a_key(lse), out, self._attend_evenly(value)).transpose(1, 2)
+
+    def _table(self, query: torch.Tensor) -> torch.Tensor:
+        """(H, R, D)."""
+        positions = self.relative_position_embedding
+        distances = torch.arange(self.max_past_horizon, -self.max_future_horizon - 1, -1, device=query.device)
+        sinusoids = positions._get_timing_signal_1d_pos(distances[None], dtype=query.dtype)
+        return split_heads(positions.pos_proj(sinusoids), self.head_dim)[0]
+
+    def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
+        """What queries that see no key get: all logits of their chunk's keys, zeros around the sequence included, are equal."""
+        means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
+        return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
+
+
+CLASSES = {stock.Gemma3nAudioAttention: Gemma3nAudioAttention}

@@ -1,0 +1,49 @@
+"""The encoder of Granite Speech 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.granite_speech5 import modeling_granite_speech5 as stock
+
+from ...functional import fused_relative_attention
+from .chunks import from_blocks, in_blocks
+from .granite_speech import rows_of
+from .heads import attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
+
+
+class GraniteSpeech5EncoderAttention(stock.GraniteSpeech5EncoderAttention):
+    """(q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads. Padding is hidden in each block."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), position_embeddings (size, size), the row of each pair, attention_mask bool (B, N)."""
+        refuse_weights(kwargs)
+        batch, length, _ = hidden_states.shape
+        if attention_mask is None:
+            attention_mask = hidden_states.new_ones(batch, length, dtype=torch.bool)
+        blocks, seen = in_blocks(hidden_states, self.context_size), in_blocks(attention_mask, self.context_size)
+        query, key, value = (
+            split_heads(projection(blocks), self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out, lse = fused_relative_attention(
+            query,
+            key,
+            value,
+            self.rel_pos_emb(rows_of(position_embeddings)),
+            attn_mask=seen[:, None, None, :],
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            scale=self.scaling,
+            return_lse=True,
+        )
+        out = torch.where(sees_a_key(lse), out, attend_evenly(query, key, value, self.scaling))
+        return self.o_proj(from_blocks(join_heads(out), batch, length)), None
+
+
+CLASSES = {stock.GraniteSpeech5EncoderAttention: GraniteSpeech5EncoderAttention}

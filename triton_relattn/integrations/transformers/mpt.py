@@ -1,0 +1,65 @@
+"""MPT."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers.models.mpt import modeling_mpt as stock
+
+from .bloom import bias_of_keys
+from .encoder import Encoder
+from .heads import attend_to_past, first_position, join_heads, refuse_weights, split_heads
+from .masks import HIDDEN
+
+
+class MptAttention(stock.MptAttention):
+    """q_i . k_j, scaled, + slope * j; causal."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_bias: torch.Tensor | None,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, Nq, C), position_bias (H, 1, longest), attention_mask bool, True of what is hidden, (B, Nk)."""
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (split_heads(each, self.head_dim) for each in mixed.chunk(3, dim=2))
+        offset = first_position(past_key_values, self.layer_idx)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        to_past = attention_mask is not None and attention_mask.dim() == 2
+        mask = None if attention_mask is None else ~attention_mask
+        if position_bias is not None:
+            bias = position_bias[None, :, :, -key.shape[2] :].to(torch.promote_types(query.dtype, torch.float32))
+            mask = bias if mask is None else bias_of_keys(bias, mask)
+        out = attend_to_past(
+            query,
+            key,
+            value,
+            mask,
+            is_causal=to_past,
+            query_offset=offset,
+            dropout_p=self.attn_dropout_p if self.training else 0.0,
+            scale=self.softmax_scale,
+        )
+        return self.out_proj(join_heads(out)), None
+
+
+class MptModel(Encoder, stock.MptModel):
+    attention = MptAttention
+    mask_function = HIDDEN
+
+    @functools.wraps(stock.MptModel.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("output_attentions")
+        refuse_weights({"output_attentions": self.config.output_attentions if asked is None else asked})
+        return super().forward(*args, **kwargs)
+
+
+CLASSES = {stock.MptAttention: MptAttention, stock.MptModel: MptModel}

@@ -1,0 +1,77 @@
+"""The audio encoder of Phi-4 multimodal."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.models.phi4_multimodal import modeling_phi4_multimodal as stock
+
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .encoder import Encoder
+from .heads import join_heads, refuse_weights, split_heads
+
+
+class Bias(NamedTuple):
+    """A bias by distance, (H, R), and what is added to it, which broadcasts to (B, H, N, N)."""
+
+    table: torch.Tensor
+    mask: torch.Tensor | None = None
+
+    def __radd__(self, mask: torch.Tensor) -> Bias:
+        return self._replace(mask=mask)
+
+
+class Phi4MultimodalAudioAttention(stock.Phi4MultimodalAudioAttention):
+    """q_i . k_j, scaled, + b[j - i], distances clipped; one table for all layers.
+
+    As in the stock model, a mask hides nothing: the logits of what it shows are larger by 1.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Bias, **kwargs: Any) -> torch.Tensor:
+        """hidden_states (B, N, C); attention_mask, where stock layers get (B, H, N, N)."""
+        refuse_weights(kwargs)
+        if not isinstance(attention_mask, Bias):
+            raise ValueError("attention_mask (B, H, N, N) is of a stock encoder: enable or disable the model as a whole")
+        rows = attention_mask.table.shape[1]
+        out: Any = fused_relative_attention(
+            split_heads(self.q_proj(hidden_states), self.head_dim),
+            split_heads(self.k_proj(hidden_states), self.head_dim),
+            split_heads(self.v_proj(hidden_states), self.head_dim),
+            rel_bias=attention_mask.table,
+            positions=RelativePositions(-(rows // 2), (rows - 1) // 2),
+            attn_mask=None if attention_mask.mask is None else attention_mask.mask.to(hidden_states.dtype),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            scale=self.scaling,
+        )
+        return self.o_proj(join_heads(out))
+
+
+class Phi4MultimodalAudioRelativeAttentionBias(stock.Phi4MultimodalAudioRelativeAttentionBias):
+    """A row for each distance that occurs and differs, instead of (1, H, N, N)."""
+
+    def forward(self, x: torch.Tensor) -> Bias:  # type: ignore[override]
+        last = min(x.shape[1], self.max_distance) - 1
+        distances = torch.arange(-self.max_distance if x.shape[1] > self.max_distance else -last, last + 1, device=x.device)
+        rows = distances.abs() if self.symmetric else distances + self.num_buckets // 2
+        return Bias(self.bias_values(rows).T)
+
+
+class Phi4MultimodalAudioModel(Encoder, stock.Phi4MultimodalAudioModel):
+    """Where all frames are one chunk its mask is (B, 1, N), else (B, N, N); it cuts sequences into pieces of 500 frames."""
+
+    attention = Phi4MultimodalAudioAttention
+    mask_function = None
+
+    def _streaming_mask(self, seq_len: int, batch_size: int, chunk_size: int, left_chunk: int) -> torch.Tensor:
+        if chunk_size > 0:
+            return super()._streaming_mask(seq_len, batch_size, chunk_size, left_chunk)
+        return torch.ones(batch_size, 1, seq_len, dtype=torch.bool)
+
+
+CLASSES = {
+    stock.Phi4MultimodalAudioAttention: Phi4MultimodalAudioAttention,
+    stock.Phi4MultimodalAudioRelativeAttentionBias: Phi4MultimodalAudioRelativeAttentionBias,
+    stock.Phi4MultimodalAudioModel: Phi4MultimodalAudioModel,
+}

@@ -1,0 +1,81 @@
+"""T5, and the attention of its descendants: mT5, UMT5, Switch Transformers, Pop2Piano, Pix2Struct's text decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.t5 import modeling_t5 as stock
+
+from ... import tables
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .encoder import Encoder
+from .heads import added, attend_to_past, first_position, is_causal, join_heads, keys_and_values, refuse_weights, split_heads
+
+
+class BucketedAttention:
+    """Mixin: q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
+
+    The first layer makes b, (H, R) biases of as many distances as differ, and hands it on to the others. Stock layers hand on
+    (1, H, Nq, Nk).
+    """
+
+    projections = ("q", "k", "v", "o")
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """hidden_states (B, Nq, C); key_value_states (B, Nk, C) of an encoder, for cross attention; position_bias (H, R)."""
+        refuse_weights(kwargs)
+        project_query, *project, project_out = (getattr(self, name) for name in self.projections)
+        query = split_heads(project_query(hidden_states), self.key_value_proj_dim)
+        offset = first_position(past_key_values, self.layer_idx)
+        key, value = keys_and_values(
+            self, project, hidden_states, key_value_states, past_key_values, width=self.key_value_proj_dim
+        )
+        if position_bias is None and self.has_relative_attention_bias:
+            position_bias = self.table()
+        elif position_bias is not None and position_bias.dim() != 2:
+            raise ValueError("position_bias (1, H, Nq, Nk) is of stock attention: enable or disable the model as a whole")
+
+        term: dict[str, Any] = {"scale": self.scaling, "dropout_p": self.dropout if self.training else 0.0}
+        if position_bias is not None:
+            term |= {"rel_bias": position_bias, "positions": self.positions(), "query_offset": offset}
+        if self.is_causal:
+            term["is_causal"] = is_causal(mask, kwargs, self.config)
+            out: Any = attend_to_past(query, key, value, mask, **term)
+        else:
+            out = fused_relative_attention(query, key, value, attn_mask=added(mask, query.dtype), **term)
+        return project_out(join_heads(out)), position_bias, None
+
+    def positions(self: Any) -> RelativePositions:
+        """The distances that differ; in a decoder all of the future is one."""
+        last = self.relative_attention_max_distance
+        return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
+
+    def table(self: Any) -> torch.Tensor:
+        """(H, R) biases, a row for each of the distances."""
+        positions = self.positions()
+        distances = torch.arange(positions.first, positions.last + 1, device=self.relative_attention_bias.weight.device)
+        buckets = tables.t5_buckets(
+            distances, self.relative_attention_num_buckets, self.relative_attention_max_distance, positions.last > 0
+        )
+        return self.relative_attention_bias(buckets).T
+
+
+class T5Attention(BucketedAttention, stock.T5Attention):
+    pass
+
+
+class T5Stack(Encoder, stock.T5Stack):
+    attention = T5Attention
+
+
+CLASSES = {stock.T5Attention: T5Attention, stock.T5Stack: T5Stack}

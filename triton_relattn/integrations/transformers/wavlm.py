@@ -1,0 +1,73 @@
+"""WavLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.wavlm import modeling_wavlm as stock
+
+from ... import tables
+from ...functional import fused_relative_attention
+from .encoder import Encoder
+from .heads import join_heads, refuse_weights, split_heads
+
+
+class WavLMAttention(stock.WavLMAttention):
+    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head, b of the first layer, which hands it on."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        index: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None, torch.Tensor]:
+        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers hand on (B * H, N, N)."""
+        refuse_weights(kwargs)
+        if position_bias is None:
+            position_bias = self._table(hidden_states.shape[1])
+        elif position_bias.dim() != 2:
+            raise ValueError("position_bias (B * H, N, N) is of stock attention: enable or disable the model as a whole")
+        out: Any = fused_relative_attention(
+            split_heads(self.q_proj(hidden_states), self.head_dim),
+            split_heads(self.k_proj(hidden_states), self.head_dim),
+            split_heads(self.v_proj(hidden_states), self.head_dim),
+            position_bias[..., None],
+            rel_query=self._gate(hidden_states),
+            rel_scale=1.0,
+            attn_mask=None if attention_mask is None else attention_mask.eq(1)[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scaling,
+        )
+        return self.out_proj(join_heads(out)), None, position_bias
+
+    def _table(self, length: int) -> torch.Tensor:
+        """(H, R) biases of the distances that occur and differ."""
+        last = min(self.max_distance, length - 1)
+        distances = torch.arange(-last, last + 1, device=self.rel_attn_embed.weight.device)
+        return self.rel_attn_embed(tables.t5_buckets(distances, self.num_buckets, self.max_distance)).T
+
+    def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, H, N, 1)."""
+        sums = self.gru_rel_pos_linear(split_heads(hidden_states, self.head_dim)).unflatten(-1, (2, 4)).sum(-1)
+        a, b = sums.sigmoid().chunk(2, dim=-1)
+        return a * (b * self.gru_rel_pos_const - 1.0) + 2.0
+
+
+class WavLMEncoder(Encoder, stock.WavLMEncoder):
+    attention = WavLMAttention
+    mask_function = None
+
+
+class WavLMEncoderStableLayerNorm(Encoder, stock.WavLMEncoderStableLayerNorm):
+    attention = WavLMAttention
+    mask_function = None
+
+
+CLASSES = {
+    stock.WavLMAttention: WavLMAttention,
+    stock.WavLMEncoder: WavLMEncoder,
+    stock.WavLMEncoderStableLayerNorm: WavLMEncoderStableLayerNorm,
+}

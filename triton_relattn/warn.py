@@ -1,0 +1,14 @@
+"""Warnings that are given once in a process."""
+
+from __future__ import annotations
+
+import warnings
+
+_given: set[str] = set()
+
+
+def warn_once(about: str, text: str, stacklevel: int = 2) -> None:
+    """Warn, unless somebody has been warned about the same before."""
+    if about not in _given:
+        _given.add(about)
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
