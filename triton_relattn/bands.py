@@ -20,6 +20,7 @@ Keys beyond the table are *far*: they have one of its end rows, one number for e
 from __future__ import annotations
 
 import math
+import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +43,8 @@ class Reach:
 
     def __init__(self, frame: Frame, num_tables: int, num_queries: int) -> None:
         """num_queries: of the frame, or more if panels go beyond them."""
-        self.frame, self.num_tables, self.sharing = frame, num_tables, frame.num_heads // num_tables
+        self.frame: Frame = weakref.proxy(frame)  # a cycle would keep its memory until the next garbage collection
+        self.num_tables, self.sharing = num_tables, frame.num_heads // num_tables
         spec, first = frame.spec, frame.first_position
 
         # Near are the keys that some query sees at a position from spec.first to spec.last.

@@ -8,6 +8,7 @@ positions are the same in all its matrices; they may differ in the number of the
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby
@@ -196,7 +197,8 @@ class Frame:
     """
 
     def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
-        self.call, self.spec = group.call, group.call.spec
+        self.call: Call = weakref.proxy(group.call)  # which keeps the frame
+        self.spec = group.call.spec
         self.num_sequences, self.num_heads, self.sharing = group.sequences.count, group.num_heads, group.sharing
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
         self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)

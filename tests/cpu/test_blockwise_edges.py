@@ -301,4 +301,4 @@ def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> 
     assert [(block.group.heads.start, block.queries.start, block.queries.stop) for block in blocks] == (
         [(head, *queries) for head in (0, 1) for queries in ((26, 37), (13, 26), (0, 13))] if small else [(0, 0, 37)]
     )
-    assert [(band.num_panels, band.num_full) for band in bands if band] == ([(3, 2), (4, 3), (4, 3)] * 2 if small else [(2, 1)])
+    assert [(band.num_panels, band.num_full) for band in bands if band] == ([(3, 2), (4, 3), (4, 3)] * 2 if small else [(1, 1)])
