@@ -68,7 +68,7 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_rows: int) -> None:
-    """Let blockwise take so many queries a block, scores a block (a thread) and rows a panel, so that short calls are cut, too."""
+    """Let blockwise take so many queries and scores (a thread) a block and rows a panel: it cuts short calls, too."""
     from triton_relattn import bands, blocks
 
     patch.setattr(blocks, "BLOCK_QUERIES", queries)

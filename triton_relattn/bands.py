@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ PANEL_ROWS = 64
 PANEL_COLUMNS = 12
 """Columns of a band, at least: products with fewer are slow."""
 
-Rows = slice | None
+TableRows = slice | None
 """Table rows that some positions have: one each, one for all, or none."""
 
 
@@ -61,7 +62,7 @@ class Reach:
         self.high = high if spec.window_right < 0 else min(high, max(spec.window_right, self.low - 1))
 
     @cached_property
-    def parts(self) -> list[tuple[slice, Rows]]:
+    def parts(self) -> list[tuple[slice, TableRows]]:
         """The near positions, counted from the first, with the table rows that they have; none if no pair has them."""
         spec = self.frame.spec
         start, stop = (min(max(position, self.low), self.high + 1) for position in (spec.first, spec.last + 1))
@@ -69,7 +70,7 @@ class Reach:
         before, after = (slice(0, 1), slice(last, last + 1)) if spec.clamp else (None, None)
         rows = (None, before, slice(start - spec.first, stop - spec.first), after, None)
         borders = (self.positions.start, self.low, start, stop, self.high + 1, self.positions.stop)
-        parts = [slice(border - borders[0], after - borders[0]) for border, after in zip(borders, borders[1:], strict=False)]
+        parts = [slice(start - borders[0], stop - borders[0]) for start, stop in pairwise(borders)]
         return [(part, row) for part, row in zip(parts, rows, strict=True) if part.start < part.stop]
 
     def window(self, table: torch.Tensor) -> torch.Tensor:
@@ -87,6 +88,13 @@ class Reach:
                 piece = of_window[:, part]
                 is_end = rows.stop - rows.start < part.stop - part.start
                 total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
+
+
+class Packed(NamedTuple):
+    """A vector for each query."""
+
+    rows: torch.Tensor  # (sequences, heads, queries, width)
+    panels: torch.Tensor  # the same as (tables * panels, rows of a panel, width), for products with windows
 
 
 class Folded(NamedTuple):
@@ -121,10 +129,10 @@ class Band(Reach):
         return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
 
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): full panels, and the rest."""
+        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): the full ones, a rest."""
         rows = rows.unflatten(1, (self.num_tables, self.sharing))
         full = self.num_full * self.panel
-        pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))] if self.num_full else []
+        pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))]
         if self.num_full < self.num_panels:
             pieces.append(rows[:, :, :, full:].unsqueeze(3))
         return [piece.permute(1, 3, 0, 2, 4, 5) for piece in pieces]
@@ -134,24 +142,24 @@ class Band(Reach):
         if self.num_full == self.num_panels:
             return [packed]
         rest = packed[:, self.num_full :, :, :, : self.frame.num_queries - self.num_full * self.panel]
-        return [packed[:, : self.num_full], rest] if self.num_full else [rest]
+        return [packed[:, : self.num_full], rest]
 
     def shape(self, width: int) -> tuple[int, int, int, int, int, int]:
         return self.num_tables, self.num_panels, self.frame.num_sequences, self.sharing, self.panel, width
 
-    def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """(sequences, heads, queries, width) as (tables * panels, rows of a panel, width); zero where the last panel has none."""
+    def pack(self, rows: torch.Tensor) -> Packed:
+        """Put (sequences, heads, queries, width) in panels; zero where the last has fewer queries."""
         pieces = self.panels(rows)
-        if len(pieces) == 1:
-            return pieces[0].reshape(self.num_tables * self.num_panels, -1, rows.shape[-1])
-        packed = rows.new_zeros(self.shape(rows.shape[-1]))
-        for place, piece in zip(self.in_panels(packed), pieces, strict=True):
-            place.copy_(piece)
-        return packed.view(self.num_tables * self.num_panels, -1, rows.shape[-1])
+        packed = pieces[0]
+        if len(pieces) > 1:
+            packed = rows.new_zeros(self.shape(rows.shape[-1]))
+            for place, piece in zip(self.in_panels(packed), pieces, strict=True):
+                place.copy_(piece)
+        return Packed(rows, packed.reshape(self.num_tables * self.num_panels, -1, rows.shape[-1]))
 
     @cached_property
     def band(self) -> torch.Tensor:
-        """Memory for a band, (tables * panels, rows of a panel, self.width): that of the probabilities, if a band is not of them."""
+        """Memory for a band, (tables * panels, rows of a panel, self.width): that of the probabilities, if they need none."""
         name = "band" if "rel_value" in self.frame.call.tables else "probs"
         return self.frame.call.buffer(name, self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
 
@@ -167,14 +175,14 @@ class Band(Reach):
         """The near keys' part of the frame's scores as panels() returns them."""
         return self.panels(self.frame.pairs[..., self.near])
 
-    def add_terms(self, packed: torch.Tensor, rows: torch.Tensor) -> None:
-        """The frame's scores += scale * rows . table. packed is self.pack(rows), (sequences, heads, queries, width)."""
+    def add_terms(self, packed: Packed) -> None:
+        """The frame's scores += scale * rows . table."""
         if self.num_near:
-            self.band.baddbmm_(packed, self.windows, beta=0, alpha=self.scale)
+            self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
             for place, terms in zip(self.scores, self.skewed, strict=True):
                 place.add_(terms)
         for keys, row in self.far:
-            self.frame.pairs[..., keys].add_(rows @ self.table[:, row].mT, alpha=self.scale)
+            self.frame.pairs[..., keys].add_(packed.rows @ self.table[:, row].mT, alpha=self.scale)
 
     def fold(self, pairs: torch.Tensor) -> Folded:
         """Sum what is by pair for each query and table row."""
@@ -195,15 +203,15 @@ class Band(Reach):
         for sums, (_, row) in zip(folded.far, self.far, strict=True):
             total.add_(sums * self.table[:, row], alpha=self.scale)
 
-    def collect(self, folded: Folded, packed: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add folded^T @ rows to what add_gradient() will add to the gradient of the table. packed is self.pack(rows)."""
+    def collect(self, folded: Folded, packed: Packed) -> None:
+        """Add folded^T @ rows to what add_gradient() will add to the gradient of the table."""
         if folded.band is not None:
             if self._of_windows is None:
-                self._of_windows = torch.bmm(folded.band.mT, packed)
+                self._of_windows = torch.bmm(folded.band.mT, packed.panels)
             else:
-                self._of_windows.baddbmm_(folded.band.mT, packed)
+                self._of_windows.baddbmm_(folded.band.mT, packed.panels)
         for number, sums in enumerate(folded.far):
-            of_end = (sums * rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
+            of_end = (sums * packed.rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
             self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
 
     def add_gradient(self, total: torch.Tensor) -> None:

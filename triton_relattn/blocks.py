@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,72 +30,67 @@ ELEMENTS_PER_THREAD = 1 << 18
 class Stack(NamedTuple):
     """Sequences that lie behind one another in the batch and have as many queries and the same query_offset."""
 
-    first: int
-    """Number of the first in the batch: what dropout and attn_mask know it by."""
-    count: int
+    batch: range
+    """Their numbers in the batch: what dropout and attn_mask know them by."""
     num_queries: int
     num_keys: int
     """Keys of the longest."""
-    lengths: list[int] | None
-    """Keys of each; None: all have num_keys."""
     query_offset: int
-    starts: tuple[int, int] | None
+    lengths: list[int] | None = None
+    """Keys of each; None: all have num_keys."""
+    starts: tuple[int, int] | None = None
     """Where the queries and the keys of the first begin, if the batch is packed."""
 
-    def part(self, start: int, stop: int) -> Stack:
-        """The sequences from start to stop."""
-        part = self._replace(first=self.first + start, count=stop - start)
+    def part(self, sequences: slice) -> Stack:
+        """Some of its sequences."""
+        part = self._replace(batch=self.batch[sequences])
         if self.lengths is not None:
-            lengths = self.lengths[start:stop]
-            part = part._replace(num_keys=max(lengths), lengths=lengths if min(lengths) < max(lengths) else None)
+            lengths = self.lengths[sequences]
+            longest = max(lengths, default=0)
+            part = part._replace(num_keys=longest, lengths=None if min(lengths, default=0) == longest else lengths)
         if self.starts is not None:
-            starts = (self.starts[0] + start * self.num_queries, self.starts[1] + start * self.num_keys)
-            part = part._replace(starts=starts)
+            start_q, start_k = self.starts
+            part = part._replace(starts=(start_q + sequences.start * self.num_queries, start_k + sequences.start * self.num_keys))
         return part
 
     def of_queries(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Their part of a (B, Hq, Nq, ...) tensor: (count, heads, num_queries, ...)."""
+        """Their part of a (B, Hq, Nq, ...) tensor: (sequences, heads, num_queries, ...)."""
         return self._of(tensor, heads, self.num_queries, 0)
 
     def of_keys(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Their part of a (B, Hk, Nk, width) tensor: (count, heads, num_keys, width)."""
+        """Their part of a (B, Hk, Nk, width) tensor: (sequences, heads, num_keys, width)."""
         return self._of(tensor, heads, self.num_keys, 1)
 
     def _of(self, tensor: torch.Tensor, heads: slice, length: int, which: int) -> torch.Tensor:
         if self.starts is None:
-            sequences = part(tensor, 0, slice(self.first, self.first + self.count))
-            return part(part(sequences, 1, heads), 2, slice(0, length))
-        rows = slice(self.starts[which], self.starts[which] + self.count * length)
-        return part(part(tensor[0], 0, heads), 1, rows).unflatten(1, (self.count, length)).transpose(0, 1)
+            return part(part(part(tensor, 0, self.batch), 1, heads), 2, slice(0, length))
+        start = self.starts[which]
+        rows = part(part(tensor[0], 0, heads), 1, slice(start, start + len(self.batch) * length))
+        return rows.unflatten(1, (len(self.batch), length)).transpose(0, 1)
 
 
 def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
     """All sequences of the batch. Reads the tensors of lengths and offsets: waits for a GPU."""
-    count, num_queries, num_keys = tensors.num_sequences, tensors.query.shape[2], tensors.key.shape[2]
+    batch, num_queries, num_keys = range(tensors.num_sequences), tensors.query.shape[2], tensors.key.shape[2]
+    lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
+    whole = Stack(batch, num_queries, num_keys, spec.query_offset, lengths).part(slice(0, len(batch)))
+    if tensors.query_offsets is None and tensors.cu_seqlens_q is None:
+        yield whole
+        return
+    offsets = [spec.query_offset] * len(batch) if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    starts: list[Any] = [None] * len(batch)
+    sizes = [(num_queries, num_keys)] * len(batch)
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
         starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
-        sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in zip(starts, starts[1:], strict=False)]
-        offsets = [spec.query_offset] * count if tensors.query_offsets is None else tensors.query_offsets.tolist()
-        first = 0
-        for ((queries, keys), offset), alike in groupby(zip(sizes, offsets, strict=True)):
-            stop = first + sum(1 for _ in alike)
-            yield Stack(first, stop - first, queries, keys, None, offset, starts[first])
-            first = stop
-        return
-    lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
-    whole = Stack(0, count, num_queries, num_keys, lengths, spec.query_offset, None)
-    first = 0
-    runs = [(spec.query_offset, count)] if tensors.query_offsets is None else [
-        (offset, sum(1 for _ in alike)) for offset, alike in groupby(tensors.query_offsets.tolist())
-    ]
-    for offset, size in runs:
-        if size:
-            yield whole.part(first, first + size)._replace(query_offset=offset)
-        first += size
+        sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in pairwise(starts)]
+    for ((queries, keys), offset), alike in groupby(batch, lambda number: (sizes[number], offsets[number])):
+        first, *others = alike
+        run = slice(first, first + 1 + len(others))
+        yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first])
 
 
 class Call:
-    """One call: its tensors, its tables as (1 or Hq, R, width) in the dtype that is computed in, and memory that its blocks share."""
+    """One call: its tensors, its tables as (1 or Hq, R, width) in the compute dtype, and memory that its blocks share."""
 
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
         self.tensors, self.spec = tensors, spec
@@ -119,7 +114,7 @@ class Call:
         """That of the block before, if it fits."""
         per_head = any(table.shape[0] > 1 for table in self.tables.values())
         heads = group.heads.start if per_head else None
-        kind = (group.sequences.count, group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        kind = (len(group.sequences.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
         if self._frame is None or self._frame[0] != kind:
             self._frame = kind, Frame(group, num_queries, num_keys, first_position)
         return self._frame[1]
@@ -135,18 +130,18 @@ class Call:
                     yield Block(group, slice(start, min(start + num_queries, stack.num_queries)))
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
-        """Queries of a block, and heads of all its sequences together."""
+        """Queries of a block, and heads, those of all its sequences together."""
+        num_threads = torch.get_num_threads()
+        elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
-        elements = torch.get_num_threads() * ELEMENTS_PER_THREAD
-        num_matrices = min(stack.count * self.tensors.query.shape[1], torch.get_num_threads())
-        num_queries = BLOCK_QUERIES
-        if left < 0 and right < 0:
-            num_queries = max(num_queries, elements // max(num_matrices * num_keys, 1))
-        num_blocks = -(-stack.num_queries // num_queries)
-        num_queries = -(-stack.num_queries // max(num_blocks, 1))
+        fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
+        most = BLOCK_QUERIES
+        if left < 0 and right < 0:  # else more queries of a block see more keys
+            most = max(most, elements // (fewest_heads * num_keys))
+        num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
         if left >= 0 and right >= 0:
             num_keys = min(num_keys, num_queries + left + right)
-        return num_queries, max(elements // max(num_queries * num_keys, 1), num_matrices)
+        return num_queries, max(elements // max(num_queries * num_keys, 1), fewest_heads)
 
     def _groups(self, stack: Stack, num_heads: int) -> Iterator[tuple[Stack, slice, slice]]:
         """The stack in parts of at most so many heads: several sequences, or one of them and heads that share a key or do not."""
@@ -154,15 +149,15 @@ class Call:
         if heads == 0:
             return
         if num_heads >= heads:
-            for part in evenly(stack.count, num_heads // heads):
-                yield stack.part(part.start, part.stop), slice(0, heads), slice(0, key_heads)
+            for some in evenly(len(stack.batch), num_heads // heads):
+                yield stack.part(some), slice(0, heads), slice(0, key_heads)
             return
-        group = heads // key_heads
-        for number in range(stack.count):
-            sequence = stack.part(number, number + 1)
-            for keys in evenly(key_heads, max(num_heads // group, 1)):
-                for part in evenly(group * (keys.stop - keys.start), max(num_heads, 1)):
-                    yield sequence, slice(group * keys.start + part.start, group * keys.start + part.stop), keys
+        sharing = heads // key_heads
+        for number in range(len(stack.batch)):
+            sequence = stack.part(slice(number, number + 1))
+            for keys in evenly(key_heads, max(num_heads // sharing, 1)):
+                for some in evenly(sharing * (keys.stop - keys.start), num_heads):
+                    yield sequence, slice(sharing * keys.start + some.start, sharing * keys.start + some.stop), keys
 
 
 class Group:
@@ -199,7 +194,7 @@ class Frame:
     def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
         self.call: Call = weakref.proxy(group.call)  # which keeps the frame
         self.spec = group.call.spec
-        self.num_sequences, self.num_heads, self.sharing = group.sequences.count, group.num_heads, group.sharing
+        self.num_sequences, self.num_heads, self.sharing = len(group.sequences.batch), group.num_heads, group.sharing
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
         self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
         self.scores = group.call.buffer("scores", self.shape)
@@ -287,8 +282,9 @@ class Block:
         """Add a mask of numbers to the logits, and make those of hidden pairs -inf."""
         mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
         if mask is not None:
-            wanted = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries, self.keys)
-            mask = mask[tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))]
+            wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
+            for dim, places in enumerate(wanted):
+                mask = mask if mask.shape[dim] == 1 else part(mask, dim, places)
             if mask.dtype == torch.bool:
                 pairs.masked_fill_(~mask, -math.inf)
             else:
@@ -305,7 +301,7 @@ class Block:
         seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
         if seed is None:
             return None
-        parts = (slice(sequences.first, sequences.first + sequences.count), self.group.heads, self.queries)
+        parts = (sequences.batch, self.group.heads, self.queries)
         sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
         keep = keep_mask(seed, dropout_p, sequence[:, None, None, None], head[:, None, None], query[:, None], self.keys)
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
@@ -322,7 +318,7 @@ class Block:
             place.copy_(self.by_pair(result))
 
 
-def part(tensor: torch.Tensor, dim: int, rows: slice) -> torch.Tensor:
+def part(tensor: torch.Tensor, dim: int, rows: slice | range) -> torch.Tensor:
     """tensor from rows.start to rows.stop of a dimension."""
     length = rows.stop - rows.start
     return tensor if length == tensor.shape[dim] else tensor.narrow(dim, rows.start, length)
@@ -331,8 +327,8 @@ def part(tensor: torch.Tensor, dim: int, rows: slice) -> torch.Tensor:
 def evenly(count: int, most: int) -> Iterator[slice]:
     """0 .. count in slices of about the same size, at most the given one."""
     num_parts = -(-count // most)
-    for part in range(num_parts):
-        yield slice(part * count // num_parts, (part + 1) * count // num_parts)
+    for number in range(num_parts):
+        yield slice(number * count // num_parts, (number + 1) * count // num_parts)
 
 
 def stacked(table: torch.Tensor, name: str) -> torch.Tensor:

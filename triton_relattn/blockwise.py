@@ -12,38 +12,29 @@ from typing import NamedTuple
 
 import torch
 
+from .bands import Packed
 from .blocks import Block, Call, Frame, matrices, of_heads, stacked
 from .results import compute_dtype, gradient_like, new_like
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
-SHORT_ROW, SHORT_ROW_WITH_LSE = 16, 32
-"""Keys below which torch's softmax, made for rows that fill its vectors, is slower than one written out; that has the sum, too."""
+SHORT_ROW = 16
+"""Keys below which torch's softmax, made for rows that fill its vectors, is many times slower than one written out."""
 
 
-class Queries(NamedTuple):
-    """Rows of a block's queries, as products need them."""
-
-    matrices: torch.Tensor  # (matrices, sharing * queries, D)
-    rows: torch.Tensor | None  # of rel_query, (sequences, heads, queries, Dr)
-    packed: torch.Tensor | None  # those in panels
-
-
-def queries_of(block: Block) -> Queries:
-    """The query of a block, and what its table is multiplied with."""
+def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
+    """Pack what rel_key is multiplied with: rel_query, or query, given as matrices."""
     tensors, band = block.call.tensors, block.frame.rel_key
-    query = block.matrices(tensors.query)
     if band is None:
-        return Queries(query, None, None)
-    rows = block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype)
-    return Queries(query, rows, band.pack(rows))
+        return None
+    return band.pack(block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype))
 
 
-def logits(block: Block, queries: Queries) -> torch.Tensor | None:
+def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
     """Compute the logits, masked, in the frame's scores; return the derivative of softcap, None without."""
     frame, spec = block.frame, block.call.spec
-    frame.scores.baddbmm_(queries.matrices, block.key.mT, beta=0, alpha=spec.scale)
-    if frame.rel_key is not None:
-        frame.rel_key.add_terms(queries.packed, queries.rows)
+    frame.scores.baddbmm_(query, block.key.mT, beta=0, alpha=spec.scale)
+    if frame.rel_key is not None and packed is not None:
+        frame.rel_key.add_terms(packed)
     if frame.rel_bias is not None:
         frame.rel_bias.add_terms()
     slope = None
@@ -55,35 +46,27 @@ def logits(block: Block, queries: Queries) -> torch.Tensor | None:
     return slope
 
 
-def softmax(block: Block, probs: torch.Tensor) -> torch.Tensor:
-    """The probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing."""
+def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
+
+    Args:
+        lse: where the log-sum-exp of each row goes, (sequences, heads, queries).
+    """
     scores = block.frame.scores
+    largest = scores.amax(-1, keepdim=True)
     if scores.shape[-1] < SHORT_ROW:
-        torch.sub(scores, scores.amax(-1, keepdim=True), out=probs).exp_()
+        torch.sub(scores, largest, out=probs).exp_()
         probs.div_(probs.sum(-1, keepdim=True))
     else:
         torch.softmax(scores, -1, out=probs)
-    if block.has_blind:
-        probs.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0)
-    return probs
-
-
-def softmax_with_lse(block: Block, probs: torch.Tensor) -> torch.Tensor:
-    """The probabilities of the frame's scores, and the log-sum-exp of each row of scores."""
-    scores = block.frame.scores
-    largest = scores.amax(-1, keepdim=True)
-    if scores.shape[-1] < SHORT_ROW_WITH_LSE:
-        total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
-        probs.div_(total)
-        lse = total.log_().add_(largest)
-    else:
-        torch.softmax(scores, -1, out=probs)
-        lse = largest - probs.amax(-1, keepdim=True).log_()  # the largest probability is exp(0) / sum
-    if block.has_blind:
-        blind = largest == -math.inf
+    blind = largest == -math.inf if block.has_blind else None
+    if blind is not None:
         probs.masked_fill_(blind, 0)
-        lse.masked_fill_(blind, -math.inf)
-    return lse
+    if lse is not None:  # the largest probability is exp(0) / sum
+        lse.copy_((largest - probs.amax(-1, keepdim=True).log_()).view(lse.shape))
+        if blind is not None:
+            lse.masked_fill_(blind.view(lse.shape), -math.inf)
+    return probs
 
 
 def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
@@ -114,18 +97,17 @@ def forward(
     Args:
         kept: where the probabilities go, before dropout, for the backward.
     """
-    query = tensors.query
-    out = new_like(query, tensors.value.shape[-1])
-    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+    out = new_like(tensors.query, tensors.value.shape[-1])
+    lse = tensors.query.new_empty(tensors.query.shape[:3], dtype=compute_dtype(tensors.query.dtype))
     for block in Call(tensors, spec).blocks():
         place, lse_place, frame = block.rows(out), block.rows(lse), block.frame
         if block.num_keys == 0:
             place.zero_()
             lse_place.fill_(-math.inf)
             continue
-        logits(block, queries_of(block))
-        probs = frame.probs if kept is None else block.destination(block.pairs_of(kept))
-        lse_place.copy_(softmax_with_lse(block, probs).view(lse_place.shape))
+        query = block.matrices(tensors.query)
+        logits(block, query, pack_query(block, query))
+        probs = softmax(block, frame.probs if kept is None else block.destination(block.pairs_of(kept)), lse_place)
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
@@ -169,38 +151,37 @@ class Gradients(NamedTuple):
         """Whether any is wanted that depends on the gradient of the scores."""
         return any(getattr(self, name) is not None for name in DIFFERENTIABLE if name not in ("value", "rel_value"))
 
-    def add_values(self, block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: torch.Tensor | None) -> None:
+    def add_values(self, block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None) -> None:
         """Add a block's part to the gradients of value and rel_value."""
         band = block.frame.rel_value
         if self.value is not None:
             add_transposed_product(block.rows_of_keys(self.value), probs, d_out)
         if self.rel_value is not None and band is not None and packed is not None:
-            band.collect(band.fold(block.by_pair(probs)), packed, block.by_pair(d_out))
+            band.collect(band.fold(block.by_pair(probs)), packed)
 
-    def add_scores(self, block: Block, queries: Queries, d_scores: torch.Tensor) -> None:
+    def add_scores(self, block: Block, query: torch.Tensor, packed: Packed | None, d_scores: torch.Tensor) -> None:
         """Add a block's part to the other gradients."""
         spec, frame, band = block.call.spec, block.frame, block.frame.rel_key
         own_query = block.call.tensors.rel_query is not None
-        of_rows = self.rel_query if own_query else self.query
         if self.key is not None:
-            add_transposed_product(block.rows_of_keys(self.key), d_scores, queries.matrices, spec.scale)
+            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)
         if self.rel_bias is not None and frame.rel_bias is not None:
             frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads))
         folded = None
-        if band is not None and (of_rows is not None or self.rel_key is not None):
+        if band is not None and packed is not None:
             folded = band.fold(frame.pairs)
             if self.rel_key is not None:
-                band.collect(folded, queries.packed, queries.rows)
+                band.collect(folded, packed)
+            if self.rel_query is not None:
+                result = torch.zeros_like(packed.rows)
+                band.add_rows(result, folded)
+                block.rows(self.rel_query).copy_(result)
         if self.query is not None:
             place = block.rows(self.query)
             result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
-            if folded is not None and not own_query:
+            if band is not None and folded is not None and not own_query:
                 band.add_rows(block.by_pair(result), folded)
             block.store(place, result)
-        if self.rel_query is not None:
-            result = torch.zeros_like(queries.rows)
-            band.add_rows(result, folded)
-            block.rows(self.rel_query).copy_(result)
 
     def add_tables(self, frame: Frame) -> None:
         """Add what the blocks of a frame have collected to the gradients of rel_key and rel_value."""
@@ -251,18 +232,19 @@ def add_block(
                 block.rows(rows).zero_()
         return
     frame, band, slope = block.frame, block.frame.rel_value, None
-    queries, rows = queries_of(block), block.matrices(d_out)
+    query, rows = block.matrices(block.call.tensors.query), block.matrices(d_out)
+    packed_query = pack_query(block, query)
     packed = None if band is None else band.pack(block.by_pair(rows))
     if kept is None:
-        slope = logits(block, queries)
+        slope = logits(block, query, packed_query)
         probs = softmax(block, frame.probs)
     else:
         probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
     totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
     if totals.need_scores:
         d_probs = torch.bmm(rows, block.value.mT, out=frame.scores)
-        if band is not None:
-            band.add_terms(packed, block.by_pair(rows))
+        if band is not None and packed is not None:
+            band.add_terms(packed)
         if block.dropout is not None:
             d_probs.mul_(block.dropout)
         d_scores = softmax_backward(probs, d_probs)
@@ -270,4 +252,4 @@ def add_block(
             d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
         if slope is not None:
             d_scores.mul_(slope)
-        totals.add_scores(block, queries, d_scores)
+        totals.add_scores(block, query, packed_query, d_scores)
