@@ -30,7 +30,7 @@ import torch
 if TYPE_CHECKING:
     from .blocks import Frame
 
-PANEL_ROWS = 64
+PANEL_ROWS = 128
 """Rows of a product with a window: with fewer it is slow, with more bands are wider than they need to be."""
 PANEL_COLUMNS = 12
 """Columns of a band, at least: products with fewer are slow."""
@@ -129,7 +129,7 @@ class Band(Reach):
         return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
 
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): the full ones, a rest."""
+        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): full, then a rest."""
         rows = rows.unflatten(1, (self.num_tables, self.sharing))
         full = self.num_full * self.panel
         pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))]
@@ -197,7 +197,8 @@ class Band(Reach):
     def add_rows(self, total: torch.Tensor, folded: Folded) -> None:
         """total (sequences, heads, queries, width) += scale * folded @ table."""
         if folded.band is not None:
-            product = torch.bmm(folded.band, self.windows.mT).view(self.shape(self.table.shape[2]))
+            product = self.frame.call.buffer("products", self.shape(self.table.shape[2]))
+            torch.bmm(folded.band, self.windows.mT, out=product.view(*folded.band.shape[:2], -1))
             for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
                 place.add_(piece, alpha=self.scale)
         for sums, (_, row) in zip(folded.far, self.far, strict=True):

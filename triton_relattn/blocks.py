@@ -306,11 +306,10 @@ class Block:
         keep = keep_mask(seed, dropout_p, sequence[:, None, None, None], head[:, None, None], query[:, None], self.keys)
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
 
-    def destination(self, place: torch.Tensor) -> torch.Tensor:
-        """Matrices to compute rows of queries in: in their place if it is contiguous."""
-        if place.dtype == self.call.dtype and place.is_contiguous():
-            return place.view(*self.frame.shape[:2], place.shape[3])
-        return place.new_empty(*self.frame.shape[:2], place.shape[3], dtype=self.call.dtype)
+    def destination(self, place: torch.Tensor, name: str = "rows") -> torch.Tensor:
+        """Matrices to compute rows of queries in: in their place if it is contiguous, else the buffer of that name."""
+        shape = *self.frame.shape[:2], place.shape[3]
+        return place.view(shape) if place.dtype == self.call.dtype and place.is_contiguous() else self.call.buffer(name, shape)
 
     def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
         """Copy what was computed in a destination to its place, unless it is there."""

@@ -17,8 +17,8 @@ from .blocks import Block, Call, Frame, matrices, of_heads, stacked
 from .results import compute_dtype, gradient_like, new_like
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
-SHORT_ROW = 16
-"""Keys below which torch's softmax, made for rows that fill its vectors, is many times slower than one written out."""
+SHORT_ROW, SHORT_ROW_BACKWARD = 32, 16
+"""Keys below which torch's softmax and its derivative, made for rows that fill vectors, are slower than written out."""
 
 
 def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
@@ -53,17 +53,18 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
         lse: where the log-sum-exp of each row goes, (sequences, heads, queries).
     """
     scores = block.frame.scores
-    largest = scores.amax(-1, keepdim=True)
+    largest, total = scores.amax(-1, keepdim=True), None
     if scores.shape[-1] < SHORT_ROW:
-        torch.sub(scores, largest, out=probs).exp_()
-        probs.div_(probs.sum(-1, keepdim=True))
+        total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
+        probs.div_(total)
     else:
         torch.softmax(scores, -1, out=probs)
     blind = largest == -math.inf if block.has_blind else None
     if blind is not None:
         probs.masked_fill_(blind, 0)
-    if lse is not None:  # the largest probability is exp(0) / sum
-        lse.copy_((largest - probs.amax(-1, keepdim=True).log_()).view(lse.shape))
+    if lse is not None:
+        total = probs.amax(-1, keepdim=True).reciprocal_() if total is None else total  # the largest probability is exp(0) / total
+        lse.copy_(total.log_().add_(largest).view(lse.shape))
         if blind is not None:
             lse.masked_fill_(blind.view(lse.shape), -math.inf)
     return probs
@@ -76,7 +77,7 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     rounded to the input dtype; every dS of the row then carries the same small error, and the table's gradient, a sum over all
     rows, adds these errors up.
     """
-    if probs.shape[-1] < SHORT_ROW or probs.device.type != "cpu":  # elsewhere a row may be written before all of it is read
+    if probs.shape[-1] < SHORT_ROW_BACKWARD or probs.device.type != "cpu":  # elsewhere a row may be written before all of it is read
         return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
     return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
 
@@ -107,7 +108,7 @@ def forward(
             continue
         query = block.matrices(tensors.query)
         logits(block, query, pack_query(block, query))
-        probs = softmax(block, frame.probs if kept is None else block.destination(block.pairs_of(kept)), lse_place)
+        probs = softmax(block, frame.probs if kept is None else block.destination(block.pairs_of(kept), "probs"), lse_place)
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
