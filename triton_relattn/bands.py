@@ -216,12 +216,11 @@ class Band(Reach):
             self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
 
     def add_gradient(self, total: torch.Tensor) -> None:
-        """total, the gradient of the table, += what has been collected since."""
+        """total, the gradient of the table, += what has been collected, once."""
         if self._of_windows is not None:
             self.add_to_table(total, self._overlapped(self._of_windows).mul_(self.scale))
         for number, of_end in self._of_ends.items():
             total[:, self.far[number][1]] += of_end.mul_(self.scale)
-        self._of_windows, self._of_ends = None, {}
 
     def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
         """The gradient of the window of all near positions from those of the panels' windows, which overlap."""

@@ -63,7 +63,9 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
     if blind is not None:
         probs.masked_fill_(blind, 0)
     if lse is not None:
-        total = probs.amax(-1, keepdim=True).reciprocal_() if total is None else total  # the largest probability is exp(0) / total
+        total = (
+            probs.amax(-1, keepdim=True).reciprocal_() if total is None else total
+        )  # the largest probability is exp(0) / total
         lse.copy_(total.log_().add_(largest).view(lse.shape))
         if blind is not None:
             lse.masked_fill_(blind.view(lse.shape), -math.inf)
@@ -77,7 +79,9 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     rounded to the input dtype; every dS of the row then carries the same small error, and the table's gradient, a sum over all
     rows, adds these errors up.
     """
-    if probs.shape[-1] < SHORT_ROW_BACKWARD or probs.device.type != "cpu":  # elsewhere a row may be written before all of it is read
+    if (
+        probs.shape[-1] < SHORT_ROW_BACKWARD or probs.device.type != "cpu"
+    ):  # elsewhere a row may be written before all of it is read
         return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
     return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
 

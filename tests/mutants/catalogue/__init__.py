@@ -1,10 +1,11 @@
-"""The faults: in the kernels, their launchers, the blockwise path, what all share, what is around it, models, and the model of cycles."""
+"""The faults: in the kernels, their launchers, the blockwise path, what all share and what is around it, models, and cycles."""
 
 from __future__ import annotations
 
 from ..fault import Fault
+from .blockwise import OF_BLOCKWISE
 from .cycles import OF_CYCLES
-from .everywhere import OF_ALL, OF_BLOCKWISE
+from .everywhere import OF_ALL
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
 from .models import OF_MODELS
