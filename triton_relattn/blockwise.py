@@ -1,6 +1,16 @@
 """Linear-memory attention in plain torch, forward and hand-written backward, for any device.
 
-TODO
+A call is cut into blocks (blocks.py): batches of matrices of scores, one for each sequence and head. A block has few queries or
+many, and always all keys that they see, so that every step is one call of torch on a contiguous batch, and softmax is torch's
+own. The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
+
+    P  = softmax(scale * Q K^T + terms of rel_key and rel_bias)      out = P V + term of rel_value
+    dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
+
+dV and the gradient of rel_value are products with P, all others products with dS. The rows are whole in the backward, too: it
+does not need lse, and P sums to one however large the logits are, where exp(logits - lse) would not. Short sequences keep P from
+the forward, where it takes no more memory than query, key, value and out. The working set is about ELEMENTS_PER_THREAD numbers a thread,
+a few times over; or of long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
 """
 
 from __future__ import annotations
@@ -87,7 +97,7 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-    """Whether the forward should keep the probabilities for the backward: they are no larger than query and value."""
+    """Whether the forward should keep the probabilities for the backward: they take no more than query, key, value and out."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
     of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize

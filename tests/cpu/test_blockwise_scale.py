@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
-from triton_relattn import blockwise, ops
+from triton_relattn import blocks, blockwise, ops
 from triton_relattn.blocks import Call
 from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
 from triton_relattn.validation import resolve
@@ -142,7 +145,7 @@ def test_kept_probabilities(dtype: torch.dtype, num_keys: int, dropout_p: float,
 
 
 def test_what_is_kept() -> None:
-    """No more than query and value take, and nothing where nobody differentiates."""
+    """No more than query, key, value and out take, and nothing where nobody differentiates."""
     for length, width, keeps in ((64, 32, True), (128, 32, True), (129, 32, False), (4096, 64, False)):
         query = torch.zeros(1, 1, 2, width)
         key = torch.zeros(1, 1, length, width)
@@ -163,3 +166,28 @@ def test_results_do_not_depend_on_how_a_call_is_cut(monkeypatch: pytest.MonkeyPa
         cut_blocks(monkeypatch, queries, elements, panel_rows)
         for name, result in results_of("blockwise", inputs, **arguments).items():
             assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, and frames of blocks that are done, are in no cycle that would wait for the garbage collector."""
+    cut_blocks(monkeypatch, 16, 1, 4)
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    def watched(self: Any, *arguments: Any, make: Any) -> None:
+        nonlocal most
+        most = max(most, sum(each() is not None for each in alive))
+        alive.append(weakref.ref(self))
+        make(self, *arguments)
+
+    for kind in (blocks.Call, blocks.Frame):
+        monkeypatch.setattr(kind, "__init__", functools.partialmethod(watched, make=kind.__init__))
+    inputs = make_inputs(1, 2, 100, 100, 8, num_rows=199 if table else None, dtype=torch.float32, seed=0)
+    gc.disable()
+    try:
+        forward_backward(attend, inputs, is_causal=True)
+    finally:
+        gc.enable()
+    assert len(alive) > 20 and most <= 3, f"{most} calls and frames at once"
+    assert not any(each() is not None for each in alive)

@@ -11,13 +11,12 @@ from .places import (
     ON_FEATURES,
     ON_OPS,
     ON_POSITIONS,
-    ON_SURVIVORS,
     ON_TORCH,
     ON_VARLEN,
     OPS,
     POSITIONS,
     RANDOM,
-    SPEC,
+    REFERENCE,
 )
 
 OF_ALL = (
@@ -51,17 +50,11 @@ OF_ALL = (
         (f"{ON_VARLEN}::test_random_combination", "-k", "reference"),
         (
             Change(
-                SPEC,
-                "slice(starts_k[batch], starts_k[batch + 1])",
-                "slice(starts_q[batch], starts_q[batch] + starts_k[batch + 1] - starts_k[batch])",
+                REFERENCE,
+                "slice(*starts_k[number : number + 2])",
+                "slice(starts_q[number], starts_q[number] + starts_k[number + 1] - starts_k[number])",
             ),
         ),
-    ),
-    Fault(
-        "key-lengths-not-limited-elsewhere",
-        "where key_lengths are not checked, those beyond the keys count keys that do not exist",
-        (ON_SURVIVORS, "-k", "reference"),
-        (Change(SPEC, "tensors.key_lengths.clamp(0, num_keys).tolist()", "tensors.key_lengths.tolist()"),),
     ),
     Fault(
         "autocast-does-not-cast",

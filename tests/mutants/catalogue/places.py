@@ -23,9 +23,9 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "dropout",
     )
 )
-BLOCKWISE, BLOCKS, BANDS, DROPOUT, SPEC, OPS, FUNCTIONAL, RESULTS, POSITIONS = (
+BLOCKWISE, BLOCKS, BANDS, DROPOUT, SPEC, OPS, FUNCTIONAL, REFERENCE, RESULTS, POSITIONS = (
     f"triton_relattn/{name}.py"
-    for name in ("blockwise", "blocks", "bands", "dropout", "spec", "ops", "functional", "results", "positions")
+    for name in ("blockwise", "blocks", "bands", "dropout", "spec", "ops", "functional", "reference", "results", "positions")
 )
 
 # Tests of the kernels, and those of the rest.
@@ -39,7 +39,6 @@ ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
     ON_BLOCKWISE,
     ON_SCALE,
     ON_EDGES,
-    ON_MEMORY,
     ON_MASKS,
     ON_DROPOUT,
     ON_VARLEN,
@@ -55,7 +54,6 @@ ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
         "blockwise",
         "blockwise_scale",
         "blockwise_edges",
-        "memory",
         "masks",
         "dropout",
         "varlen",
