@@ -30,8 +30,10 @@ import torch
 if TYPE_CHECKING:
     from .blocks import Frame
 
-PANEL_ROWS = 128
-"""Rows of a product with a window: with fewer it is slow, with more bands are wider than they need to be."""
+PANEL_ROWS = 64
+"""Rows of a product with a window, at least: with fewer it is slow, with more bands are wider than they need to be."""
+PANEL_SHARE = 32
+"""A panel's queries are at least the keys divided by this: a band that is so little wider costs less than more panels."""
 PANEL_COLUMNS = 12
 """Columns of a band, at least: products with fewer are slow."""
 
@@ -110,7 +112,7 @@ class Band(Reach):
     def __init__(self, frame: Frame, table: torch.Tensor, scale: float) -> None:
         num_tables = table.shape[0]
         rows = frame.num_sequences * (frame.num_heads // num_tables)
-        fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys)
+        fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
         self.panel = frame.num_queries  # queries of each; the last may have fewer
         if fewest < frame.num_queries:
             sizes = range(fewest, 2 * fewest)

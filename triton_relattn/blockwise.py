@@ -9,8 +9,8 @@ own. The terms of the tables are added from bands (bands.py). With the gradients
 
 dV and the gradient of rel_value are products with P, all others products with dS. The rows are whole in the backward, too: it
 does not need lse, and P sums to one however large the logits are, where exp(logits - lse) would not. Short sequences keep P from
-the forward, where it takes no more memory than query, key, value and out. The working set is about ELEMENTS_PER_THREAD numbers a thread,
-a few times over; or of long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
+the forward, where it takes no more memory than query, key, value and out. The working set is about ELEMENTS_PER_THREAD numbers a
+thread, a few times over; or of long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
 """
 
 from __future__ import annotations
