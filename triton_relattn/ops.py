@@ -98,8 +98,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
     ctx.mark_non_differentiable(statistics)
     # blockwise computes delta from its blocks and does not need out.
-    kernels = ctx.implementation == "triton"
-    ctx.save_for_backward(out if kernels else None, lse, statistics if statistics.numel() else None, *inputs[:_NUM_TENSORS])
+    needed_out = out if ctx.implementation == "triton" else None
+    needed_statistics = None if ctx.implementation == "blockwise" else statistics
+    ctx.save_for_backward(needed_out, lse, needed_statistics, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:-1]
 
 
