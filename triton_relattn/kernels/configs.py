@@ -96,7 +96,6 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("rows, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
     ("columns, rel_bias", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
-    ("rows, rel_bias", 128): TileConfig(64, 32, 4, 1, "both"),
     ("forward, rel_query", 128): TileConfig(128, 64, 8, 2),
     ("rows, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
     ("table, rel_query", 64): TileConfig(64, 64, 4, 1),
@@ -107,6 +106,8 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("table, rel_value", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_value", 128): TileConfig(64, 32, 4, 3),
     ("forward, rel_value", 128, "small mma"): TileConfig(64, 32, 4, 1),
+    ("forward, rel_value", 128, "wgmma", "zero"): TileConfig(64, 32, 4, 1),
+    ("rows, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
 }
 
 # The same where rotations are gathers: sm_100, and width 256, for which registers do not suffice. Chosen by compiling, for no
