@@ -111,8 +111,8 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("rows, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
 }
 
-# The same where rotations are gathers: sm_100, and where registers do not suffice for large tiles. Chosen by compiling, for no spilled
-# registers.
+# The same where rotations are gathers: sm_100, and where registers do not suffice for large tiles. Chosen by compiling, for no
+# spilled registers.
 _GATHERED: dict[tuple[object, ...], TileConfig] = {
     ("forward", 64): TileConfig(64, 64, 4, 2),
     ("forward", 128): TileConfig(128, 64, 8, 2),
