@@ -93,8 +93,8 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("columns", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
     ("table", 64): TileConfig(64, 64, 4, 2),
     ("table", 128): TileConfig(64, 64, 4, 1),
-    ("table", 128, "mma"): TileConfig(64, 64, 4, 2),
     ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
+    ("rows, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
     ("rows, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
     ("columns, rel_bias", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
@@ -287,14 +287,22 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     unit = "mma" if arch == "sm_80" else "small mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
     calls: list[tuple[object, ...]] = [(name, width, unit, outside) for name in names]
-    # 16 rows a warp: at width 128 an operand takes 64 registers of each lane, and a second band does not fit besides the first.
-    few_registers = unit != "wgmma" and (special == "rel_value" or (width == 128 and (special is not None or unit != "mma")))
-    config = None if few_registers or not rotates_in_registers(arch) else _find(_CONFIGS, calls)
-    if config is not None:
-        return replace(config, rotation="gather" if outside is None else "registers")
+    if rotates_in_registers(arch) and not _lacks_registers(kernel, width, unit, special):
+        config = _find(_CONFIGS, calls)
+        if config is not None:
+            return replace(config, rotation="gather" if outside is None else "registers")
     if special == "rel_value":  # a second band: nothing else would fit
         calls = calls[:1]
     return _find(_GATHERED, calls) or TileConfig(16, 16, 4, 1)
+
+
+def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) -> bool:
+    """Whether large tiles would spill kilobytes: where a warp has 16 rows, an operand of width 128 takes 64 registers of a lane."""
+    if unit == "wgmma":
+        return False
+    if width == 128:
+        return special is not None or kernel == "table" or unit == "small mma"
+    return special == "rel_value" and kernel != "forward"  # two bands
 
 
 def _select_float32(kernel: str, width: int, special: str | None, precision: str) -> TileConfig:
