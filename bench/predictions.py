@@ -150,13 +150,12 @@ def row_of(what: Wanted, known: Mapping[Kernel, Prediction]) -> dict[str, Any] |
     if len(predictions) < len(found):
         return None
     seconds = sum(seconds_of(kernel, each) for kernel, each in zip(what.kernels, predictions, strict=True))
-    far = [each.cycles if each.far_cycles is None else each.far_cycles for each in predictions]
-    has_far = any(each.far_cycles is not None for each in predictions)
+    far = [each.far_cycles for each in predictions if each.far_cycles is not None]  # the table kernel does not go there
     direction = "forward" if what.direction == "forward kernel" else what.direction
     is_whole = direction in timing.DIRECTIONS
     row = dict(zip(KEYS, what.key, strict=True)) | {
         "cycles": round(sum(each.cycles for each in predictions)),
-        "far_cycles": round(sum(far)) if has_far else None,
+        "far_cycles": round(sum(far)) if far else None,
         "predicted_ms": f"{1e3 * seconds:.4g}",
         "tflops": f"{what.case.flops(direction, what.has_table)[0] / seconds / 1e12:.4g}" if is_whole else None,
     }

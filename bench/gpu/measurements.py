@@ -229,6 +229,6 @@ def search(options: argparse.Namespace, report: Report, deadline: float) -> None
         for task in tasks:
             if time.monotonic() < deadline:
                 tune.tune(task, of_search, compile_all if options.device == "cuda" else _as_they_are, results)
-                done += 1
+                report.outcome.rows, done = report.outcome.rows + 1, done + 1
     report.say(tune.summary(results.rows))
     report.done(f"{done} of {len(tasks)} kernels")  # there are always more

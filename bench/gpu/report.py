@@ -218,8 +218,7 @@ def unpack(folder: Path, raw: Path) -> None:
 def pack(folder: Path, raw: Path) -> list[str]:
     """The raw files in one, whole or not at all. Return what had to be shortened or left out for its size."""
     shortened = []
-    paths = sorted((path for path in raw.iterdir() if path.suffix != ".new"), key=lambda path: (path.stat().st_size, path.name))
-    for path in paths:
+    for path in sorted(raw.iterdir()):
         if (size := path.stat().st_size) > LARGEST_FILE:
             with path.open("rb") as file:
                 head = file.read(LARGEST_FILE // 2)
@@ -227,6 +226,7 @@ def pack(folder: Path, raw: Path) -> list[str]:
                 tail = file.read()
             path.write_bytes(head + f"\n... {size - LARGEST_FILE} bytes are left out ...\n".encode() + tail)
             shortened.append(f"{path.name} has {size} bytes: its middle is left out")
+    paths = sorted((path for path in raw.iterdir() if path.suffix != ".new"), key=lambda path: (path.stat().st_size, path.name))
     new = folder / f".{PACKED}"
     for count in range(len(paths), -1, -1):  # the smallest first
         with tarfile.open(new, "w:gz") as packed:
