@@ -46,6 +46,8 @@ class Case:
     rel_dim: int | None = None
     """Width of a query of its own for the table; None: the query serves."""
     outside: str = "clamp"
+    num_queries: int | None = None
+    """Queries at the end of a sequence of so many keys; None: as many as keys."""
     group: str = ""
     """The name of its group in GROUPS."""
 
@@ -53,7 +55,8 @@ class Case:
         heads = f"h{self.heads}" if self.key_heads is None else f"h{self.heads}:{self.key_heads}"
         rows = "full" if self.rows is None else f"r{self.rows}" + " zero" * (self.outside == "zero")
         own_query = "" if self.rel_dim is None else f" dr{self.rel_dim}"
-        return f"b{self.batch} {heads} n{self.length} d{self.head_dim}{own_query} {rows}{' causal' * self.is_causal} {self.dtype}"
+        length = f"n{self.length}" if self.num_queries is None else f"n{self.num_queries}:{self.length}"
+        return f"b{self.batch} {heads} {length} d{self.head_dim}{own_query} {rows}{' causal' * self.is_causal} {self.dtype}"
 
     @property
     def positions(self) -> RelativePositions:
@@ -68,8 +71,8 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what every baseline computes: no grouped heads, the query for the table, clipping."""
-        return self.key_heads is None and self.rel_dim is None and self.outside == "clamp"
+        """Whether it is what every baseline computes: no grouped heads, the query for the table, clipping, all queries."""
+        return (self.key_heads, self.rel_dim, self.num_queries, self.outside) == (None, None, None, "clamp")
 
     def resized(self, length: int, **changes: Any) -> Case:
         return replace(self, length=length, **changes)
@@ -92,7 +95,7 @@ class Case:
 
     def flops(self, direction: str, has_table: bool) -> tuple[float, float]:
         """As FlashAttention counts them (4 B H N^2 D, half if causal, 2.5 times that backward), and with the table's products."""
-        pairs = self.batch * self.heads * self.length**2 / (2 if self.is_causal else 1)
+        pairs = self.batch * self.heads * (self.num_queries or self.length) * self.length / (2 if self.is_causal else 1)
         term = 2.0 * min(self.length, self.num_rows) / self.length * (self.rel_dim or self.head_dim) * has_table
         of_direction = {"forward": (1.0, 1.0), "backward": (2.5, 3.0), "forward+backward": (3.5, 4.0)}
         plain, of_table = of_direction[direction]
@@ -110,7 +113,8 @@ class Case:
 
     def tensors(self, make: Callable[..., torch.Tensor]) -> Inputs:
         """The inputs, each made from its shape."""
-        queries, keys = ((self.batch, heads, self.length) for heads in (self.heads, self.key_heads or self.heads))
+        queries = (self.batch, self.heads, self.num_queries or self.length)
+        keys = (self.batch, self.key_heads or self.heads, self.length)
         query, key, value = make(*queries, self.head_dim), make(*keys, self.head_dim), make(*keys, self.head_dim)
         rel_query = None if self.rel_dim is None else make(*queries, self.rel_dim)
         return Inputs(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query)
@@ -118,6 +122,7 @@ class Case:
     def terms(self, inputs: Inputs, has_table: bool = True) -> dict[str, Any]:
         """What fused_relative_attention takes besides query, key and value."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": self.key_heads is not None}
+        options["query_offset"] = self.length - (self.num_queries or self.length)
         if has_table:
             options |= {"rel_key": inputs.table, "rel_query": inputs.rel_query, "positions": self.positions}
         return options
@@ -140,16 +145,26 @@ def _long() -> Iterator[Case]:
                 yield Case(16384 // length, 2048 // head_dim, length, head_dim, is_causal, rows)
 
 
+SHORT = (
+    *((batch, 4, length, 32) for batch, length in ((2048, 5), (512, 16), (256, 32), (64, 64), (32, 128))),
+    *((batch, 4, length, 32) for batch, length in ((8, 256), (4, 512), (1, 512))),
+    *((32, 8, 128, 64), (16, 12, 128, 64), (8, 12, 250, 64), (16, 2, 150, 96), (16, 4, 200, 64)),
+)
+"""Batch, heads, length and width: of small ones many; and batches of T5, MPNet, WavLM, VITS and a Conformer."""
+
 GROUPS: dict[str, Sequence[Case]] = {
     "cpu": [Case(1, 8, 512 << k, 64, dtype="fp32") for k in range(6)],
     "long": list(_long()),
     "speech": [Case(32, 8, length, head_dim) for length in (500, 1500, 1000, 200) for head_dim in (64, 128)],
+    "short": [Case(*sizes, dtype="fp32") for sizes in SHORT],
+    "decode": [Case(batch, 8, 1024 << k, 64, dtype="fp32", num_queries=1) for batch in (1, 16) for k in (0, 2)],
     "memory": [Case(1, 8, 512 << k, 64) for k in range(8)],
     "deberta": [Case(2, 12, 8192, 64, rows=rows) for rows in (None, 511)],
     "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
-"""cpu: one layer in float32. long, speech: 16k tokens, and batches of short utterances. memory: one layer, ever longer.
+"""cpu: one layer in float32. long, speech: 16k tokens, and batches of short utterances.
+short: short sequences in batches. decode: one query and a cache of keys. memory: one layer, ever longer.
 deberta, inkling: the sizes that others report. small: for trying things out."""
 
 

@@ -171,7 +171,11 @@ def _needs_gpu(_case: Case, device: str) -> str | None:
 
 
 def _plain_terms(case: Case, _device: str) -> str | None:
-    return None if case.is_plain else "has no grouped heads, no query of its own for the table, no zero outside it"
+    return (
+        None
+        if case.is_plain
+        else "has no grouped heads, no query of its own for the table, no zero outside it, no missing queries"
+    )
 
 
 def _full_table(case: Case, device: str) -> str | None:

@@ -67,6 +67,16 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return wrapper
 
 
+def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_rows: int) -> None:
+    """Let blockwise take so many queries and scores (a thread) a block and rows a panel: it cuts short calls, too."""
+    from triton_relattn import bands, blocks
+
+    patch.setattr(blocks, "BLOCK_QUERIES", queries)
+    patch.setattr(blocks, "ELEMENTS_PER_THREAD", elements)
+    patch.setattr(bands, "PANEL_ROWS", panel_rows)
+    patch.setattr(bands, "PANEL_COLUMNS", 1)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN, so that a result that depends on it is wrong every time instead of rarely."""

@@ -36,7 +36,7 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     rank, length = (3, 0) if packed else (4, 2)
     tensors = {name: given[name] for name in ("query", "key", "value", "rel_query") if given.get(name) is not None}
     if all(isinstance(each, torch.Tensor) and not each.is_nested and each.dim() == rank for each in tensors.values()):
-        if given["query"].shape[1] > given["query"].shape[length]:  # more heads than positions
+        if "query" in tensors and tensors["query"].shape[1] > tensors["query"].shape[length]:  # more heads than positions
             yield _other_layout(packed), {name: tensor.transpose(1, length) for name, tensor in tensors.items()}
 
 

@@ -24,6 +24,9 @@ _TENSORS = ", ".join(
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
+KEEPING = "blockwise keeping probabilities"
+"""The implementation that, where it is differentiated, returns the probabilities as statistics."""
+
 _library = torch.library.Library("triton_relattn", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 _library.define(
@@ -46,12 +49,15 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
         with torch.cuda.device_of(tensors.query):
             return forward(tensors, spec)
     with without_autocast(tensors.query.device):
-        return *blockwise.forward(tensors, spec), _statistics(tensors.query, implementation)
+        kept = _statistics(tensors, implementation)
+        return *blockwise.forward(tensors, spec, kept if implementation == KEEPING else None), kept
 
 
-def _statistics(query: torch.Tensor, implementation: str) -> torch.Tensor:
-    """The empty third result: what the kernels keep of each query for the backward; nothing of "blockwise"."""
-    return query.new_empty((*query.shape[:2], 2, query.shape[2]) if implementation == "triton" else 0, dtype=torch.float32)
+def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
+    """The empty third result, what is kept for the backward: two numbers of each query by the kernels, nothing by "blockwise"."""
+    query, key = tensors.query, tensors.key
+    sizes = {"triton": (*query.shape[:2], 2, query.shape[2]), KEEPING: (*query.shape[:3], key.shape[2])}
+    return query.new_empty(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
@@ -59,7 +65,7 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     query = tensors.query
     out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
-    return out, lse, _statistics(query, implementation)
+    return out, lse, _statistics(tensors, implementation)
 
 
 def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
@@ -74,7 +80,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
             gradients = backward(d_out, d_lse, out, statistics, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, torch.zeros_like(lse) if d_lse is None else d_lse, tensors, spec, wanted)
+            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, statistics)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -92,8 +98,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
     ctx.mark_non_differentiable(statistics)
     # blockwise computes delta from its blocks and does not need out.
-    kernels = ctx.implementation == "triton"
-    ctx.save_for_backward(out if kernels else None, lse, statistics if kernels else None, *inputs[:_NUM_TENSORS])
+    needed_out = out if ctx.implementation == "triton" else None
+    needed_statistics = None if ctx.implementation == "blockwise" else statistics
+    ctx.save_for_backward(needed_out, lse, needed_statistics, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:-1]
 
 
@@ -198,5 +205,9 @@ when_imported("torch.distributed.tensor", sharding.register)
 
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
+    # Not where torch.compile traces, which would have to know sizes.
+    differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
+    if differentiated and blockwise.keeps_probs(tensors, spec):
+        implementation = KEEPING
     out, lse, _ = torch.ops.triton_relattn.attention_forward.default(*tensors, *spec, implementation)
     return out, lse

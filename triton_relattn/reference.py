@@ -6,7 +6,7 @@ import torch
 
 from .dropout import draw_seed, keep_mask, keep_scale
 from .positions import RelativePositions
-from .spec import AttentionSpec, AttentionTensors, sequences
+from .spec import AttentionSpec, AttentionTensors
 
 
 def reference_attention(
@@ -147,10 +147,15 @@ def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[
         )
 
     everything = slice(None)
-    if tensors.cu_seqlens_q is None:
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         offset = spec.query_offset if tensors.query_offsets is None else tensors.query_offsets
         return attend(everything, everything, 0, offset)
-    parts = [attend(part.queries, part.keys, part.batch, part.query_offset) for part in sequences(tensors, spec)]
+    starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+    offsets = [spec.query_offset] * tensors.num_sequences if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    parts = [
+        attend(slice(*starts_q[number : number + 2]), slice(*starts_k[number : number + 2]), number, offset)
+        for number, offset in enumerate(offsets)
+    ]
     if not parts:
         return attend(everything, everything, 0, 0)
     outs, lses = zip(*parts, strict=True)

@@ -62,7 +62,7 @@ def register() -> None:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
         ways = []
         for result, placements in kinds(tensors):
-            statistics = result if others[-1] == "triton" else Replicate()
+            statistics = Replicate() if others[-1] == "blockwise" else result
             ways.append(([result, result, statistics], [*of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
@@ -80,7 +80,7 @@ def register() -> None:
                 has_gradient = want and getattr(tensors, name) is not None
                 gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
             of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]
-            of_statistics = result if implementation == "triton" else Replicate()
+            of_statistics = Replicate() if implementation == "blockwise" else result
             saved = [*of_results, None if statistics is None else of_statistics]
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
         return ways

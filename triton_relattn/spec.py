@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -87,35 +86,3 @@ class AttentionSpec(NamedTuple):
         if self.first <= farthest_past and farthest_future <= self.last:
             return "none"
         return "clamp" if self.clamp else "zero"
-
-
-class Sequence(NamedTuple):
-    """Where one sequence of a batch lies in its tensors, and where it stands."""
-
-    batch: int
-    """Its number in the batch: what dropout and key_lengths know it by."""
-    entry: int
-    """Batch entry of the tensors; 0 if they are packed."""
-    queries: slice
-    keys: slice
-    """Those that exist."""
-    query_offset: int
-
-
-def sequences(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Sequence]:
-    """The sequences of a batch, padded or packed. Reads the tensors of lengths and offsets: waits for a GPU."""
-    offsets = [spec.query_offset] * tensors.num_sequences
-    if tensors.query_offsets is not None:
-        offsets = tensors.query_offsets.tolist()
-    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
-        starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
-        for batch, offset in enumerate(offsets):
-            queries = slice(starts_q[batch], starts_q[batch + 1])
-            yield Sequence(batch, 0, queries, slice(starts_k[batch], starts_k[batch + 1]), offset)
-        return
-    num_queries, num_keys = tensors.query.shape[2], tensors.key.shape[2]
-    lengths = [num_keys] * len(offsets)
-    if tensors.key_lengths is not None:
-        lengths = tensors.key_lengths.clamp(0, num_keys).tolist()
-    for batch, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        yield Sequence(batch, batch, slice(0, num_queries), slice(0, length), offset)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from triton_relattn import blocks
+from tests.conftest import cut_blocks
 
 
 @pytest.fixture(params=["default_blocks", "small_blocks"])
 def block_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything in one block, and many blocks of queries with one head per chunk."""
+    """Everything in one block, and many blocks of one head and few queries, in panels of which the last may be shorter."""
     if request.param == "small_blocks":
-        monkeypatch.setattr(blocks, "BLOCK_QUERIES", 16)
-        monkeypatch.setattr(blocks, "BAND_ELEMENTS_PER_THREAD", 1)
+        cut_blocks(monkeypatch, 16, 1, 4)

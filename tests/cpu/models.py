@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import families
 from bench.families import FAMILIES
@@ -72,6 +73,23 @@ def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
 def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
         return forward(model, given)
+
+
+class _Seen(TorchDispatchMode):
+    """Whether the operator ran."""
+
+    operator = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operator |= "triton_relattn" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether its forward does. That may compute the stock model's numbers, bit for bit."""
+    with _Seen() as seen:
+        output(model, given)
+    return seen.operator
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:

@@ -367,3 +367,15 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     assert ours["status"].startswith("wrong: out is off by") and not ours["p50_ms"]
     assert eager["status"] == "ok" and eager["p20_ms"]
     assert sdpa["status"] == "does not apply: the model has none" and not sdpa["p50_ms"]
+
+
+def test_a_decode_step_is_the_last_query() -> None:
+    """Its table term is that of the end of the sequence; ways that want all queries do not apply."""
+    whole = Case(2, 2, 9, 8, dtype="fp32")
+    step = whole.resized(9, num_queries=1)
+    assert str(step) == "b2 h2 n1:9 d8 full fp32" and step.resized(9, num_queries=None) == whole
+    inputs, _ = whole.inputs("cpu")
+    last = inputs._replace(query=inputs.query[:, :, -1:])
+    expected = METHODS[OURS].make(whole)(inputs)[:, :, -1:]
+    torch.testing.assert_close(METHODS[OURS].make(step)(last), expected)
+    assert METHODS["gather"].why_not(step, "cpu") and METHODS["sdpa"].why_not(step, "cpu") is None

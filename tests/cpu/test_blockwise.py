@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of, with_keep
-from triton_relattn import RelativePositions, blocks
+from triton_relattn import RelativePositions
 from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     assert_gradients_close_fp32,
@@ -36,7 +37,7 @@ def test_a_thousand_positions() -> None:
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_gradcheck(outside: Any, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Query, key, value and one table through both results, with several blocks."""
-    monkeypatch.setattr(blocks, "BLOCK_QUERIES", 3)
+    cut_blocks(monkeypatch, 3, 1, 2)
     inputs = make_inputs(2, 2, 5, 6, 3, 2, num_rows=4, per_head=is_causal, dtype=torch.float64, seed=1)
     leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
     arguments: dict[str, Any] = {"positions": RelativePositions(-2, 1, outside), "is_causal": is_causal, "query_offset": 1}
@@ -47,7 +48,7 @@ def test_gradcheck(outside: Any, is_causal: bool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("outside", "per_head"), [("clamp", True), ("zero", False)])
 def test_gradcheck_of_all_inputs(outside: Any, per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All seven, with shared heads, softcap, dropout, a window and a mask."""
-    monkeypatch.setattr(blocks, "BLOCK_QUERIES", 3)
+    cut_blocks(monkeypatch, 3, 1, 2)
     inputs = make_inputs(
         1,
         2,

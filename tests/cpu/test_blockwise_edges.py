@@ -11,7 +11,7 @@ import torch
 from tests.cases import one_hot_case
 from tests.cpu.oracle import assert_same, attend
 from triton_relattn import RelativePositions
-from triton_relattn.blocks import chunks as all_chunks
+from triton_relattn.blocks import Call
 from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
@@ -292,10 +292,13 @@ def test_repeatable(dtype: torch.dtype, block_size: None) -> None:
         assert torch.equal(result, second[name]) and torch.equal(result, third[name]), name
 
 
-def test_blocks_and_chunks(block_size: None, request: pytest.FixtureRequest) -> None:
+def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> None:
     """The fixture that the tests above rely on does cut queries and heads."""
-    query = torch.zeros(1, 2, 40, 8)
-    tensors, spec = resolve(query, query, query)
-    chunks = list(all_chunks(tensors, spec))
-    blocks = [block for chunk in chunks for block in chunk.blocks()]
-    assert (len(chunks), len(blocks)) == ((2, 6) if "small_blocks" in request.node.name else (1, 1))
+    query, table = torch.zeros(1, 2, 37, 8), torch.zeros(73, 8)
+    blocks = list(Call(*resolve(query, query, query, table)).blocks())
+    bands = [block.frame.rel_key for block in blocks]
+    small = "small_blocks" in request.node.name
+    assert [(block.group.heads.start, block.queries.start, block.queries.stop) for block in blocks] == (
+        [(head, *queries) for head in (0, 1) for queries in ((26, 37), (13, 26), (0, 13))] if small else [(0, 0, 37)]
+    )
+    assert [(band.num_panels, band.num_full) for band in bands if band] == ([(3, 2), (4, 3), (4, 3)] * 2 if small else [(1, 1)])

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from tests.cases import random_case
+from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, by_hand, by_loops, quick_and_slow, results_of
-from triton_relattn import RelativePositions, blocks
+from triton_relattn import RelativePositions
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget, make_inputs
 
 # Loops over pairs are slow: short sequences, with all that lengths decide in reach of small blocks.
 SHORT: dict[str, Any] = {"lengths": (1, 2, 5, 9, 15, 16, 17, 24), "uneven_lengths": ((1, 61), (61, 1), (3, 40), (40, 3))}
 
 
-def cut_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def draw_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block sizes of blockwise, drawn from the seed."""
     choose = random.Random(-1 - seed)
-    monkeypatch.setattr(blocks, "BLOCK_QUERIES", choose.choice((1, 7, 16, 64, 128)))
-    monkeypatch.setattr(blocks, "BAND_ELEMENTS_PER_THREAD", choose.choice((1, 1 << 13, 1 << 18)))
+    cut_blocks(monkeypatch, *map(choose.choice, ((1, 7, 16, 64, 128), (1, 1 << 9, 1 << 13, 1 << 18), (1, 3, 8, 64))))
 
 
 @pytest.mark.parametrize("seed", quick_and_slow(40, 500))
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_against_loops(implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """out, lse and the gradients of all tensors, in float64, from code that shares only the definition."""
-    cut_blocks(seed, monkeypatch)
+    draw_blocks(seed, monkeypatch)
     inputs, arguments = random_case(seed, **SHORT)
     results, expected = results_of(implementation, inputs, **arguments), by_loops(inputs, **arguments)
     assert results.keys() == expected.keys()
@@ -40,7 +40,7 @@ def test_against_loops(implementation: str, seed: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_against_the_backward_by_hand(implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer sequences, of many blocks, in float64."""
-    cut_blocks(seed, monkeypatch)
+    draw_blocks(seed, monkeypatch)
     inputs, arguments = random_case(1000 + seed)
     results, expected = results_of(implementation, inputs, **arguments), by_hand(inputs, **arguments)
     for name, result in results.items():
@@ -50,7 +50,7 @@ def test_against_the_backward_by_hand(implementation: str, seed: int, monkeypatc
 @pytest.mark.parametrize("seed", quick_and_slow(40, 500))
 def test_float32(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 2e-4 in norm; where enough elements are compared, out and lse also have at most twice the reference's error."""
-    cut_blocks(seed, monkeypatch)
+    draw_blocks(seed, monkeypatch)
     inputs, arguments = random_case(2000 + seed, dtype=torch.float32)
     results, golden = results_of("blockwise", inputs, **arguments), by_hand(inputs, **arguments)
     reference = results_of("reference", inputs, **arguments)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from bench import families
 from bench.families import FAMILIES
-from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, output, results
+from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, output, results, runs_the_operator
 from triton_relattn.integrations.transformers import disable, enable, supported_families
 from triton_relattn.integrations.transformers.encoder import Encoder
 
@@ -53,9 +53,8 @@ def test_disable_gives_everything_back(name: str) -> None:
     enabled = enable(model)
     changed = dict(before).items() - dict(classes(model)).items()
     assert {each: kind.rpartition(".")[2] for each, kind in changed} == enabled
-    ours = results(model, given)
+    assert runs_the_operator(model, given)
     assert enable(model) == {}
-    assert any(not torch.equal(ours[each], stock[each]) for each in stock), "bit for bit what the stock path computes"
     assert disable(model) == enabled
     assert disable(model) == {}
     assert [type(each) for each in model.modules()] == types
@@ -85,11 +84,11 @@ def test_other_models_stay_as_they_are(name: str) -> None:
     assert classes(other) == before and classes(build(name)) == before and classes(sharing) == classes(other)
     for stranger in (other, sharing, build(name)):
         assert torch.equal(output(stranger, given), stock)
-    assert not torch.equal(output(model, given), stock)
+    assert runs_the_operator(model, given)
     enable(sharing)
     disable(model)
     assert torch.equal(output(model, given), stock)
-    assert not torch.equal(output(sharing, given), stock)
+    assert runs_the_operator(sharing, given)
 
 
 @pytest.mark.parametrize("part", ["encoder.layers.1", "encoder.layers.0.self_attn", "encoder.layers", "encoder"])
@@ -456,7 +455,7 @@ def test_hidden_states(name: str) -> None:
     assert len(ours) == len(stock) > 2
     for each, expected in zip(ours, stock, strict=True):
         torch.testing.assert_close(each, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
-    assert not torch.equal(ours[-1], stock[-1])
+    assert runs_the_operator(model, given)
 
 
 @every_family

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.cases import by_sequence, random_varlen_case, unpacked
+from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, attend_varlen, quick_and_slow, results_of
-from triton_relattn import blocks, fused_relative_attention_varlen
+from triton_relattn import fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")
@@ -30,8 +31,7 @@ def expected_results(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, tor
 def test_random_combination(implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any lengths, among them 0, and any arguments; dropout is that of the batch entries."""
     choose = random.Random(-1 - seed)
-    monkeypatch.setattr(blocks, "BLOCK_QUERIES", choose.choice((1, 7, 16, 64, 128)))
-    monkeypatch.setattr(blocks, "BAND_ELEMENTS_PER_THREAD", choose.choice((1, 1 << 13, 1 << 18)))
+    cut_blocks(monkeypatch, *map(choose.choice, ((1, 7, 16, 64, 128), (1, 1 << 9, 1 << 13, 1 << 18), (1, 3, 8, 64))))
     inputs, arguments = random_varlen_case(seed)
     results = results_of(implementation, inputs, attend_varlen, **arguments)
     expected = expected_results(inputs, arguments)

@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import poisoned
+from tests.conftest import cut_blocks, poisoned
 from tests.fuzz.budget import assert_within, expected
 from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal
-from triton_relattn import blocks
 from triton_relattn.kernels.tile_config import TileConfig
 from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
-BLOCKS = ((128, 1 << 18), (16, 1), (7, 1 << 13), (1, 1 << 18), (16, 1 << 18))
-"""Queries of a block and elements of a band, of blockwise."""
+BLOCKS = ((128, 1 << 18, 64), (16, 1, 4), (7, 1 << 11, 2), (1, 1, 1), (16, 1 << 18, 8))
+"""Queries and scores of a block, and rows of a panel, of blockwise."""
 
 
 def tile(block_m: int, block_n: int, carry: str | None = "scores", rotation: str = "gather") -> TileConfig:
@@ -62,9 +61,7 @@ def environment(case: Case) -> Iterator[None]:
         if case.implementation == "triton":
             cut_tiles(patch, TILES[case.blocks % len(TILES)])
         else:
-            queries, elements = BLOCKS[case.blocks % len(BLOCKS)]
-            patch.setattr(blocks, "BLOCK_QUERIES", queries)
-            patch.setattr(blocks, "BAND_ELEMENTS_PER_THREAD", elements)
+            cut_blocks(patch, *BLOCKS[case.blocks % len(BLOCKS)])
         torch.set_default_dtype(getattr(torch, case.default_dtype))
         try:
             yield

@@ -1,7 +1,7 @@
 """Which launch configuration serves which call: a timed one, if a profile has it (profiles.py), or else a default.
 
-The defaults come from compiling for each target and reading registers, spills and loop instructions (tests/compile holds
-them to it); they have not been tuned by timing.
+The defaults come from a model of cycles of compiled kernels (bench/cycles; tests/compile holds them to it); they have not been
+tuned by timing.
 """
 
 from __future__ import annotations
@@ -68,162 +68,97 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
     return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
 
 
-# 16-bit inputs on NVIDIA GPUs; the entry that says most about a call wins: kernel (or kernel and what is special about the call's
-# terms, see select), kind of matrix unit ("mma": 16 rows a warp, operands in registers; "wgmma": 64 rows of four warps, operands
-# in shared memory), padded width, what lies beyond the table (None: there is none), is_causal. Widths below 64 go with 64.
+# 16-bit inputs on NVIDIA GPUs that rotate in registers. Of the entries of a call the longest wins: kernel (or kernel and what
+# is special about the call's terms, see select), padded width, kind of matrix unit, what lies beyond the table (None: there is
+# none). Widths below 64 go with 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma"
+# (sm_86, sm_89, sm_12x: 100 KB of shared memory) 16 rows of one.
+#
+# The model of cycles chose them (bench/cycles, bfloat16; float16 agrees): a tile of 64 x 64 is the fastest nearly everywhere,
+# though at width 128 it spills some hundred bytes; with 168 registers three programs share a multiprocessor.
 _CONFIGS: dict[tuple[object, ...], TileConfig] = {
-    ("forward", "mma", 64): TileConfig(64, 32, 4, 2),
-    ("forward", "mma", 64, None): TileConfig(128, 64, 8, 2),
-    ("forward", "mma", 128): TileConfig(64, 64, 8, 2),
-    ("forward", "mma", 128, "zero"): TileConfig(64, 64, 8, 1),
-    ("forward", "mma", 128, None): TileConfig(128, 64, 8, 2),
-    ("forward", "mma", 256): TileConfig(32, 32, 4, 1),
-    ("forward", "wgmma", 64): TileConfig(64, 64, 4, 2),
-    ("forward", "wgmma", 64, None): TileConfig(128, 64, 8, 2),
-    ("forward", "wgmma", 128): TileConfig(128, 64, 8, 2),
-    ("forward", "wgmma", 128, "clamp"): TileConfig(64, 32, 4, 2),
-    ("forward", "wgmma", 128, "zero", False): TileConfig(128, 64, 8, 1),
-    ("forward", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2),
-    ("forward", "wgmma", 256): TileConfig(64, 32, 8, 2),
-    ("rows", "mma", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", "mma", 64, "clamp", True): TileConfig(32, 32, 4, 2, "both"),
-    ("rows", "mma", 64, None): TileConfig(128, 64, 8, 2),
-    ("rows", "mma", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("rows", "mma", 128, "clamp", True): TileConfig(32, 32, 8, 2, "both"),
-    ("rows", "mma", 128, "zero", False): TileConfig(32, 32, 8, 2, "both"),
-    ("rows", "mma", 128, None): TileConfig(64, 32, 4, 2),
-    ("rows", "wgmma", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", "wgmma", 64, "none"): TileConfig(64, 64, 4, 2, None),
-    ("rows", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1, "both"),
-    ("rows", "wgmma", 64, None): TileConfig(128, 64, 8, 2),
-    ("rows", "wgmma", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("rows", "wgmma", 128, "none"): TileConfig(64, 32, 4, 2, None),
-    ("rows", "wgmma", 128, None): TileConfig(128, 64, 8, 2),
-    ("columns", "mma", 64): TileConfig(32, 32, 2, 2),
-    ("columns", "mma", 128): TileConfig(32, 32, 4, 2),
-    ("columns", "wgmma", 64): TileConfig(64, 64, 4, 2),
-    ("columns", "wgmma", 64, "clamp"): TileConfig(64, 64, 4, 1),
-    ("columns", "wgmma", 64, "clamp", True): TileConfig(64, 32, 4, 2),
-    ("columns", "wgmma", 64, "zero"): TileConfig(64, 64, 4, 1),
-    ("columns", "wgmma", 64, "zero", True): TileConfig(64, 32, 4, 2),
-    ("columns", "wgmma", 128): TileConfig(32, 32, 4, 2),
-    ("columns", "wgmma", 128, None): TileConfig(64, 32, 4, 1),
-    ("table", "mma", 64): TileConfig(32, 32, 4, 2),
-    ("table", "wgmma", 64): TileConfig(32, 32, 4, 1),
-    ("table", "wgmma", 64, "clamp"): TileConfig(32, 32, 4, 2),
-    ("table", "mma", 128): TileConfig(32, 32, 8, 2),
-    ("table", "wgmma", 128): TileConfig(32, 32, 8, 2),
-    ("forward, rel_value", "mma", 64): TileConfig(64, 32, 4, 2, None),
-    ("forward, rel_value", "mma", 128): TileConfig(32, 32, 4, 2, None),
-    ("forward, rel_value", "wgmma", 64): TileConfig(64, 64, 4, 2, None),
-    ("forward, rel_value", "wgmma", 128): TileConfig(64, 32, 4, 1, None),
-    ("rows, rel_value", "mma", 64): TileConfig(32, 32, 4, 2, "both"),
-    ("rows, rel_value", "mma", 128): TileConfig(16, 16, 4, 2, None),
-    ("rows, rel_value", "mma", 128, "clamp", False): TileConfig(32, 32, 4, 1),
-    ("rows, rel_value", "wgmma", 64): TileConfig(64, 32, 4, 1, None),
-    ("rows, rel_value", "wgmma", 128): TileConfig(16, 16, 4, 2, None),
-    ("rows, rel_value", "wgmma", 128, "clamp", False): TileConfig(32, 32, 8, 2, "both"),
-    ("columns, rel_value", "mma", 64): TileConfig(32, 32, 4, 2),
-    ("columns, rel_value", "mma", 64, "clamp", False): TileConfig(32, 32, 2, 2),
-    ("columns, rel_value", "mma", 128): TileConfig(32, 32, 8, 2),
-    ("columns, rel_value", "wgmma", 64): TileConfig(32, 32, 4, 2),
-    ("columns, rel_value", "wgmma", 64, "clamp", False): TileConfig(64, 32, 4, 2),
-    ("columns, rel_value", "wgmma", 128): TileConfig(32, 32, 8, 2),
-    ("table, rel_value", "mma", 64): TileConfig(32, 32, 4, 1),
-    ("table, rel_value", "mma", 128): TileConfig(16, 16, 4, 2),
-    ("table, rel_value", "wgmma", 64): TileConfig(32, 32, 4, 1),
-    ("table, rel_value", "wgmma", 128): TileConfig(16, 16, 4, 2),
-    ("forward, rel_query", "wgmma", 128, "none", True): TileConfig(128, 64, 8, 1, None),
-    ("rows, rel_query", "mma", 64): TileConfig(32, 32, 4, 2, "both"),
-    ("rows, rel_query", "wgmma", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("rows, rel_query", "wgmma", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("table, rel_query", "wgmma", 64): TileConfig(32, 32, 4, 2),
-    ("rows, narrow rel_query", "wgmma", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("columns, narrow rel_query", "mma", 64): TileConfig(32, 32, 4, 2),
-    ("columns, narrow rel_query", "wgmma", 64): TileConfig(64, 32, 4, 1),
-    ("table, narrow rel_query", "mma", 64): TileConfig(32, 16, 2, 2),
-    ("table, narrow rel_query", "wgmma", 64): TileConfig(64, 32, 4, 2),
-    ("rows, narrow rel_query", "mma", 128): TileConfig(32, 16, 2, 1, "both"),
-    ("rows, narrow rel_query", "wgmma", 128): TileConfig(32, 16, 2, 2, None),
-    ("columns, narrow rel_query", "mma", 128): TileConfig(32, 32, 8, 1),
-    ("columns, narrow rel_query", "wgmma", 128): TileConfig(32, 32, 4, 1),
-    ("table, narrow rel_query", "mma", 128): TileConfig(32, 16, 4, 2),
-    ("table, narrow rel_query", "wgmma", 128): TileConfig(32, 16, 4, 2),
-    ("rows, rel_key and rel_bias", "mma", 128): TileConfig(32, 32, 4, 2, "both"),
-    ("rows, rel_key and rel_bias", "wgmma", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("forward, rel_bias", "wgmma", 128): TileConfig(128, 64, 8, 2, None),
-    ("rows, rel_bias", "mma", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("rows, rel_bias", "mma", 128): TileConfig(64, 32, 4, 2, None),
-    ("table, rel_key and rel_bias", "mma", 128): TileConfig(16, 16, 4, 2),
-    ("table, rel_key and rel_bias", "wgmma", 128): TileConfig(16, 16, 4, 2),
-    ("table, rel_bias", "mma", 64): TileConfig(32, 16, 2, 2),
-    ("table, rel_bias", "mma", 64, "none", True): TileConfig(32, 16, 4, 2),
-    ("table, rel_bias", "mma", 128): TileConfig(32, 16, 4, 2),
-    ("table, rel_bias", "wgmma", 64): TileConfig(32, 32, 4, 1),
-    ("table, rel_bias", "wgmma", 64, "none", False): TileConfig(32, 16, 2, 2),
-    ("table, rel_bias", "wgmma", 64, "none", True): TileConfig(32, 16, 4, 2),
-    ("table, rel_bias", "wgmma", 128): TileConfig(16, 16, 2, 2),
+    ("forward", 64): TileConfig(64, 64, 4, 2, max_registers=168),
+    ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 3),
+    ("forward", 128): TileConfig(128, 64, 8, 3),
+    ("forward", 128, "small mma"): TileConfig(64, 64, 4, 2),
+    ("forward", 128, "wgmma", None): TileConfig(64, 64, 4, 3),
+    ("rows", 64): TileConfig(64, 64, 4, 2, "both"),
+    ("rows", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 2, None),
+    ("rows", 64, "wgmma", None): TileConfig(64, 64, 4, 3),
+    ("rows", 128): TileConfig(64, 64, 4, 1, "both"),
+    ("rows", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
+    ("columns", 64): TileConfig(64, 64, 4, 2),
+    ("columns", 64, "wgmma", None): TileConfig(64, 64, 4, 1),
+    ("columns", 128): TileConfig(64, 64, 4, 1),
+    ("columns", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
+    ("table", 64): TileConfig(64, 64, 4, 2),
+    ("table", 128): TileConfig(64, 64, 4, 1),
+    ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
+    ("rows, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("columns, rel_bias", 64): TileConfig(64, 64, 4, 1),
+    ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
+    ("rows, rel_bias", 128): TileConfig(64, 32, 4, 1, "both"),
+    ("forward, rel_query", 128): TileConfig(128, 64, 8, 2),
+    ("rows, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
+    ("table, rel_query", 64): TileConfig(64, 64, 4, 1),
+    ("forward, narrow rel_query", 64): TileConfig(64, 64, 4, 3, max_registers=168),
+    ("rows, narrow rel_query", 64, "wgmma"): TileConfig(64, 64, 4, 1, "both"),
+    ("forward, rel_value", 64): TileConfig(64, 64, 4, 2),
+    ("columns, rel_value", 64): TileConfig(64, 64, 4, 1),
+    ("table, rel_value", 64): TileConfig(64, 64, 4, 1),
+    ("forward, rel_value", 128): TileConfig(64, 32, 4, 3),
+    ("forward, rel_value", 128, "small mma"): TileConfig(64, 32, 4, 1),
 }
 
-# The same for rotations in registers, where they take fewer instructions than what is above. What is special about a call's terms
-# must have an entry of its own.
-_IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
-    ("forward", "mma", 64): TileConfig(64, 64, 4, 2),
-    ("forward", "mma", 64, "zero"): TileConfig(64, 32, 4, 2),
-    ("forward", "mma", 64, "zero", False): TileConfig(64, 32, 4, 1),
-    ("forward", "wgmma", 64): TileConfig(128, 64, 8, 2),
-    ("forward", "wgmma", 128): TileConfig(128, 64, 8, 2),
-    ("forward", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2),
-    ("rows", "mma", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", "mma", 64, "clamp", True): TileConfig(64, 32, 4, 1, "both"),
-    ("rows", "wgmma", 64): TileConfig(64, 64, 4, 2, "both"),
-    ("rows", "wgmma", 64, "clamp", False): TileConfig(64, 64, 4, 2, None),
-    ("rows", "wgmma", 64, "clamp", True): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", "wgmma", 64, "zero", False): TileConfig(64, 64, 4, 2, None),
-    ("rows", "wgmma", 128): TileConfig(64, 32, 4, 2, "both"),
-    ("columns", "wgmma", 64): TileConfig(64, 64, 4, 2),
-    ("columns", "wgmma", 64, "clamp", True): TileConfig(64, 64, 4, 1),
-    ("columns", "wgmma", 64, "zero", False): TileConfig(64, 64, 4, 1),
-    ("columns", "wgmma", 128): TileConfig(64, 32, 4, 2),
-    ("columns", "wgmma", 128, "clamp", True): TileConfig(64, 32, 4, 1),
-    ("columns", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 1),
-    ("table", "wgmma", 64): TileConfig(64, 64, 4, 1),
-    ("table", "wgmma", 64, "clamp", False): TileConfig(64, 32, 4, 1),
-    ("forward, rel_key and rel_bias", "mma", 64, "none"): TileConfig(64, 64, 4, 2),
-    ("forward, rel_key and rel_bias", "wgmma", 64, "none"): TileConfig(128, 64, 8, 2),
-    ("forward, rel_key and rel_bias", "wgmma", 128, "none"): TileConfig(128, 64, 8, 2),
-    ("rows, rel_key and rel_bias", "mma", 64, "none"): TileConfig(64, 32, 4, 2, "both"),
-    ("rows, rel_key and rel_bias", "wgmma", 128, "none"): TileConfig(64, 32, 4, 2, "both"),
-    ("columns, rel_key and rel_bias", "wgmma", 64, "none", True): TileConfig(64, 64, 4, 2),
-    ("columns, rel_key and rel_bias", "wgmma", 128, "none"): TileConfig(64, 32, 4, 2),
-    ("forward, rel_query", "mma", 64, "none", False): TileConfig(64, 64, 4, 2),
-    ("forward, rel_query", "wgmma", 64, "none", False): TileConfig(128, 64, 8, 2),
-    ("forward, rel_query", "wgmma", 128, "none", False): TileConfig(128, 64, 8, 2),
-    ("rows, rel_query", "mma", 64, "none", False): TileConfig(64, 32, 4, 1, "both"),
-    ("columns, rel_query", "wgmma", 64, "none", False): TileConfig(64, 64, 4, 2),
-    ("forward, narrow rel_query", "mma", 64, "zero", True): TileConfig(64, 32, 4, 2),
-    ("forward, narrow rel_query", "wgmma", 64, "zero", True): TileConfig(128, 64, 8, 2),
-    ("rows, narrow rel_query", "mma", 64, "zero", True): TileConfig(64, 32, 4, 2, "both"),
-    ("rows, narrow rel_query", "wgmma", 64, "zero", True): TileConfig(64, 32, 4, 2, "both"),
-    ("rows, narrow rel_query", "wgmma", 128, "zero", True): TileConfig(64, 32, 4, 2, "both"),
-    ("table, narrow rel_query", "wgmma", 64, "zero", True): TileConfig(64, 64, 4, 1),
-    ("forward, rel_value", "mma", 64, "clamp"): TileConfig(64, 64, 4, 2),
-    ("forward, rel_value", "wgmma", 64): TileConfig(64, 64, 4, 2),
-    ("forward, rel_value", "wgmma", 128): TileConfig(64, 32, 4, 2),
-    ("forward, rel_value", "wgmma", 128, "zero"): TileConfig(64, 32, 4, 1),
-    ("rows, rel_value", "wgmma", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("rows, rel_value", "wgmma", 64, "clamp", False): TileConfig(64, 64, 4, 1, None),
-    ("rows, rel_value", "wgmma", 128, "zero"): TileConfig(64, 32, 4, 1, None),
-    ("forward, rel_bias", "mma", 64): TileConfig(64, 64, 4, 2),
-    ("forward, rel_bias", "mma", 128): TileConfig(128, 64, 8, 2),
-    ("forward, rel_bias", "mma", 128, "none", False): TileConfig(128, 64, 8, 2, None),
-    ("rows, rel_bias", "mma", 128, "none", False): TileConfig(64, 64, 4, 1, "both"),
-    ("rows, rel_bias", "wgmma", 128): TileConfig(64, 64, 4, 1, "both"),
-    ("columns, rel_bias", "wgmma", 128): TileConfig(64, 64, 4, 1),
-    ("table, rel_bias", "wgmma", 64, "none", False): TileConfig(64, 32, 4, 1),
-    ("table, rel_bias", "wgmma", 64, "clamp"): TileConfig(64, 32, 4, 1),
+# The same where rotations are gathers: sm_100, and width 256, for which registers do not suffice. Chosen by compiling, for no
+# spilled registers.
+_GATHERED: dict[tuple[object, ...], TileConfig] = {
+    ("forward", 64): TileConfig(64, 64, 4, 2),
+    ("forward", 128): TileConfig(128, 64, 8, 2),
+    ("forward", 128, "wgmma", "clamp"): TileConfig(64, 32, 4, 2),
+    ("forward", 256): TileConfig(64, 32, 8, 2),
+    ("rows", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("rows", 64, "wgmma", "none"): TileConfig(64, 64, 4, 2, None),
+    ("rows", 64, "wgmma", "clamp"): TileConfig(64, 32, 4, 1, "both"),
+    ("rows", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("rows", 128, "wgmma", "none"): TileConfig(64, 32, 4, 2, None),
+    ("columns", 64): TileConfig(64, 64, 4, 2),
+    ("columns", 64, "wgmma", "clamp"): TileConfig(64, 64, 4, 1),
+    ("columns", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 1),
+    ("columns", 128): TileConfig(32, 32, 4, 2),
+    ("table", 64): TileConfig(32, 32, 4, 1),
+    ("table", 64, "wgmma", "clamp"): TileConfig(32, 32, 4, 2),
+    ("table", 128): TileConfig(32, 32, 8, 2),
+    ("forward, rel_value", 64): TileConfig(64, 64, 4, 2, None),
+    ("forward, rel_value", 128): TileConfig(64, 32, 4, 1, None),
+    ("rows, rel_value", 64): TileConfig(64, 32, 4, 1, None),
+    ("rows, rel_value", 128): TileConfig(16, 16, 4, 2, None),
+    ("columns, rel_value", 64): TileConfig(32, 32, 4, 2),
+    ("columns, rel_value", 128): TileConfig(32, 32, 8, 2),
+    ("table, rel_value", 64): TileConfig(32, 32, 4, 1),
+    ("table, rel_value", 128): TileConfig(16, 16, 4, 2),
+    ("rows, rel_query", 64): TileConfig(64, 32, 4, 1, "both"),
+    ("rows, rel_query", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("table, rel_query", 64): TileConfig(32, 32, 4, 2),
+    ("rows, narrow rel_query", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("columns, narrow rel_query", 64): TileConfig(64, 32, 4, 1),
+    ("table, narrow rel_query", 64): TileConfig(64, 32, 4, 2),
+    ("rows, narrow rel_query", 128): TileConfig(32, 16, 2, 2, None),
+    ("columns, narrow rel_query", 128): TileConfig(32, 32, 4, 1),
+    ("table, narrow rel_query", 128): TileConfig(32, 16, 4, 2),
+    ("rows, rel_key and rel_bias", 64): TileConfig(64, 32, 4, 1, "both"),
+    ("forward, rel_bias", 128): TileConfig(128, 64, 8, 2, None),
+    ("table, rel_key and rel_bias", 128): TileConfig(16, 16, 4, 2),
+    ("table, rel_bias", 64): TileConfig(32, 32, 4, 1),
+    ("table, rel_bias", 128): TileConfig(16, 16, 2, 2),
+    ("forward", 256, "mma"): TileConfig(32, 32, 4, 1),
+    ("forward", 256, "mma", None): TileConfig(64, 64, 8, 2),
+    ("forward", 256, "small mma"): TileConfig(32, 32, 4, 1),
+    ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 2),
+    ("forward", 128, "wgmma", None): TileConfig(128, 64, 8, 2),
+    ("rows", 64, "wgmma", None): TileConfig(128, 64, 8, 2),
+    ("rows", 128, "wgmma", None): TileConfig(128, 64, 8, 2),
+    ("columns", 128, "wgmma", None): TileConfig(64, 32, 4, 1),
 }
-_FLOAT32_TERMS = ("forward", "table")  # the kernels that have registers for them, in calls with nothing special
 
 
 class Kind(NamedTuple):
@@ -238,8 +173,8 @@ class Kind(NamedTuple):
 
 
 def _find(table: dict[tuple[object, ...], TileConfig], calls: list[tuple[object, ...]]) -> TileConfig | None:
-    """The entry that says most about the first of these calls that has one."""
-    entries = (table.get(call[:length]) for call in calls for length in (5, 4, 3))
+    """The longest entry of the first of these calls that has one."""
+    entries = (table.get(call[:length]) for call in calls for length in (4, 3, 2))
     return next((entry for entry in entries if entry is not None), None)
 
 
@@ -328,23 +263,20 @@ def _default(kernel: str, kind: Kind, precision: str) -> TileConfig:
 
 
 def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
-    arch, dtype, width, outside, is_causal, special = kind
+    arch, _, width, outside, _, special = kind
     if arch.startswith("gfx"):
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
         return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
-    if (kernel, arch, width, special) == ("forward", "sm_80", 256, None):  # more shared memory than its siblings
-        return TileConfig(64, 64, 8, 2)
-    unit = "mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
+    unit = "mma" if arch == "sm_80" else "small mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
+    calls: list[tuple[object, ...]] = [(name, width, unit, outside) for name in names]
+    config = _find(_CONFIGS, calls) if rotates_in_registers(arch) else None
+    if config is not None:
+        return replace(config, rotation="gather" if outside is None else "registers")
     if special == "rel_value":  # a second band: nothing else would fit
-        names = names[:1]
-    calls: list[tuple[object, ...]] = [(name, unit, width, outside, is_causal) for name in names]
-    if outside is not None and rotates_in_registers(arch):
-        config = _find(_IN_REGISTERS, calls[:1])
-        if config is not None and (rounds_terms(arch, dtype) or (special is None and kernel in _FLOAT32_TERMS)):
-            return replace(config, rotation="registers")
-    return _find(_CONFIGS, calls) or TileConfig(16, 16, 4, 1)
+        calls = calls[:1]
+    return _find(_GATHERED, calls) or TileConfig(16, 16, 4, 1)
 
 
 def _select_float32(kernel: str, width: int, special: str | None, precision: str) -> TileConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..fault import Fault
+from .blockwise import OF_BLOCKWISE
 from .cycles import OF_CYCLES
-from .everywhere import OF_ALL, OF_BLOCKWISE
+from .everywhere import OF_ALL
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
 from .models import OF_MODELS

@@ -99,7 +99,7 @@ OF_FORWARD = (
         "scores-above-the-maximum",
         "a score that other tiles sum to more than the forward's maximum has a probability of more than one",
         (f"{ON_PROBABILITIES}::test_scores_that_do_not_repeat[full]",),
-        (Change(SCORES, "tl.minimum(scores, row_max, propagate_nan=tl.PropagateNan.ALL) - row_max", "scores - row_max"),),
+        (Change(SCORES, "tl.minimum(scores, row_max) - row_max", "scores - row_max"),),
     ),
     Fault(
         "far-terms-not-rounded",

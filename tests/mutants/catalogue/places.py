@@ -23,9 +23,9 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "dropout",
     )
 )
-BLOCKWISE, BLOCKS, DROPOUT, SPEC, OPS, FUNCTIONAL, RESULTS, POSITIONS = (
+BLOCKWISE, BLOCKS, BANDS, DROPOUT, SPEC, OPS, FUNCTIONAL, REFERENCE, RESULTS, POSITIONS = (
     f"triton_relattn/{name}.py"
-    for name in ("blockwise", "blocks", "dropout", "spec", "ops", "functional", "results", "positions")
+    for name in ("blockwise", "blocks", "bands", "dropout", "spec", "ops", "functional", "reference", "results", "positions")
 )
 
 # Tests of the kernels, and those of the rest.
@@ -35,10 +35,24 @@ ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES = (
 ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
     f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "survivors")
 )
-ON_BLOCKWISE, ON_EDGES, ON_MASKS, ON_DROPOUT, ON_VARLEN, ON_RANDOM, ON_OPS, ON_TORCH, ON_DELTA, ON_POSITIONS, ON_SURVIVORS = (
+(
+    ON_BLOCKWISE,
+    ON_SCALE,
+    ON_EDGES,
+    ON_MASKS,
+    ON_DROPOUT,
+    ON_VARLEN,
+    ON_RANDOM,
+    ON_OPS,
+    ON_TORCH,
+    ON_DELTA,
+    ON_POSITIONS,
+    ON_SURVIVORS,
+) = (
     f"tests/cpu/test_{name}.py"
     for name in (
         "blockwise",
+        "blockwise_scale",
         "blockwise_edges",
         "masks",
         "dropout",

@@ -1,0 +1,360 @@
+"""Faults in the blockwise path."""
+
+from __future__ import annotations
+
+from ..fault import Change, Fault
+from .places import (
+    BANDS,
+    BLOCKS,
+    BLOCKWISE,
+    ON_BLOCKWISE,
+    ON_DELTA,
+    ON_DROPOUT,
+    ON_EDGES,
+    ON_MASKS,
+    ON_OPS,
+    ON_RANDOM,
+    ON_SCALE,
+    ON_SURVIVORS,
+    OPS,
+    RANDOM,
+    RANDOM_PACKED,
+    RESULTS,
+)
+
+OF_BLOCKWISE = (
+    Fault(
+        "blockwise-sign-of-query-offset",
+        "relative positions have the sign of query_offset turned round",
+        (f"{ON_EDGES}::test_one_table_row_moves_only_its_diagonal",),
+        (Change(BLOCKS, "queries.start + sequences.query_offset", "queries.start - sequences.query_offset"),),
+    ),
+    Fault(
+        "blockwise-positions-off-by-one",
+        "pairs take the row and the window of the next relative position",
+        (f"{ON_EDGES}::test_one_table_row_moves_only_its_diagonal",),
+        (Change(BLOCKS, "self.num_keys, first - position)", "self.num_keys, first - position + 1)"),),
+    ),
+    Fault(
+        "blockwise-causal-without-the-diagonal",
+        "a causal query does not see its own position, a window not its last",
+        (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
+        (Change(BLOCKS, "triu_(right + 1 - first - start)", "triu_(right - first - start)"),),
+    ),
+    Fault(
+        "blockwise-window-off-by-one-on-the-left",
+        "the key farthest in the past of a window is hidden",
+        (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
+        (Change(BLOCKS, "tril_(-1 - left - first)", "tril_(-left - first)"),),
+    ),
+    Fault(
+        "blockwise-block-misses-its-last-key",
+        "the last query of a block does not see the last key of its window",
+        (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
+        (
+            Change(
+                BLOCKS, "position + num_queries + spec.window_right, stop", "position + num_queries + spec.window_right - 1, stop"
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-clamp-for-zero",
+        "clamped and bounded tables are taken for each other",
+        RANDOM,
+        (Change(BANDS, "if spec.clamp else (None, None)", "if not spec.clamp else (None, None)"),),
+    ),
+    Fault(
+        "blockwise-far-keys-of-a-bounded-table",
+        "keys that no query sees at a position of a bounded table have its end rows",
+        RANDOM,
+        (Change(BANDS, "if spec.clamp and keys.start < keys.stop", "if keys.start < keys.stop"),),
+    ),
+    Fault(
+        "blockwise-far-ends-exchanged",
+        "keys in the distant past have the last row, those in the future the first",
+        RANDOM,
+        (
+            Change(
+                BANDS,
+                "((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))",
+                "((slice(0, start), slice(-1, None)), (slice(stop, frame.num_keys), slice(0, 1)))",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-far-end-of-the-first-head",
+        "the gradient of an end row that heads share is not summed over them",
+        RANDOM,
+        (
+            Change(
+                BANDS,
+                "unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)",
+                "unflatten(0, (self.num_tables, self.sharing))[:, :1]",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-last-row-lost",
+        "the last row of a bounded table does not apply",
+        RANDOM,
+        (Change(BANDS, "for position in (spec.first, spec.last + 1))", "for position in (spec.first, spec.last))"),),
+    ),
+    Fault(
+        "blockwise-end-rows-once",
+        "the gradient of an end row is that of one position beyond it, not the sum",
+        (f"{ON_RANDOM}::test_tables_beside_and_short", "-k", "blockwise"),
+        (Change(BANDS, "piece.sum(1, keepdim=True) if is_end else piece", "piece[:, :1] if is_end else piece"),),
+    ),
+    Fault(
+        "blockwise-hidden-rows-are-read",
+        "table rows of positions that the window hides are multiplied by zero, which NaN survives",
+        (f"{ON_EDGES}::test_rows_that_no_visible_pair_has_may_hold_nan",),
+        (
+            Change(
+                BANDS,
+                "self.high = high if spec.window_right < 0 else min(high, max(spec.window_right, self.low - 1))",
+                "self.high = high",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-band-not-cleared",
+        "what lies beside the scores in a band is taken for a gradient",
+        RANDOM,
+        (Change(BANDS, "            if self.panel > 1:\n                self.band.zero_()\n", ""),),
+    ),
+    Fault(
+        "blockwise-panels-in-another-order",
+        "panels take the windows of the table in the order of their positions, not of their queries",
+        RANDOM,
+        (Change(BANDS, "(windows.flip(1) if self.num_panels > 1 else windows)", "windows"),),
+    ),
+    Fault(
+        "blockwise-panels-do-not-move",
+        "gradients of the windows of panels are summed as if all had the positions of the last",
+        RANDOM,
+        (Change(BANDS, "(length - self.panel) * width", "length * width"),),
+    ),
+    Fault(
+        "blockwise-last-panel-not-padded",
+        "the queries that the last panel lacks are whatever is in memory",
+        (f"{ON_SCALE}::test_results_do_not_depend_on_how_a_call_is_cut",),
+        (Change(BANDS, "packed = rows.new_zeros(self.shape", "packed = rows.new_empty(self.shape"),),
+    ),
+    Fault(
+        "blockwise-last-panel-lost",
+        "the last panel's terms are not added if it has fewer queries",
+        (f"{ON_SCALE}::test_results_do_not_depend_on_how_a_call_is_cut",),
+        (Change(BANDS, "zip(self.scores, self.skewed, strict=True)", "zip(self.scores[:1], self.skewed[:1], strict=True)"),),
+    ),
+    Fault(
+        "blockwise-bias-of-the-mirrored-queries",
+        "the last query of a block has the bias of the first",
+        RANDOM,
+        (Change(BANDS, ".unfold(1, self.num_near, 1).flip(1)", ".unfold(1, self.num_near, 1)"),),
+    ),
+    Fault(
+        "blockwise-frames-live-on",
+        "frames and their bands refer to each other: their memory grows until the next garbage collection",
+        (f"{ON_SCALE}::test_memory_is_given_back_at_once",),
+        (
+            Change(BANDS, "weakref.proxy(frame)", "frame"),
+            Change(BLOCKS, "weakref.proxy(group.call)", "group.call"),
+        ),
+    ),
+    Fault(
+        "blockwise-frame-of-other-heads",
+        "heads with tables of their own have those of the heads before",
+        RANDOM,
+        (Change(BLOCKS, "heads = group.heads.start if per_head else None", "heads = None"),),
+    ),
+    Fault(
+        "blockwise-frame-of-another-place",
+        "blocks of as many queries and keys have the relative positions of the block before",
+        RANDOM,
+        (Change(BLOCKS, "heads, num_queries, num_keys, first_position)\n", "heads, num_queries, num_keys)\n"),),
+    ),
+    Fault(
+        "blockwise-head-modulo-groups",
+        "query heads take key head h % Hk instead of h // group",
+        RANDOM,
+        (
+            Change(
+                BLOCKS,
+                "    rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)\n",
+                "    rows = rows.to(dtype).unflatten(1, (group, heads // group)).transpose(1, 2)\n"
+                "    rows = rows.reshape(sequences * heads // group, group * length, width)\n",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-heads-of-the-first-keys",
+        "where heads are cut, all groups take the queries of the first",
+        RANDOM,
+        (
+            Change(
+                BLOCKS,
+                "slice(sharing * keys.start + some.start, sharing * keys.start + some.stop), keys",
+                "slice(some.start, some.stop), keys",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-sequences-share-the-first-mask",
+        "sequences that are taken together are all masked as the first",
+        (f"{ON_MASKS}::test_masks_broadcast", "-k", "blockwise"),
+        (Change(BLOCKS, "wanted: tuple[slice | range, ...] = (sequences.batch,", "wanted = (slice(0, 1),"),),
+    ),
+    Fault(
+        "blockwise-padding-is-seen",
+        "sequences that are taken together see the keys that the longest has",
+        (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
+        (Change(BLOCKS, "        if padding is not None:\n            pairs.masked_fill_(padding, -math.inf)\n", ""),),
+    ),
+    Fault(
+        "blockwise-padding-is-read",
+        "keys and values beyond a sequence's length are multiplied by zero, which NaN survives",
+        (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
+        (Change(BLOCKS, "rows if padding is None else rows.masked_fill(padding.mT, 0)", "rows"),),
+    ),
+    Fault(
+        "blockwise-lengths-not-limited-elsewhere",
+        "where key_lengths are not checked, those beyond the keys count keys that do not exist",
+        (ON_SURVIVORS, "-k", "blockwise"),
+        (Change(BLOCKS, "tensors.key_lengths.clamp(0, num_keys).tolist()", "tensors.key_lengths.tolist()"),),
+    ),
+    Fault(
+        "blockwise-sequences-of-one-offset",
+        "neighbours of the same lengths have the query_offset of the first",
+        RANDOM,
+        (Change(BLOCKS, "lambda number: (sizes[number], offsets[number])", "lambda number: sizes[number]"),),
+    ),
+    Fault(
+        "blockwise-keys-of-the-wrong-sequence",
+        "the keys of packed sequences begin where their queries do",
+        RANDOM_PACKED,
+        (Change(BLOCKS, "return self._of(tensor, heads, self.num_keys, 1)", "return self._of(tensor, heads, self.num_keys, 0)"),),
+    ),
+    Fault(
+        "blockwise-cotangent-of-lse-dropped",
+        "gradients lack what comes through lse",
+        RANDOM,
+        (Change(BLOCKWISE, "        if d_lse is not None:\n            d_scores", "        if False:\n            d_scores"),),
+    ),
+    Fault(
+        "blockwise-probabilities-by-lse",
+        "probabilities are exp(logits - lse), whose sum is not one where logits are large",
+        (f"{ON_SCALE}::test_error_rule_at_any_scale", f"{ON_SCALE}::test_probabilities_sum_to_one"),
+        (
+            Change(
+                BLOCKWISE,
+                "torch.softmax(scores, -1, out=probs)",
+                "torch.sub(scores, scores.logsumexp(-1, keepdim=True), out=probs).exp_()",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-short-rows-overflow",
+        "the softmax of short rows does not take off the maximum",
+        (f"{ON_SCALE}::test_error_rule_at_any_scale", "-k", "11"),
+        (Change(BLOCKWISE, "torch.sub(scores, largest, out=probs).exp_()", "torch.exp(scores, out=probs)"),),
+    ),
+    Fault(
+        "blockwise-delta-from-out",
+        "delta is computed from a rounded out",
+        (f"{ON_DELTA}::test_table_gradient_is_as_good_as_one_rounding", "-k", "clipped"),
+        (
+            Change(
+                BLOCKWISE,
+                "        d_scores = softmax_backward(probs, d_probs)\n",
+                "        rounded = torch.bmm(probs, block.value).to(block.call.tensors.query.dtype).to(probs.dtype)\n"
+                "        d_scores = d_probs.sub_((rounded * rows).sum(-1, keepdim=True)).mul_(probs)\n",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-slope-of-the-softcap",
+        "the derivative of the softcap is missing",
+        RANDOM,
+        (Change(BLOCKWISE, "        if slope is not None:\n            d_scores.mul_(slope)\n", ""),),
+    ),
+    Fault(
+        "blockwise-keeps-with-a-softcap",
+        "where probabilities are kept, the derivative of the softcap is missing",
+        RANDOM,
+        (Change(BLOCKWISE, " and spec.softcap is None", ""),),
+    ),
+    Fault(
+        "blockwise-nothing-seen",
+        "-inf - -inf: a row that sees nothing becomes NaN",
+        (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
+        (Change(BLOCKWISE, "largest == -math.inf if block.has_blind else None", "None"),),
+    ),
+    Fault(
+        "blockwise-nothing-seen-in-a-window",
+        "a row that the window alone leaves without keys becomes NaN",
+        (f"{ON_EDGES}::test_rows_that_see_nothing",),
+        (Change(BLOCKS, "(right >= 0 and first > right)", "False"),),
+    ),
+    Fault(
+        "blockwise-dropout-by-local-column",
+        "dropout counts keys from the first that a block sees",
+        (f"{ON_DROPOUT}::test_results_are_the_same_in_every_implementation",),
+        (Change(BLOCKS, "query[:, None], self.keys)", "query[:, None], slice(0, self.num_keys))"),),
+    ),
+    Fault(
+        "blockwise-dropout-by-local-head",
+        "dropout counts heads from the first of a block",
+        (f"{ON_DROPOUT}::test_results_are_the_same_in_every_implementation",),
+        (Change(BLOCKS, "head[:, None, None], query[:, None]", "head[:, None, None] - self.group.heads.start, query[:, None]"),),
+    ),
+    Fault(
+        "blockwise-dropout-by-local-sequence",
+        "dropout counts sequences from the first of a block",
+        RANDOM,
+        (Change(BLOCKS, "sequence[:, None, None, None],", "sequence[:, None, None, None] - sequences.batch.start,"),),
+    ),
+    Fault(
+        "blockwise-backward-without-dropout",
+        "the gradient of value counts what was dropped",
+        (f"{ON_DROPOUT}::test_backward_drops_what_the_forward_dropped",),
+        (Change(BLOCKWISE, "probs if block.dropout is None else probs * block.dropout", "probs"),),
+    ),
+    Fault(
+        "blockwise-keeps-what-dropout-left",
+        "the probabilities that are kept are those after dropout",
+        (f"{ON_SCALE}::test_kept_probabilities",),
+        (Change(BLOCKWISE, "probs = torch.mul(probs, block.dropout, out=frame.probs)", "probs = probs.mul_(block.dropout)"),),
+    ),
+    Fault(
+        "blockwise-table-gradient-without-its-scale",
+        "the gradient of rel_key is that of an unscaled term",
+        RANDOM,
+        (Change(BANDS, "self._overlapped(self._of_windows).mul_(self.scale)", "self._overlapped(self._of_windows)"),),
+    ),
+    Fault(
+        "sums-in-the-inputs-dtype",
+        "scores and sums have the dtype of the inputs",
+        (f"{ON_BLOCKWISE}::test_error_rule", f"{ON_OPS}::test_return_lse"),
+        (Change(RESULTS, "return torch.float64 if dtype == torch.float64 else torch.float32", "return dtype"),),
+    ),
+    Fault(
+        "gradients-collected-in-the-inputs-dtype",
+        "the gradient of key is rounded at every block of queries",
+        (f"{ON_SURVIVORS}::test_gradients_are_rounded_once",),
+        (
+            Change(
+                BLOCKWISE,
+                "            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)\n",
+                "            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)\n"
+                "            self.key.copy_(self.key.to(block.call.tensors.key.dtype))\n",
+            ),
+        ),
+    ),
+    Fault(
+        "autocast-inside",
+        "autocast rounds the products within the forward",
+        (f"{ON_OPS}::test_autocast_does_not_change_the_precision[blockwise]",),
+        (Change(OPS, "    with without_autocast(tensors.query.device):\n        kept = ", "    if True:\n        kept = "),),
+    ),
+)
