@@ -106,7 +106,8 @@ def measure_case(
     if OURS in ours:
         rows += speed.measure(case, _options(options, methods=ours, directions=list(timing.PARTS)), {})
     for row in rows:
-        row["verified"] = "no" if row["method"] in wrong or (row["method"] not in OURS_ALONE and OURS in wrong) else "yes"
+        is_wrong = row["method"] in wrong or (row["method"] not in OURS_ALONE and OURS in wrong)
+        row["verified"] = "no" if is_wrong else "yes"
     return wrong, rows
 
 
