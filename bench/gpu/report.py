@@ -35,6 +35,7 @@ COLUMNS = {
 """Of the files that are packed in the end; what is measured goes into results.csv."""
 MEASURED_COLUMNS = (*MEASURED, "predicted_ms", "measured_by_predicted")
 PACKED = "raw.tar.gz"
+ENVIRONMENT = "environment.json"
 LARGEST_FILE, LARGEST_PACKED = 4 << 20, 8 << 20  # bytes of one file, and of all of them packed
 FIRST_ERRORS = 5
 
@@ -99,9 +100,10 @@ class Report:
         self.stamp = stamp("cuda" if on_gpu else f"CPU, {platform.machine()}, interpreter")
         self.measured = Table(MEASURED_COLUMNS, self.stamp, self.folder / "results.csv", append=True)
         self.arch = options.arch
-        environment = {**self.stamp, "python": platform.python_version(), "arguments": vars(options)}
-        text = json.dumps(environment | (gpu_properties() if on_gpu else {}), indent=2, default=str)
-        (self.raw / "environment.json").write_text(text + "\n")
+        if not (self.raw / ENVIRONMENT).exists():  # the first part of a run
+            environment = {**self.stamp, "python": platform.python_version(), "arguments": vars(options)}
+            text = json.dumps(environment | (gpu_properties() if on_gpu else {}), indent=2, default=str)
+            (self.raw / ENVIRONMENT).write_text(text + "\n")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -208,10 +210,10 @@ def append(path: Path, text: str) -> None:
 
 
 def unpack(folder: Path, raw: Path) -> None:
-    """The raw files of earlier runs, but not what became of their parts."""
+    """The raw files of earlier runs, but not what became of their parts, nor where they ran."""
     with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(folder / PACKED) as packed:
         packed.extractall(raw, filter="data")
-    for path in raw.glob("part-*.json"):
+    for path in (*raw.glob("part-*.json"), *raw.glob(ENVIRONMENT)):
         path.unlink()
 
 

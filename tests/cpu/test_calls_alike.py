@@ -48,7 +48,8 @@ def shown(name: str, arch: str, precision: str) -> dict[str, Any]:
     shape = {"batch": 2, "heads": 2, "num_queries": 32, "num_keys": 32, "width": 16, **SHAPE, **sizes}
     inputs = make_inputs(**shape)
     torch.set_float32_matmul_precision(precision)
-    tensors, spec = validation.resolve(*inputs[:4], **inputs.terms(), **arguments)
+    query, key, value, rel_key = inputs[:4]
+    tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
     if spec.dropout_p:
         tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
     call = Call(tensors, spec, arch=arch)
