@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +20,14 @@ from bench.methods import OURS
 from bench.rows import in_one_line
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 from .checks import Case as Checked
 from .checks import run_case
 from .report import Report, synchronize
-from .variants import Group, case_of, groups
+from .variants import Group, case_of, groups, selected
 from .workers import Lost, spread
 
 ROUNDS = 12
@@ -97,12 +98,18 @@ def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """One call, checked; then each kernel of one call, plain and full. Every line is printed as soon as it is known."""
     started = time.monotonic()
     report.say(f"  {report.stamp['device']}, torch {torch.__version__}, triton {report.stamp['triton']}, {options.arch}")
-    length = 50 if options.tiny else 304
-    for row in run_case(Checked("full", False, options.dtype, num_queries=length, num_keys=length), options.device):
+    calls = [(TINY if options.tiny else case_of(head_dim, "full"), has) for head_dim in (64, 128) for has in (False, True)]
+    calls = calls[: 2 if options.tiny else 4]
+    compiling = threading.Thread(target=_compile_calls, args=(calls, options, deadline), daemon=True)
+    compiling.start()
+    heads, length = (1, 50) if options.tiny else (16, 304)  # the same machine code as of the calls that are timed
+    checked = Checked("full", False, options.dtype, heads=heads, num_queries=length, num_keys=length)
+    for row in run_case(checked, options.device):
         report.add("correctness.csv", {"part": "smoke", **row})
         report.say(f"  one call{', sharp' * row['sharp']}: {row['status']}, {row['seconds']} s")
-    calls = [(TINY if options.tiny else case_of(head_dim, "full"), has) for head_dim in (64, 128) for has in (False, True)]
-    for case, has_table in calls[: 2 if options.tiny else 4]:
+    compiling.join(max(0.0, deadline - time.monotonic()))
+    report.say(f"  compiled after {time.monotonic() - started:.0f} s")
+    for case, has_table in calls:
         if time.monotonic() > deadline - 2:
             report.left(1)
             continue
@@ -112,6 +119,20 @@ def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
         except Exception as error:
             report.fail(f"{case}, {OURS if has_table else 'plain'}: {in_one_line(error)}")
     report.done(f"{time.monotonic() - started:.0f} s after torch was there")
+
+
+def _compile_calls(calls: Sequence[tuple[Case, bool]], options: argparse.Namespace, deadline: float) -> None:
+    """Compile the kernels of calls in as many processes as there may be, for this one to find them on disk."""
+    if options.jobs < 2:
+        return
+    items = [
+        (Group(kernel, case, has_table, (tile := selected(kernel, case, has_table, options.arch),)), tile)
+        for case, has_table in calls
+        for kernel in KERNELS
+        if kernel != "table" or has_table
+    ]
+    for _ in spread(partial(_compile, device=options.device), items, options.jobs, deadline):
+        pass
 
 
 def kernels_of(case: Case, has_table: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
