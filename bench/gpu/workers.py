@@ -22,7 +22,7 @@ from bench.rows import ROOT, in_one_line
 
 PATIENCE = 120.0  # seconds that one item may take
 GRACE = 5.0  # seconds between asking a process to end and ending it
-MOST_OUTPUT = 4 << 20  # characters of a program that are passed on
+MOST_OUTPUT = 512 << 10  # characters of a program that are passed on
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

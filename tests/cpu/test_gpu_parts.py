@@ -67,8 +67,8 @@ def test_workers() -> None:
 
 def test_workers_that_hang() -> None:
     """The item is given up after a while, the rest is done."""
-    found = dict(spread(act, ["hang", "one", "two"], 1, soon(), patience=20.0))
-    assert found["hang"] == Lost("no result after 20 s")
+    found = dict(spread(act, ["hang", "one", "two"], 1, soon(), patience=12.0))
+    assert found["hang"] == Lost("no result after 12 s")
     assert [found[item][0] for item in ("one", "two")] == ["one", "two"]  # type: ignore[index]
 
 
