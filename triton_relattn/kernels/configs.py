@@ -79,24 +79,25 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward", 64): TileConfig(64, 64, 4, 2, max_registers=168),
     ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 3),
     ("forward", 128): TileConfig(128, 64, 8, 3),
-    ("forward", 128, "small mma"): TileConfig(64, 64, 4, 2),
     ("forward", 128, "wgmma", None): TileConfig(64, 64, 4, 3),
     ("rows", 64): TileConfig(64, 64, 4, 2, "both"),
     ("rows", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 2, None),
     ("rows", 64, "wgmma", None): TileConfig(64, 64, 4, 3),
     ("rows", 128): TileConfig(64, 64, 4, 1, "both"),
+    ("rows", 128, "mma"): TileConfig(64, 32, 4, 2, "both"),
     ("rows", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
     ("columns", 64): TileConfig(64, 64, 4, 2),
     ("columns", 64, "wgmma", None): TileConfig(64, 64, 4, 1),
     ("columns", 128): TileConfig(64, 64, 4, 1),
+    ("columns", 128, "mma"): TileConfig(64, 32, 4, 2),
     ("columns", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
     ("table", 64): TileConfig(64, 64, 4, 2),
     ("table", 128): TileConfig(64, 64, 4, 1),
+    ("table", 128, "mma"): TileConfig(64, 64, 4, 2),
     ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
     ("rows, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
     ("columns, rel_bias", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
-    ("rows, rel_bias", 128): TileConfig(64, 32, 4, 1, "both"),
     ("forward, rel_query", 128): TileConfig(128, 64, 8, 2),
     ("rows, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
     ("table, rel_query", 64): TileConfig(64, 64, 4, 1),
@@ -106,10 +107,11 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("columns, rel_value", 64): TileConfig(64, 64, 4, 1),
     ("table, rel_value", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_value", 128): TileConfig(64, 32, 4, 3),
-    ("forward, rel_value", 128, "small mma"): TileConfig(64, 32, 4, 1),
+    ("forward, rel_value", 128, "wgmma", "zero"): TileConfig(64, 32, 4, 1),
+    ("rows, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
 }
 
-# The same where rotations are gathers: sm_100, and width 256, for which registers do not suffice. Chosen by compiling, for no
+# The same where rotations are gathers: sm_100, and where registers do not suffice for large tiles. Chosen by compiling, for no
 # spilled registers.
 _GATHERED: dict[tuple[object, ...], TileConfig] = {
     ("forward", 64): TileConfig(64, 64, 4, 2),
@@ -150,9 +152,23 @@ _GATHERED: dict[tuple[object, ...], TileConfig] = {
     ("table, rel_key and rel_bias", 128): TileConfig(16, 16, 4, 2),
     ("table, rel_bias", 64): TileConfig(32, 32, 4, 1),
     ("table, rel_bias", 128): TileConfig(16, 16, 2, 2),
-    ("forward", 256, "mma"): TileConfig(32, 32, 4, 1),
     ("forward", 256, "mma", None): TileConfig(64, 64, 8, 2),
+    ("forward", 256, "mma"): TileConfig(32, 32, 4, 1),
     ("forward", 256, "small mma"): TileConfig(32, 32, 4, 1),
+    ("forward", 128, "mma"): TileConfig(64, 64, 8, 2),
+    ("forward", 128, "small mma"): TileConfig(64, 64, 8, 1),
+    ("forward", 128, "small mma", None): TileConfig(128, 64, 8, 2),
+    ("rows", 128, "small mma", None): TileConfig(64, 32, 4, 2),
+    ("forward, rel_bias", 128, "mma"): TileConfig(64, 64, 8, 2),
+    ("forward, rel_bias", 128, "small mma"): TileConfig(64, 64, 8, 2),
+    ("rows, rel_bias", 128, "mma"): TileConfig(64, 32, 4, 2, None),
+    ("rows, rel_bias", 128, "small mma"): TileConfig(64, 32, 4, 2, None),
+    ("forward, rel_value", 64, "mma"): TileConfig(64, 32, 4, 2, None),
+    ("forward, rel_value", 64, "small mma"): TileConfig(64, 32, 4, 2, None),
+    ("forward, rel_value", 128, "mma"): TileConfig(32, 32, 4, 2, None),
+    ("forward, rel_value", 128, "small mma"): TileConfig(32, 32, 4, 2, None),
+    ("rows, rel_value", 64, "mma"): TileConfig(32, 32, 4, 2, "both"),
+    ("rows, rel_value", 64, "small mma"): TileConfig(32, 32, 4, 2, "both"),
     ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 2),
     ("forward", 128, "wgmma", None): TileConfig(128, 64, 8, 2),
     ("rows", 64, "wgmma", None): TileConfig(128, 64, 8, 2),
@@ -271,7 +287,9 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     unit = "mma" if arch == "sm_80" else "small mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
     calls: list[tuple[object, ...]] = [(name, width, unit, outside) for name in names]
-    config = _find(_CONFIGS, calls) if rotates_in_registers(arch) else None
+    # 16 rows a warp: at width 128 an operand takes 64 registers of each lane, and a second band does not fit besides the first.
+    few_registers = unit != "wgmma" and (special == "rel_value" or (width == 128 and (special is not None or unit != "mma")))
+    config = None if few_registers or not rotates_in_registers(arch) else _find(_CONFIGS, calls)
     if config is not None:
         return replace(config, rotation="gather" if outside is None else "registers")
     if special == "rel_value":  # a second band: nothing else would fit
