@@ -1,4 +1,4 @@
-"""What a model of cycles (bench/cycles) says of every time that ``make gpu`` measures of our kernels: bench/predictions.csv.
+"""Predictions of every time that ``make gpu`` measures of our kernels, by the model of cycles (bench/cycles): bench/predictions.csv.
 
 A row has the milliseconds and TFLOP/s of a kernel or call on an H100, the configurations, and the version of Triton that has
 compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes a few minutes.
@@ -110,7 +110,7 @@ def wanted() -> Iterator[Wanted]:
 
 
 def cycles_of(kernel: Kernel) -> tuple[Prediction | None, str]:
-    """What the model says of a kernel, or why it says nothing."""
+    """Return what the model says of a kernel, or why it says nothing."""
     try:
         call = kernel.case.resolved(kernel.case.empty(), kernel.has_table)
         code = compiled(kernel.name, TARGET, *call, kernel.config)

@@ -97,7 +97,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "sanitizer": (sanitizer.sanitizer, 25),
     "tune": (measurements.search, 20),
 }
-"""What to run, and its share of the seconds if all run."""
+"""Functions to run, each with its share of the seconds if all run."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -185,7 +185,7 @@ class Run:
             del shares[part]
 
     def summary(self) -> str:
-        """What passed, what did not, and the first errors; where the model of cycles is furthest off."""
+        """Tell what passed, what did not, and the first errors; where the model of cycles is furthest off."""
         lines = ["", "== summary"]
         for outcome in self.outcomes:
             note = f"; {outcome.note}" * bool(outcome.note)

@@ -49,7 +49,7 @@ class Case:
     kernel: str = ""
 
     def positions(self) -> RelativePositions | None:
-        """Of a table with a row for every visible pair, or with fewer."""
+        """Return the positions of a table with a row for every visible pair, or with fewer."""
         span = self.num_keys // 5
         if self.table == "full":
             farthest = self.num_keys - 1 - self.query_offset
@@ -83,7 +83,7 @@ class Case:
 
 
 def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
-    """What one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
+    """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
     tensors, spec = validation.resolve(*inputs[:4], **arguments)
     config = Call(tensors, spec).tile(case.kernel)
     out, lse, statistics = forward(tensors, spec)

@@ -39,7 +39,7 @@ def speed_cases() -> list[Case]:
 
 
 def _options(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """Those of the verbs."""
+    """Return the options of the verbs."""
     usual = {"methods": list(METHODS), "directions": list(timing.DIRECTIONS), "seconds": SECONDS_A_CASE}
     usual |= {"no_verify": True, "memory_limit": 4 << 30} | ({"seconds": 0.0} if options.tiny else {})
     return argparse.Namespace(**{**vars(options), **usual, **changes})
@@ -53,7 +53,7 @@ def small(case: Case) -> Case:
 
 @functools.cache
 def problems_of(case: Case, has_table: bool, device: str) -> str:
-    """What the error rule of the tests says of a call, forward and backward, normal and sharp; nothing if it holds."""
+    """Return what the error rule of the tests says of a call, forward and backward, normal and sharp; nothing if it holds."""
     problems = []
     arguments: dict[str, Any] = {"is_causal": case.is_causal, "enable_gqa": case.key_heads is not None}
     arguments |= {"positions": case.positions} if has_table else {}
@@ -74,7 +74,7 @@ def problems_of(case: Case, has_table: bool, device: str) -> str:
 
 
 def verified(case: Case, device: str) -> dict[str, str]:
-    """What is wrong with a case with the table, and without; nothing of what is right."""
+    """Return what is wrong with a case with the table, and without; nothing of what is right."""
     found = {}
     for name, has_table in ((OURS, True), ("plain", False)):
         try:
@@ -98,7 +98,7 @@ def _compile(case: Case, device: str) -> str:
 def measure_case(
     item: tuple[Case, Sequence[str], dict[str, str]], options: argparse.Namespace
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """What is wrong with a case, and its rows, of which each says whether the case is right."""
+    """Return what is wrong with a case, and its rows, of which each says whether the case is right."""
     case, methods, not_tried = item
     wrong = verified(case, options.device)
     rows = speed.measure(case, _options(options, methods=methods), not_tried)

@@ -32,7 +32,7 @@ COLUMNS = {
     "configs.csv": CASE_COLUMNS,
     "checks.csv": ["part", "case", "variant", "direction", "value", "unit", "status", "message", *STAMP],
 }
-"""Of the files that are packed in the end; what is measured goes into results.csv."""
+"""Columns of the files that are packed in the end; what is measured goes into results.csv."""
 MEASURED_COLUMNS = (*MEASURED, "predicted_ms", "measured_by_predicted")
 PACKED = "raw.tar.gz"
 ENVIRONMENT = "environment.json"
@@ -42,7 +42,7 @@ FIRST_ERRORS = 5
 
 @dataclass
 class Outcome:
-    """What a part has come to, so far or in the end."""
+    """The result of a part, so far or in the end."""
 
     part: str
     rows: int = 0
@@ -50,7 +50,7 @@ class Outcome:
     cut_off: int = 0
     """Rows that say so: what was too slow."""
     left: int = 0
-    """What there was no time for."""
+    """Items that there was no time for."""
     errors: list[str] = field(default_factory=list)
     """The first lines of what went wrong."""
     note: str = ""

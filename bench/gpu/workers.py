@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Lost:
-    """What there is instead of a result, and why."""
+    """The reason why there is no result."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""What calls with the same sizes, dtypes and scalars share is put together once: no call gets what belongs to another."""
+"""Calls with the same sizes, dtypes and scalars share what is put together once: no call gets what belongs to another."""
 
 from __future__ import annotations
 

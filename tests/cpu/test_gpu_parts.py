@@ -1,4 +1,4 @@
-"""What goes wrong in the parts of ``make gpu``: crashes, hangs, too much output, no time. None of it needs a GPU."""
+"""Troubles of the parts of ``make gpu``: crashes, hangs, too much output, no time. None of it needs a GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_workers_that_hang() -> None:
 
 
 def test_workers_at_the_deadline() -> None:
-    """What is at work is ended, and nothing else begins."""
+    """Work in progress is ended, and nothing else begins."""
     began = time.monotonic()
     assert list(spread(act, ["hang", "one"], 1, soon(3.0))) == []
     assert time.monotonic() - began < 30
@@ -231,7 +231,7 @@ def test_seconds_that_are_left_go_to_the_next(tmp_path: Path, monkeypatch: pytes
 
 
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was done is packed, and the end is said."""
+    """Rows that there are get packed, and the end is said."""
     options = options_in(tmp_path)
     (options.raw / "rows.csv").write_text("a\n")
     run = Run(options)

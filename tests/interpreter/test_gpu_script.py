@@ -183,7 +183,7 @@ def test_what_is_wrong_is_not_verified(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several configurations the fastest right one goes into the profile; a wrong one does not, however fast it is."""
+    """The fastest right one of several configurations goes into the profile; a wrong one does not, however fast it is."""
     task = tune.Task(TINY[0], True, "forward", "sm_90")
     tiles = [TileConfig(64, 64, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(64, 32, 4, 1)]
     milliseconds = dict(zip(tiles, (10.0, 5.0, 3.0, 9.9), strict=True))
@@ -240,7 +240,7 @@ def test_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is no time for is counted: the part is cut off."""
+    """Items that there is no time for are counted: the part is cut off."""
     monkeypatch.setattr(gpu.time, "monotonic", lambda monotonic=gpu.time.monotonic: monotonic() + 1e6)
     options = argparse.Namespace(results=tmp_path, raw=tmp_path, device="cpu", arch="interpreter", jobs=0, tiny=True)
     options = argparse.Namespace(**vars(options), seconds=1.0, reach=1, dtype="float16", parts=[])
@@ -268,7 +268,7 @@ shift 4
 def test_sanitizer(
     broken: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a tool finds is a failure, that it cannot work here is none; without one the part is left out."""
+    """Findings of a tool are failures, that it cannot work here is none; without one the part is left out."""
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
     program.write_text(SANITIZER.format(broken=broken, finding=finding))
@@ -309,7 +309,7 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_interrupted_with_several_processes(tmp_path: Path) -> None:
-    """What was done is kept, and the end is said."""
+    """Rows that there are stay, and the end is said."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [*COMMAND, "--results", str(tmp_path), "--jobs", "1", "--parts", "variants,configs", "--seconds", "600"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

@@ -107,7 +107,7 @@ def cdiv(length: int, block: int) -> int:
 
 
 class Fixed(NamedTuple):
-    """What is the same for all calls with these sizes, dtypes and scalars; see fixed."""
+    """The arguments that all calls with the same sizes, dtypes and scalars share; see fixed."""
 
     outside: str | None
     kind: configs.Kind
