@@ -1,4 +1,4 @@
-"""Predictions of every time that ``make gpu`` measures of our kernels, by the model of cycles (bench/cycles): bench/predictions.csv.
+"""Predictions of every time that ``make gpu`` measures of our kernels, by the model of cycles: bench/predictions.csv.
 
 A row has the milliseconds and TFLOP/s of a kernel or call on an H100, the configurations, and the version of Triton that has
 compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes a few minutes.
