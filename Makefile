@@ -69,6 +69,7 @@ fuzz: setup
 mutants: setup
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY))
 
-# Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it.
+# Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=smoke,speed for some of it. Without make:
+# python3 -m bench.gpu --results DIR
 gpu:
 	$(PYTHON) -m bench.gpu --results $(or $(RESULTS),out/gpu) $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))

@@ -8,6 +8,8 @@ accuracy  errors against float64, beside those of plain torch
 tune      the best configurations for this GPU, as a profile that the package reads
 compile   what the compiled kernels take, for GPUs that are not there
 cycles    how fast they are there by a model; its calibration
+host      what a call takes the host, without a GPU
+predictions  what the model says of all that make gpu measures: bench/predictions.csv
 plot      figures, from CSV files alone
 verify    the tests of what is measured
 """
@@ -28,6 +30,8 @@ VERBS = {
     "tune": "tune",
     "compile": "compile",
     "cycles": "cycles.report",
+    "host": "host",
+    "predictions": "predictions",
     "plot": "plot",
     "verify": "verify",
 }

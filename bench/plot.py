@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             print(options.out / f"{verb}.png")
     if models := [row for row in rows if row["verb"] == "models"]:
         print(f"\n{summary.models(models)}")
-    for of_kind in kinds([row for row in rows if row["verb"] != "models"]):
+    for of_kind in kinds([row for row in rows if row["verb"] in ("speed", "memory")]):
         print(f"\n{title_of(of_kind[0])}\n\n{summary.markdown(of_kind)}")
     return 0
 

@@ -1,72 +1,103 @@
-"""Correctness and speed of the kernels on a GPU: ``python -m bench.gpu --results out/gpu --parts correctness,speed``.
+"""Correctness and speed of the kernels on a GPU: ``python3 -m bench.gpu --results out/gpu``, with torch, triton and numpy alone.
 
-    tests         the tests that are marked gpu
+    smoke         first of all, in 40 s: one call against float64, then each kernel of one call, plain and with a full table
+    variants      each kernel in configurations that a model of cycles finds promising, beside the selected one
     correctness   forward and backward against float64, by the error rule of the tests
+    speed         all methods of bench in turn, and the parts of our backward, checked
+    tests         the tests that are marked gpu, if there is a pytest
     configs       every kernel by itself, in every configuration that is selected on this GPU
-    sanitizer     small calls under compute-sanitizer: memcheck and racecheck
-    repeats       many runs of one call are equal bit for bit
-    speed         all methods of bench in turn, and the parts of our backward
     memory        peaks against the sequence length
+    flex          FlexAttention and the peers, which take long to compile: a process for each case
     host          what a call costs the host
+    repeats       many runs of one call are equal bit for bit
+    sanitizer     small calls under compute-sanitizer: memcheck and racecheck
     tune          a short search for better configurations: profile.json
 
-Rows are appended to files as they come, and a part that has spent its share of the seconds ends with what it has; parts of a
-later run are added. In the end there are log.txt, results.csv (speed and memory), speed.png, memory.png, profile.json, and
-raw.tar.gz with everything else. Exit status: 0, 1 if a row failed, 2 without a GPU, 130 if interrupted. ``--device cpu --tiny``
-tests this program with TRITON_INTERPRET=1.
+Each part is a process of its own and has its share of the seconds; what one leaves over is for the next. A part that crashes or
+hangs ends nothing else. Lines are printed and rows appended to files as they come; parts of a later run are added. In the end
+there are log.txt, results.csv (times and memory, beside what bench/predictions.csv says), speed.png and memory.png if there is a
+matplotlib, profile.json, and raw.tar.gz with everything else. Exit status: 0, 1 if anything failed or crashed, 2 without a GPU,
+3 if a part was cut off and none failed, 130 if interrupted. ``--device cpu --tiny`` tests this program with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from bench import plot
+from bench import plot, predictions
 from bench.options import some_of
+from bench.rows import in_one_line, read
 from triton_relattn.kernels import configs, kernels_are_interpreted
 
-from . import checks, measurements, sanitizer
-from .report import Report
+from . import checks, kernels, measurements, sanitizer
+from .report import Outcome, Report, append, outcome_of, pack, unpack
+from .workers import GRACE, watch
+
+LEAST_SECONDS = 3.0  # of a part that is worth beginning
 
 
 def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """pytest, from several processes if it can; its output is kept as far as it comes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("pytest") is None:
+        report.done("there is no pytest")
+        return
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
     if options.jobs > 1 and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(options.jobs)]
     status, lines = report.run("tests.txt", command, deadline - time.monotonic())
-    passed = status == 0 and not any(line.startswith(("FAILED", "ERROR")) for line in lines)
+    judge_tests(status, lines, report)
+
+
+def judge_tests(status: int | None, lines: Sequence[str], report: Report) -> None:
+    """Judge pytest by its exit status, and if it was cut off (None) by the verdicts that it had come to."""
+    verdicts = [found[1] for line in lines if (found := re.search(r"(?:^|::\S+|\]) (PASSED|FAILED|ERROR)\b", line))]
+    wrong = len(verdicts) - verdicts.count("PASSED")
+    passed = status == 0 or (status is None and wrong == 0)
     row = {
         "part": "tests",
         "case": "pytest -m gpu",
-        "status": "ok" if passed else "FAILED",
+        "value": verdicts.count("PASSED"),
+        "unit": "tests",
+        "status": "FAILED" if not passed else "ok" if status == 0 else "cut off",
         "message": lines[-1] if lines else "",
     }
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            report.say(f"  {line}")
     report.add("checks.csv", row)
-    report.say(f"tests: {row['message']}")
+    report.done(f"{row['value']} passed, {wrong} did not")
 
 
-PARTS = {
-    "tests": (marked_tests, 0.14),
-    "correctness": (checks.correctness, 0.18),
-    "configs": (checks.every_config, 0.12),
-    "sanitizer": (sanitizer.sanitizer, 0.06),
-    "repeats": (checks.repeats, 0.04),
-    "speed": (measurements.measure_speed, 0.26),
-    "memory": (measurements.measure_memory, 0.04),
-    "host": (measurements.host, 0.02),
-    "tune": (measurements.search, 0.14),
+Part = Callable[[argparse.Namespace, Report, float], None]
+PARTS: dict[str, tuple[Part, float]] = {
+    "smoke": (kernels.smoke, 40),
+    "variants": (kernels.variants, 70),
+    "correctness": (checks.correctness, 60),
+    "speed": (measurements.measure_speed, 85),
+    "tests": (marked_tests, 50),
+    "configs": (checks.every_config, 25),
+    "memory": (measurements.measure_memory, 20),
+    "flex": (measurements.measure_flex, 30),
+    "host": (measurements.host, 10),
+    "repeats": (checks.repeats, 15),
+    "sanitizer": (sanitizer.sanitizer, 25),
+    "tune": (measurements.search, 20),
 }
-"""What to run, and its share of the seconds if all run."""
+"""Functions to run, each with its share of the seconds if all run."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,15 +106,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, required=True, help="folder of the files")
     parser.add_argument("--parts", type=some_of(tuple(PARTS)), default=list(PARTS), help=f"some of {','.join(PARTS)} (all)")
-    parser.add_argument("--seconds", type=float, default=510.0, help="time of all parts, which share it (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=450.0, help="time of all parts, which share it (%(default)s)")
     parser.add_argument("--jobs", type=int, help="processes that compile (on a GPU, as many as processors, at most 12)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
     parser.add_argument("--reach", type=int, default=2, help="of the search, see python -m bench tune (%(default)s)")
+    parser.add_argument("--here", type=Path, metavar="FOLDER", help="run parts in this process, with raw files in FOLDER")
     options = parser.parse_args(arguments)
     if options.jobs is None:
-        options.jobs = min(12, os.cpu_count() or 1) if options.device == "cuda" else 1
+        options.jobs = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0
     options.dtype = "float16" if options.device == "cpu" else "bfloat16"
+    options.results = options.results.resolve()
     return options
 
 
@@ -96,32 +129,106 @@ def why_not(device: str) -> str | None:
     return None
 
 
+def run_here(part: str, options: argparse.Namespace) -> None:
+    """Run a part in this process; what became of it is in a file."""
+    report = Report(options, part)
+    run, _ = PARTS[part]
+    try:
+        run(options, report, time.monotonic() + options.seconds)
+    except Exception as error:
+        report.say(traceback.format_exc())
+        report.fail(in_one_line(error))
+    report.done(report.outcome.note)
+
+
+def command_of(part: str, options: argparse.Namespace, seconds: float) -> list[str]:
+    """The command that runs a part in a process of its own."""
+    command = [sys.executable, "-m", "bench.gpu", "--here", str(options.raw), "--parts", part, "--seconds", f"{seconds:.1f}"]
+    command += ["--results", str(options.results), "--device", options.device, "--jobs", str(options.jobs)]
+    return [*command, "--reach", str(options.reach), *["--tiny"] * options.tiny]
+
+
+class Run:
+    """All parts, one after the other: their lines, and what became of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.outcomes = options, list[Outcome]()
+        self.started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        append(self.options.results / "log.txt", text)
+
+    def run(self, part: str, command: Callable[[float], Sequence[str]], seconds: float) -> None:
+        """Run a part; command makes it of the seconds that it has."""
+        if seconds < LEAST_SECONDS:
+            self.outcomes.append(Outcome(part, ended="cut off after 0 s", note="there was no time left"))
+            return
+        self.say(f"== {part}, {seconds:.0f} s from {time.monotonic() - self.started:.0f} s on")
+        began = time.monotonic()
+        status, interrupted = None, True
+        try:
+            status, interrupted = watch(command(seconds), seconds + GRACE, self.say), False
+        finally:
+            outcome = outcome_of(self.options.raw, part, status, time.monotonic() - began)
+            outcome.ended = "interrupted" if interrupted else outcome.ended
+            self.outcomes.append(outcome)
+        self.say(f"{part}: {outcome.status} in {outcome.seconds:.0f} s" + f"; {outcome.note}" * bool(outcome.note))
+
+    def run_all(self) -> None:
+        """Every part that was asked for, each with its share of the seconds that are left."""
+        shares = {part: share for part, (_, share) in PARTS.items() if part in self.options.parts}
+        for part, share in list(shares.items()):
+            left = self.options.seconds - (time.monotonic() - self.started)
+            seconds = min(left, left * share / sum(shares.values()))
+            self.run(part, lambda seconds, part=part: command_of(part, self.options, seconds), seconds)  # type: ignore[misc]
+            del shares[part]
+
+    def summary(self) -> str:
+        """Tell what passed, what did not, and the first errors; where the model of cycles is furthest off."""
+        lines = ["", "== summary"]
+        for outcome in self.outcomes:
+            note = f"; {outcome.note}" * bool(outcome.note)
+            lines.append(f"{outcome.part:12} {outcome.seconds:4.0f} s  {outcome.rows:4} rows  {outcome.status}{note}")
+            lines += [f"    {error}" for error in outcome.errors]
+        if (path := self.options.results / "results.csv").exists():
+            lines += predictions.largest_deviations(read(path))
+        failed, cut_off = ([o.part for o in self.outcomes if which(o)] for which in (_has_failed, _is_only_cut_off))
+        lines.append(f"{len(failed)} of {len(self.outcomes)} parts failed{': ' * bool(failed)}{', '.join(failed)}")
+        lines.append(f"{len(cut_off)} were cut off{': ' * bool(cut_off)}{', '.join(cut_off)}")
+        return "\n".join(lines)
+
+    def status(self) -> int:
+        """Exit status."""
+        return 1 if any(map(_has_failed, self.outcomes)) else 3 if any(map(_is_only_cut_off, self.outcomes)) else 0
+
+
+def _has_failed(outcome: Outcome) -> bool:
+    return outcome.has_failed
+
+
+def _is_only_cut_off(outcome: Outcome) -> bool:
+    return outcome.is_cut_off and not outcome.has_failed
+
+
+def draw(options: argparse.Namespace) -> str:
+    """Figures of what was measured; return what is to be said of them."""
+    path = options.results / "results.csv"
+    if not path.exists():
+        return ""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "there is no matplotlib: no figures"
+    tables = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(tables):
+            plot.run(argparse.Namespace(csv=[path], out=options.results))
+    except Exception as error:
+        return f"figures: {in_one_line(error)}"
+    return tables.getvalue().rstrip()
+
+
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def run_parts(options: argparse.Namespace, report: Report) -> None:
-    total = sum(share for part, (_, share) in PARTS.items() if part in options.parts)
-    for part, (run, share) in PARTS.items():
-        if part in options.parts:
-            started = time.monotonic()
-            try:
-                run(options, report, started + options.seconds * share / total)
-            except Exception:
-                report.failed += 1
-                report.say(f"{part}: {traceback.format_exc()}")
-            report.say(f"{part}: {time.monotonic() - started:.0f} s")
-        options.verified = "correctness" in options.parts and part != "tests" and report.failed == 0
-
-
-def finish(report: Report) -> None:
-    """Figures, and the raw files in one."""
-    if (report.folder / "results.csv").exists():
-        try:
-            plot.run(argparse.Namespace(csv=[report.folder / "results.csv"], out=report.folder))
-        except Exception:
-            report.say(f"figures: {traceback.format_exc()}")
-    report.pack()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,19 +236,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not(options.device):
         print(reason)
         return 2
-    options.verified = False
     options.arch = configs.architecture(torch.device(options.device))
+    if options.here is not None:
+        options.raw = options.here
+        for part in options.parts:
+            run_here(part, options)
+        return 0
     signal.signal(signal.SIGTERM, interrupt)
-    report = Report(options)
-    interrupted = False
+    options.results.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        options.raw = Path(folder)
+        unpack(options.results, options.raw)
+        return finish(Run(options))
+
+
+def finish(run: Run) -> int:
+    """Run all parts, and whatever happens pack the files and say what there is."""
+    status = 0
     try:
-        run_parts(options, report)
+        run.run_all()
     except KeyboardInterrupt:
-        interrupted = True
-        report.say("interrupted")
-    finish(report)
-    report.say(f"{report.failed} failed; files in {report.folder}")
-    return 130 if interrupted else 1 if report.failed else 0
+        status = 130
+        run.say("interrupted")
+    for text in (draw(run.options), *pack(run.options.results, run.options.raw), run.summary()):
+        if text:
+            run.say(text)
+    run.say(f"files in {run.options.results}")
+    return status or run.status()
 
 
 if __name__ == "__main__":

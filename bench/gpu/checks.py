@@ -22,7 +22,8 @@ from triton_relattn.reference import reference_attention
 from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs
 
-from .report import Report, spread, synchronize
+from .report import Report, synchronize
+from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
 WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
@@ -48,7 +49,7 @@ class Case:
     kernel: str = ""
 
     def positions(self) -> RelativePositions | None:
-        """Of a table with a row for every visible pair, or with fewer."""
+        """Return the positions of a table with a row for every visible pair, or with fewer."""
         span = self.num_keys // 5
         if self.table == "full":
             farthest = self.num_keys - 1 - self.query_offset
@@ -82,7 +83,7 @@ class Case:
 
 
 def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
-    """What one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
+    """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
     tensors, spec = validation.resolve(*inputs[:4], **arguments)
     config = Call(tensors, spec).tile(case.kernel)
     out, lse, statistics = forward(tensors, spec)
@@ -193,15 +194,15 @@ def config_cases(tiny: bool) -> list[Case]:
 
 
 def check_cases(part: str, cases: Sequence[Case], options: argparse.Namespace, report: Report, deadline: float) -> None:
-    missing, failed = dict.fromkeys(cases), report.failed
+    done, failed = 0, report.outcome.failed
     for case, rows in spread(partial(run_case, device=options.device), cases, options.jobs, deadline):
-        missing.pop(case)
+        done += 1
+        if isinstance(rows, Lost):
+            rows = [{**asdict(case), "status": "lost", "message": rows.reason}]
         for row in rows:
             report.add(f"{part}.csv", {"part": part, **row})
-    if missing and time.monotonic() < deadline:  # a process died with its case
-        for case in missing:
-            report.add(f"{part}.csv", {"part": part, **asdict(case), "status": "lost"})
-    report.say(f"{part}: {len(cases) - len(missing)} of {len(cases)} cases, {report.failed - failed} rows failed")
+    report.left(len(cases) - done)
+    report.done(f"{done} of {len(cases)} cases, {report.outcome.failed - failed} rows failed")
 
 
 def correctness(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -236,7 +237,8 @@ def repeats(options: argparse.Namespace, report: Report, deadline: float) -> Non
         try:
             case = Case(table, causal, options.dtype, batch=batch, heads=heads, num_queries=length, num_keys=length)
             run, different = differences(case, options.device, batches[batch], deadline)
-            row |= {"value": run, "status": "FAILED" if different else "ok", "message": different[:500]}
+            status = "FAILED" if different else "ok" if run == batches[batch] else "cut off"
+            row |= {"value": run, "status": status, "message": different[:500]}
         except Exception as error:
             row |= {"status": "error", "message": in_one_line(error)}
         report.add("checks.csv", {**row, "direction": "forward+backward", "unit": "runs"})

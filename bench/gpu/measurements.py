@@ -3,84 +3,167 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bench import memory, speed, summary, timing, tune
-from bench.cases import CLIPPED, Case, choose
+from bench.cases import CLIPPED, DTYPES, Case, choose
 from bench.methods import METHODS, OURS
 from bench.processes import processes
 from bench.rows import Table, in_one_line
+from triton_relattn import testing
 from triton_relattn.kernels import configs
 
-from .report import Report, spread, synchronize
+from .checks import OURS as WITH_LSE
+from .checks import judge
+from .report import Report, synchronize
+from .workers import Lost, spread
 
-SECONDS_A_CASE, FIRST_CASES = 3.0, 4
+SECONDS_A_CASE = 3.0
 SLOW_TO_START = ("flex_attention", "disentangled_flash", "flashdeberta")
 OURS_ALONE = (OURS, "plain")
-PEAKS = (*OURS_ALONE, "gather", "dense_bias", "flex_attention")
+PEAKS = (*OURS_ALONE, "gather", "dense_bias")
 TINY = [Case(1, 1, 45, 16, True, dtype="fp16"), Case(1, 1, 60, 16, False, 9, dtype="fp16")]
+CHECKED_LENGTHS = (512, 500)  # of calls that stand for longer ones: divisible by 16, as Triton likes it, and not
 
 
-def _speed_cases() -> list[Case]:
+def speed_cases() -> list[Case]:
     """The most telling ones first."""
     long, speech = choose(["long"]), choose(["speech"])
     return [*long[:8], *speech[:4], *choose(["inkling"]), *long[8:16], *speech[4:], *choose(["deberta"]), *long[16:]]
 
 
 def _options(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """Those of the verbs. Numbers are verified if the part "correctness" has run before and nothing has failed."""
+    """Return the options of the verbs."""
     usual = {"methods": list(METHODS), "directions": list(timing.DIRECTIONS), "seconds": SECONDS_A_CASE}
-    usual |= {"no_verify": not options.verified, "memory_limit": 4 << 30} | ({"seconds": 0.0} if options.tiny else {})
+    usual |= {"no_verify": True, "memory_limit": 4 << 30} | ({"seconds": 0.0} if options.tiny else {})
     return argparse.Namespace(**{**vars(options), **usual, **changes})
 
 
-def _methods_for(case: Case, number: int) -> list[str]:
-    """All of them for the first cases and for those that others report; FlexAttention and the peers compile or search long."""
-    everyone = number < FIRST_CASES or case.group in ("inkling", "deberta")
-    return [name for name in METHODS if everyone or name not in SLOW_TO_START]
+def small(case: Case) -> Case:
+    """A short call of the same kind, which the same machine code serves."""
+    length = CHECKED_LENGTHS[case.length % 16 != 0]
+    return case.resized(min(case.length, length), batch=min(2, case.batch), group="")
 
 
-def _compile(item: tuple[Case, list[str]], device: str) -> str:
-    """Run a case in a process that times nothing: what is compiled is then in caches on disk. Returns what went wrong."""
-    case, methods = item
-    try:
-        for name in (*OURS_ALONE, "flex_attention"):
-            if name in methods and METHODS[name].why_not(case, device) is None:
-                inputs, d_out = case.inputs(device)
-                for step in timing.steps(METHODS[name].make(case), inputs, d_out, METHODS[name].has_table).values():
-                    step.run()
-        synchronize(device)
-    except Exception as error:
-        return in_one_line(error)
+@functools.cache
+def problems_of(case: Case, has_table: bool, device: str) -> str:
+    """Return what the error rule of the tests says of a call, forward and backward, normal and sharp; nothing if it holds."""
+    problems = []
+    arguments: dict[str, Any] = {"is_causal": case.is_causal, "enable_gqa": case.key_heads is not None}
+    arguments |= {"positions": case.positions} if has_table else {}
+    for sharp in (False, True):
+        inputs = testing.make_inputs(
+            *(case.batch, case.heads, case.length, case.length, case.head_dim),
+            num_rows=case.num_rows if has_table else None,
+            key_heads=case.key_heads,
+            rel_width=case.rel_dim if has_table else None,
+            dtype=DTYPES[case.dtype],
+            device=device,
+            seed=1,
+            sharp=sharp,
+        )
+        row = judge(testing.forward_backward(WITH_LSE, inputs, **arguments), inputs, arguments)
+        problems += [f"{'sharp: ' * sharp}{row['message']}"] if row["status"] != "ok" else []
+    return " | ".join(problems)
+
+
+def verified(case: Case, device: str) -> dict[str, str]:
+    """Return what is wrong with a case with the table, and without; nothing of what is right."""
+    found = {}
+    for name, has_table in ((OURS, True), ("plain", False)):
+        try:
+            found[name] = problems_of(small(case), has_table, device)
+        except Exception as error:
+            found[name] = in_one_line(error)
+    return {name: problem for name, problem in found.items() if problem}
+
+
+def _compile(case: Case, device: str) -> str:
+    """Run a case in a process that times nothing: what is compiled is then in caches on disk."""
+    for name in OURS_ALONE:
+        inputs, d_out = case.inputs(device)
+        for step in timing.steps(METHODS[name].make(case), inputs, d_out, METHODS[name].has_table).values():
+            step.run()
+    verified(case, device)
+    synchronize(device)
     return ""
+
+
+def measure_case(
+    item: tuple[Case, Sequence[str], dict[str, str]], options: argparse.Namespace
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return what is wrong with a case, and its rows, of which each says whether the case is right."""
+    case, methods, not_tried = item
+    wrong = verified(case, options.device)
+    rows = speed.measure(case, _options(options, methods=methods), not_tried)
+    ours = [name for name in OURS_ALONE if name in methods]
+    if OURS in ours:
+        rows += speed.measure(case, _options(options, methods=ours, directions=list(timing.PARTS)), {})
+    for row in rows:
+        is_wrong = row["method"] in wrong or (row["method"] not in OURS_ALONE and OURS in wrong)
+        row["verified"] = "no" if is_wrong else "yes"
+    return wrong, rows
+
+
+def _measure_cases(
+    part: str, every: Sequence[tuple[Case, Sequence[str]]], options: argparse.Namespace, report: Report, deadline: float
+) -> int:
+    """Rows of all cases until the deadline; how many there was time for."""
+    failures, done, first = speed.Failures(), 0, len(report.measured.rows)
+
+    def items() -> Iterator[tuple[Case, Sequence[str], dict[str, str]]]:
+        for case, methods in every:
+            yield case, methods, dict(failures.of(case))
+
+    measure = partial(measure_case, options=argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "raw"}))
+    for (case, methods, _), found in spread(measure, items(), min(1, options.jobs), deadline):
+        done += 1
+        if isinstance(found, Lost):
+            report.fail(f"{case}, {', '.join(methods)}: {found.reason}")
+            continue
+        wrong, rows = found
+        for name, problem in wrong.items():
+            row = {"part": part, "case": str(case), "variant": name, "status": "FAILED", "message": problem[:500]}
+            report.add("checks.csv", row)
+        failures.remember(case, rows)
+        for row in rows:
+            report.add_measured(row)
+    report.say(summary.speed([row for row in report.measured.rows[first:] if row["direction"] in timing.DIRECTIONS]))
+    return done
 
 
 def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """All methods in turn; of ours also parts of the backward, of which each of its kernels' share can be told."""
-    every = [(case, _methods_for(case, number)) for number, case in enumerate(TINY if options.tiny else _speed_cases())]
-    started, done = time.monotonic(), 0
+    methods = [name for name in METHODS if name not in SLOW_TO_START]
+    every = [(case, methods) for case in (TINY if options.tiny else speed_cases())]
     if options.jobs > 1:
-        for (case, _), problem in spread(partial(_compile, device=options.device), every, options.jobs, (started + deadline) / 2):
-            if problem:
-                report.say(f"  compiling for {case}: {problem}")
+        started = time.monotonic()
+        cases = [case for case, _ in every]
+        until = started + 0.4 * (deadline - started)
+        for case, problem in spread(partial(_compile, device=options.device), cases, options.jobs, until):
+            if isinstance(problem, Lost):
+                report.say(f"  compiling for {case}: {problem.reason}")
         report.say(f"speed: {time.monotonic() - started:.0f} s to compile")
-    failures = speed.Failures()
-    first = len(report.measured.rows)
-    for case, methods in every:
-        if time.monotonic() > deadline:
-            break
-        rows = speed.measure(case, _options(options, methods=methods), failures.of(case))
-        parts = speed.measure(case, _options(options, methods=OURS_ALONE, directions=list(timing.PARTS)), {})
-        failures.remember(case, rows)
-        for row in rows + parts:
-            report.add_measured(row)
-        done += 1
-    report.say(summary.speed([row for row in report.measured.rows[first:] if row["direction"] in timing.DIRECTIONS]))
-    report.say(f"speed: {done} of {len(every)} cases")
+    done = _measure_cases("speed", every, options, report, deadline)
+    report.left(not done)  # there are always more
+    report.done(f"{done} of {len(every)} cases")
+
+
+def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """FlexAttention and the peers: each case by itself, since it compiles long, takes gigabytes, and may end its process."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    cases = (
+        TINY[:1] if options.tiny else [*choose(["long"])[:4], *choose(["inkling"]), *choose(["deberta"]), *choose(["speech"])[:1]]
+    )
+    done = sum(_measure_cases("flex", [(case, SLOW_TO_START)], options, report, deadline) for case in cases)
+    report.left(not done)
+    report.done(f"{done} of {len(cases)} cases")
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -93,8 +176,11 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
             for direction in memory.DIRECTIONS:
                 if time.monotonic() < deadline:
                     row = memory.measure(case, method, direction, _options(options), failures[direction].of(case))
+                    row["verified"] = "no" if verified(case, options.device) else "yes"
                     failures[direction].remember(case, [row])
                     report.add_measured(row)
+                else:
+                    report.left(1)
     report.say(summary.memory(report.measured.rows[first:]))
 
 
@@ -111,6 +197,8 @@ def host(options: argparse.Namespace, report: Report, deadline: float) -> None:
                 row |= _host_time(steps[direction], number, times, options.device)
                 report.add("checks.csv", row)
                 report.say(f"host: {method} {direction}: {row.get('value', '-')} us a call")
+            else:
+                report.left(1)
 
 
 def _host_time(step: timing.Step, number: int, times: int, device: str) -> dict[str, str]:
@@ -140,10 +228,11 @@ def search(options: argparse.Namespace, report: Report, deadline: float) -> None
     of_search = _options(options, timed=timed, seconds=0.0 if options.tiny else 1.0, profile=profile)
     results = Table(tune.COLUMNS, report.stamp, report.raw / "tune.csv", append=True)
     tasks, done = tune.unknown(tune.tasks_of(every, configs.KERNELS, options.arch), of_search.profile), 0
-    with processes(options.jobs) as compile_all:
+    with processes(max(1, options.jobs)) as compile_all:
         for task in tasks:
             if time.monotonic() < deadline:
                 tune.tune(task, of_search, compile_all if options.device == "cuda" else _as_they_are, results)
-                done += 1
+                report.outcome.rows, done = report.outcome.rows + 1, done + 1
     report.say(tune.summary(results.rows))
-    report.say(f"tune: {done} of {len(tasks)} kernels")
+    report.left(bool(tasks) and not done)  # there are always more
+    report.done(f"{done} of {len(tasks)} kernels")

@@ -25,21 +25,23 @@ def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> N
     """Each tool in turn. Without compute-sanitizer, or where it cannot work, that is said and nothing has failed."""
     program = shutil.which("compute-sanitizer")
     if program is None:
-        report.say("sanitizer: there is no compute-sanitizer")
+        report.done("there is no compute-sanitizer")
         return
-    for tool in TOOLS:
+    for number, tool in enumerate(TOOLS):
         calls_of = [sys.executable, "-m", "bench.gpu.sanitizer", "--device", options.device]
         command = [program, "--tool", tool, "--error-exitcode", str(FOUND), *calls_of]
         row = {"part": "sanitizer", "case": tool, "unit": "calls"}
-        seconds = (deadline - time.monotonic()) / (len(TOOLS) - TOOLS.index(tool))
+        seconds = (deadline - time.monotonic()) / (len(TOOLS) - number)
+        began = time.monotonic()
         status, lines = report.run(f"{tool}.txt", command, seconds, **ALONE)
         calls = sum(line.startswith("call: ") for line in lines)
         summary = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "")
-        if status not in (0, FOUND) and calls == 0:
+        if status not in (None, 0, FOUND) and calls == 0:
             report.say(f"sanitizer: {tool} cannot work here: {summary}")
             continue
         passed = status == 0 and calls > 0
-        report.add("checks.csv", {**row, "value": calls, "status": "ok" if passed else "FAILED", "message": summary})
+        verdict = f"cut off after {time.monotonic() - began:.0f} s" if status is None else "ok" if passed else "FAILED"
+        report.add("checks.csv", {**row, "value": calls, "status": verdict, "message": summary})
         report.say(f"sanitizer: {tool}, {calls} calls: {summary}")
 
 

@@ -6,13 +6,13 @@ import argparse
 import csv
 import json
 import os
-import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ import pytest
 import torch
 
 from bench import timing, tune
+from bench.cases import choose
+from bench.gpu import __main__ as gpu
+from bench.gpu import measurements
 from bench.gpu.__main__ import PARTS, main
 from bench.gpu.measurements import TINY
-from bench.gpu.report import COLUMNS, PACKED, RESULTS
+from bench.gpu.report import COLUMNS, PACKED, RESULTS, Outcome, Report, outcome_of
+from bench.gpu.variants import Group
 from bench.rows import Table, read, stamp
 from triton_relattn.kernels import profiles
 from triton_relattn.kernels.configs import TileConfig
@@ -46,24 +50,28 @@ def unpacked(folder: Path) -> Path:
     return folder / "raw"
 
 
-def test_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = signal.getsignal(signal.SIGTERM)
-    arguments = ["--results", str(tmp_path), "--device", "cpu", "--tiny", "--reach", "1"]
+def here(folder: Path, *parts: str) -> dict[str, Outcome]:
+    """Run parts in this process; what became of them."""
+    (folder / "raw").mkdir(parents=True, exist_ok=True)
+    arguments = ["--results", str(folder), "--here", str(folder / "raw"), "--device", "cpu", "--tiny", "--reach", "1"]
+    assert main([*arguments, "--parts", ",".join(parts), "--seconds", "600"]) == 0
+    return {part: outcome_of(folder / "raw", part, 0, 1.0) for part in parts}
+
+
+def test_all_parts(tmp_path: Path) -> None:
     parts = [part for part in PARTS if part != "tests"]  # they need a GPU
-    try:
-        for some in (parts[:3], parts[3:]):  # in two runs: the second adds to the files
-            assert main([*arguments, "--parts", ",".join(some)]) == 0, capsys.readouterr().out
-    finally:
-        signal.signal(signal.SIGTERM, kept)
-    files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"log.txt", "results.csv", "speed.png", "memory.png", "profile.json", PACKED}
-    raw = unpacked(tmp_path)
-    assert {path.name for path in raw.iterdir()} == {*COLUMNS, "environment.json", "tune.csv"}
+    outcomes = here(tmp_path, *parts)
+    assert {part: outcome.status for part, outcome in outcomes.items() if outcome.status != "ok"} == {"sanitizer": "left out"}
+    raw = tmp_path / "raw"
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", "results.csv", "profile.json", "profile.json.lock"}
+    judged = {f"part-{part}.json" for part in parts}
+    assert {path.name for path in raw.iterdir()} == {*COLUMNS, *judged, "environment.json", "tune.csv"}
     assert json.loads((raw / "environment.json").read_text())["torch"] == torch.__version__
     rows = {name: rows_of(raw / name) for name in COLUMNS}
     assert all(row["status"] == "ok" for some in rows.values() for row in some)
 
-    correctness = rows["correctness.csv"]
+    correctness = [row for row in rows["correctness.csv"] if row["part"] == "correctness"]
+    assert [row["sharp"] for row in rows["correctness.csv"] if row["part"] == "smoke"] == ["False", "True"]
     assert {row["table"] for row in correctness} == {"full", "clamped", "zero", "none"}
     assert {row["dtype"] for row in correctness} == {"float16", "float32"}
     assert all(bool(row[name]) == (name != "d_rel_key" or row["table"] != "none") for row in correctness for name in RESULTS)
@@ -74,15 +82,108 @@ def test_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(float(row["value"]) > 0 for row in rows["checks.csv"])
 
     measured = read(tmp_path / "results.csv")
-    assert {row["verb"] for row in measured} == {"speed", "memory"}
+    assert {row["verb"] for row in measured} == {"speed", "memory", "kernels"}
     of_ours = {row["direction"] for row in measured if (row["verb"], row["method"]) == ("speed", "triton_relattn")}
     assert of_ours == {*timing.DIRECTIONS, *timing.PARTS}
-    assert {row["verified"] for row in measured} == {"no"}  # correctness was checked in another run
+    assert {row["verified"] for row in measured if row["verb"] != "kernels"} == {"yes"}
     assert all(row["p50_ms"] for row in measured if (row["verb"], row["status"]) == ("speed", "ok"))
+    flex = [row for row in measured if row["method"] == "flex_attention"]
+    assert flex and all(row["status"] == "does not apply: needs a GPU" for row in flex)
+
+    pytest.importorskip("matplotlib")
+    assert "| forward |" in gpu.draw(argparse.Namespace(results=tmp_path))
+    assert all((tmp_path / f"{verb}.png").read_bytes().startswith(b"\x89PNG") for verb in ("speed", "memory"))
+
+    alone = [row for row in measured if row["verb"] == "kernels"]
+    smoke = [(row["method"], row["direction"]) for row in alone[:7]]
+    of_backward = ["rows kernel", "columns kernel", "table kernel"]
+    assert smoke == [
+        *(("plain", direction) for direction in ["forward kernel", *of_backward[:2]]),
+        *(("triton_relattn", direction) for direction in ["forward kernel", *of_backward]),
+    ]
+    assert all(row["status"] == "ok" and float(row["p50_ms"]) > 0 for row in alone)
+    assert len({row["config"] for row in alone[7:]}) > 5  # variants
+    assert all(float(row["error"]) < 0.02 for row in alone[7:])
+
+
+def test_as_processes(tmp_path: Path) -> None:
+    """Parts in processes of their own, and workers in theirs; a second run adds to the files of the first."""
+    for parts, jobs in (("smoke,host", "2"), ("correctness,sanitizer", "1")):
+        command = [*COMMAND, "--results", str(tmp_path), "--parts", parts, "--jobs", jobs, "--seconds", "600"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = done.stdout.partition("== summary")[2]
+        assert "0 of 2 parts failed\n0 were cut off" in summary
+        assert all(part in summary for part in parts.split(","))
+    assert {path.name for path in tmp_path.iterdir()} == {"log.txt", "results.csv", PACKED}
+    raw = unpacked(tmp_path)
+    assert {path.name for path in raw.iterdir()} == {
+        *("correctness.csv", "checks.csv", "environment.json"),
+        *(f"part-{part}.json" for part in ("correctness", "sanitizer")),
+    }
+    assert {row["part"] for row in rows_of(raw / "checks.csv")} == {"host"}
+    assert len((tmp_path / "log.txt").read_text().split("== summary")) == 3
+
+
+def test_a_kernel_that_is_wrong_or_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the selected one: what differs from it has failed and is not timed, what does not fit has not failed."""
+    from bench.gpu import kernels
+
+    run = kernels.run_kernels
+
+    def changed(tensors: Any, spec: Any, d_out: Any, tiles: Any) -> Any:
+        if tiles.get("columns") == TileConfig(32, 32, 4, 1):
+            raise RuntimeError("out of resource: shared memory")
+        out, *gradients = run(tensors, spec, d_out, tiles)
+        wrong = tiles.get("columns") == TileConfig(16, 16, 4, 1)
+        return [out, *((1.1 * gradient if wrong else gradient) for gradient in gradients)]
+
+    monkeypatch.setattr(kernels, "run_kernels", changed)
+    tiles = tuple(TileConfig(size, size, 4, 1) for size in (64, 32, 16))
+    rows = kernels.measure_group(Group("columns", kernels.TINY, True, tiles), "cpu", 0.0)
+    assert [row["status"].partition(":")[0] for row in rows] == ["ok", "cannot run", "wrong"]
+    assert ["p50_ms" in row for row in rows] == [True, False, False]
+    monkeypatch.setattr(kernels, "groups", lambda _: [Group("columns", kernels.case_of(64, "full"), True, tiles)])
+    assert here(tmp_path, "variants")["variants"].status == "FAILED, 1 of 3"
+
+
+def test_only_one_kernel_runs() -> None:
+    from bench.gpu import kernels
+
+    inputs, d_out = kernels.TINY.inputs("cpu")
+    tensors, spec = kernels.TINY.resolved(inputs)
+    with kernels.recorded("columns") as launches:
+        kernels.run_kernels(tensors, spec, d_out, {"columns": TileConfig(32, 32, 4, 1)})
+    assert [(launch.name, launch.config.block_m) for launch in launches] == [("columns", 32)]
+
+
+@pytest.mark.parametrize("name", ["long", "inkling"])
+def test_a_case_is_verified_by_a_short_call(name: str) -> None:
+    """With grouped heads and a query of its own, too."""
+    case = next(case for case in choose([name]))
+    case = replace(measurements.small(case), length=48, heads=8 if case.key_heads else 1, dtype="fp16", head_dim=16, batch=1)
+    case = replace(case, key_heads=2 if case.key_heads else None, rows=case.rows and 20)
+    assert measurements.verified(case, "cpu") == {}
+
+
+def test_what_is_wrong_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By case, and by method: plain attention may be right where a table is not."""
+
+    def problems(case: Any, has_table: bool, device: str) -> str:
+        return "d_rel_key exceeds the budget" if has_table and case.rows else ""
+
+    monkeypatch.setattr(measurements, "problems_of", problems)
+    outcome = here(tmp_path, "speed")["speed"]
+    assert outcome.failed == 1 and "d_rel_key exceeds the budget" in outcome.errors[0]
+    rows = [row for row in read(tmp_path / "results.csv") if row["direction"] == "forward"]
+    found = {(row["table"], row["method"]): row["verified"] for row in rows}
+    assert found["clamp 9", "triton_relattn"] == "no" and found["clamp 9", "plain"] == "yes"
+    assert found["full", "triton_relattn"] == "yes"
 
 
 def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several configurations the fastest right one goes into the profile; a wrong one does not, however fast it is."""
+    """The fastest right one of several configurations goes into the profile; a wrong one does not, however fast it is."""
     task = tune.Task(TINY[0], True, "forward", "sm_90")
     tiles = [TileConfig(64, 64, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(64, 32, 4, 1)]
     milliseconds = dict(zip(tiles, (10.0, 5.0, 3.0, 9.9), strict=True))
@@ -128,16 +229,27 @@ def test_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     case = checks.Case("none", False, "float16", num_queries=5, num_keys=5)
     monkeypatch.setattr(checks, "correctness_cases", lambda tiny: [case])
-    monkeypatch.setattr(checks, "OURS", wrong)
-    arguments = ["--results", str(tmp_path), "--device", "cpu", "--tiny", "--parts", "correctness"]
-    assert main(arguments) == 1
-    monkeypatch.setattr(checks, "OURS", broken)
-    assert main(arguments) == 1
-    rows = rows_of(unpacked(tmp_path) / "correctness.csv")
+    for function, status in ((wrong, "FAILED, 2 of 2"), (broken, "FAILED, 2 of 2")):
+        monkeypatch.setattr(checks, "OURS", function)
+        assert here(tmp_path, "correctness")["correctness"].status == status
+    rows = rows_of(tmp_path / "raw" / "correctness.csv")
     assert [row["status"] for row in rows] == ["FAILED", "FAILED", "error", "error"]
     assert "exceeds the budget" in rows[0]["message"]
     assert rows[2]["message"] == "RuntimeError: out of resource: shared memory"
-    assert "2 failed" in capsys.readouterr().out
+    assert "failed: part=correctness" in capsys.readouterr().out
+
+
+def test_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items that there is no time for are counted: the part is cut off."""
+    monkeypatch.setattr(gpu.time, "monotonic", lambda monotonic=gpu.time.monotonic: monotonic() + 1e6)
+    options = argparse.Namespace(results=tmp_path, raw=tmp_path, device="cpu", arch="interpreter", jobs=0, tiny=True)
+    options = argparse.Namespace(**vars(options), seconds=1.0, reach=1, dtype="float16", parts=[])
+    for part in ("correctness", "configs", "variants", "host", "memory", "speed", "tune"):
+        report = Report(options, part)
+        PARTS[part][0](options, report, gpu.time.monotonic() - 1.0)
+        report.done(report.outcome.note)
+        outcome = outcome_of(tmp_path, part, 0, 1.0)
+        assert outcome.status == "cut off after 1 s", part
 
 
 SANITIZER = """#!/bin/sh
@@ -156,23 +268,37 @@ shift 4
 def test_sanitizer(
     broken: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a tool finds is a failure, that it cannot work here is none; without one the part is left out."""
+    """Findings of a tool are failures, that it cannot work here is none; without one the part is left out."""
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
     program.write_text(SANITIZER.format(broken=broken, finding=finding))
     program.chmod(0o755)
-    arguments = ["--results", str(tmp_path / "results"), "--device", "cpu", "--tiny", "--parts", "sanitizer"]
-    assert main(arguments) == 0
-    assert "there is no compute-sanitizer" in capsys.readouterr().out
+    outcome = here(tmp_path / "results", "sanitizer")["sanitizer"]
+    assert (outcome.status, outcome.note) == ("left out", "there is no compute-sanitizer")
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    assert main(arguments) == 1
-    rows = {row["case"]: row for row in rows_of(unpacked(tmp_path / "results") / "checks.csv")}
+    assert here(tmp_path / "results", "sanitizer")["sanitizer"].failed == 1
+    rows = {row["case"]: row for row in rows_of(tmp_path / "results" / "raw" / "checks.csv")}
     assert (rows[finding]["status"], rows[finding]["value"]) == ("FAILED", "1") and "2 errors" in rows[finding]["message"]
     if broken == "racecheck":
         assert "racecheck cannot work here: ========= Error: device not supported" in capsys.readouterr().out
         assert set(rows) == {finding}
     else:
         assert (rows["memcheck"]["status"], rows["memcheck"]["value"]) == ("ok", "6")
+
+
+def test_a_slow_sanitizer_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither before its first call nor after it; nor has it passed."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text('#!/bin/sh\n[ "$2" = memcheck ] || echo "call: one: ok"\nexec sleep 600\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "raw").mkdir()
+    arguments = ["--results", str(tmp_path), "--here", str(tmp_path / "raw"), "--device", "cpu", "--tiny"]
+    assert main([*arguments, "--parts", "sanitizer", "--seconds", "4"]) == 0
+    outcome = outcome_of(tmp_path / "raw", "sanitizer", 0, 4.0)
+    assert outcome.failed == 0 and outcome.cut_off == 2 and outcome.status == "cut off after 4 s"
+    rows = rows_of(tmp_path / "raw" / "checks.csv")
+    assert [(row["status"].startswith("cut off after"), row["value"]) for row in rows] == [(True, "0"), (True, "1")]
 
 
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,22 +309,24 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_interrupted_with_several_processes(tmp_path: Path) -> None:
-    """What was done is kept, and the end is said."""
+    """Rows that there are stay, and the end is said."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*COMMAND, "--results", str(tmp_path), "--jobs", "2", "--parts", "correctness,configs"]
+    command = [*COMMAND, "--results", str(tmp_path), "--jobs", "1", "--parts", "variants,configs", "--seconds", "600"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "raw" / "correctness.csv").exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "results.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert "interrupted\n0 failed" in output
-    assert all(row["status"] == "ok" for row in rows_of(unpacked(tmp_path) / "correctness.csv"))
+    assert "interrupted\n" in output and "0 of 1 parts failed" in output
+    rows = read(tmp_path / "results.csv")
+    assert rows and all(row["status"] == "ok" for row in rows)
+    assert (unpacked(tmp_path) / "part-variants.json").exists()
 
 
 def test_parts_are_known(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--results", str(tmp_path), "--parts", "correctness,nonsense"])
-    assert list(PARTS) == ["tests", "correctness", "configs", "sanitizer", "repeats", "speed", "memory", "host", "tune"]
-    assert sum(share for _, share in PARTS.values()) == pytest.approx(1)
+    first = ["smoke", "variants", "correctness", "speed"]
+    assert list(PARTS) == [*first, "tests", "configs", "memory", "flex", "host", "repeats", "sanitizer", "tune"]

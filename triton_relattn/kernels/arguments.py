@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -81,8 +82,11 @@ def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple
 
 def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
     """The call with its operands of matrix products aligned."""
-    named = {name: getattr(tensors, name) for name in ("query", "key", "value", "rel_query", "rel_key", "rel_value")}
-    return tensors._replace(**{name: aligned(tensor) for name, tensor in named.items() if tensor is not None})
+    operands = tensors[:6]  # query to rel_value
+    moved = [None if tensor is None else aligned(tensor) for tensor in operands]
+    if all(new is old for new, old in zip(moved, operands, strict=True)):
+        return tensors
+    return AttentionTensors(*moved, *tensors[6:])  # type: ignore[arg-type]
 
 
 def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]] | None:
@@ -102,6 +106,76 @@ def cdiv(length: int, block: int) -> int:
     return -(-length // block)
 
 
+class Fixed(NamedTuple):
+    """The arguments that all calls with the same sizes, dtypes and scalars share; see fixed."""
+
+    outside: str | None
+    kind: configs.Kind
+    widths: dict[str, int]
+    keep_scale: float
+    window: tuple[int | None, int | None]
+    largest_dropped: int
+    scaling: Scaling
+    arguments: dict[str, Any]  # of the kernels, those that need no tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def fixed(
+    spec: AttentionSpec,
+    arch: str,
+    dtype: torch.dtype,
+    input_precision: str,
+    heads: tuple[int, int],
+    widths: tuple[int, int, int],
+    terms: tuple[bool, bool, bool, bool],
+    offset_is_known: bool,
+) -> Fixed:
+    """Put together what a call passes to its kernels, whatever its tensors hold: once for all calls that are alike.
+
+    Args:
+        heads: of queries and keys.
+        widths: of queries, values and what rel_key is multiplied with.
+        terms: whether there are rel_query, rel_key, rel_value and rel_bias.
+    """
+    (num_heads, key_heads), (head_dim, value_dim, rel_dim) = heads, widths
+    has_rel_query, has_rel_key, has_rel_value, has_rel_bias = terms
+    outside = spec.outside(offset_is_known) if has_rel_key or has_rel_value or has_rel_bias else None
+    special = None
+    if has_rel_value:
+        special = "rel_value"
+    elif has_rel_query:
+        narrow = configs.padded_width(rel_dim) < configs.padded_width(head_dim)
+        special = "narrow rel_query" if narrow else "rel_query"
+    elif has_rel_bias:
+        special = "rel_key and rel_bias" if has_rel_key else "rel_bias"
+    # Scores are logits divided by it: 0 would not do, and this leaves nothing of q.k beside the other terms.
+    scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
+    rel_scale = spec.rel_scale / scale
+    named = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "REL_DIM": rel_dim}
+    return Fixed(
+        outside,
+        configs.Kind(arch, dtype, max(widths), outside, spec.window_right >= 0, special),
+        named,
+        keep_scale(spec.dropout_p),
+        (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right),
+        largest_dropped(spec.dropout_p),
+        Scaling(scale / math.log(2), None if not has_rel_key or rel_scale == 1 else rel_scale, 1 / scale, spec.softcap),
+        {
+            "first": spec.first,
+            "last": spec.last,
+            "num_heads": num_heads,
+            "GROUP": num_heads // max(key_heads, 1),
+            **named,
+            "BLOCK_D": configs.padded_width(head_dim),
+            "BLOCK_DV": configs.padded_width(value_dim),
+            "BLOCK_DR": configs.padded_width(rel_dim),
+            "OUTSIDE": outside,
+            "ROUND_TERMS": configs.rounds_terms(arch, dtype),
+            "INPUT_PRECISION": input_precision,
+        },
+    )
+
+
 class Call:
     """One call as the launchers see it: its sizes, and the arguments that all kernels share."""
 
@@ -118,33 +192,27 @@ class Call:
         self.num_sequences = tensors.num_sequences
         self.arch = arch or configs.architecture(query.device)
         self.selected: dict[str, Place] = {}  # by kernel: what tile has chosen itself
-        self.outside = spec.outside(tensors.query_offsets is None) if tensors.has_table else None
-        rel_query = query if tensors.rel_query is None else tensors.rel_query
-        self.widths = {"HEAD_DIM": query.shape[-1], "VALUE_DIM": value.shape[-1], "REL_DIM": rel_query.shape[-1]}
+        rel_query, rel_bias = query if tensors.rel_query is None else tensors.rel_query, tensors.rel_bias
         self.rel_query = rel_query
-        rel_bias = tensors.rel_bias
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
         self.tables = (per_head(tensors.rel_key, 2), per_head(tensors.rel_value, 2), per_head(rel_bias, 1))
-        special = None
-        if tensors.rel_value is not None:
-            special = "rel_value"
-        elif tensors.rel_query is not None:
-            narrow = configs.padded_width(rel_query.shape[-1]) < configs.padded_width(query.shape[-1])
-            special = "narrow rel_query" if narrow else "rel_query"
-        elif rel_bias is not None:
-            special = "rel_bias" if tensors.rel_key is None else "rel_key and rel_bias"
-        widest = max(self.widths.values())
-        self.kind = configs.Kind(self.arch, query.dtype, widest, self.outside, spec.window_right >= 0, special)
+        of_call = fixed(
+            spec,
+            self.arch,
+            query.dtype,
+            configs.input_precision(query.dtype, self.arch),
+            (self.heads, self.key_heads),
+            (query.shape[-1], value.shape[-1], rel_query.shape[-1]),
+            tuple(tensor is not None for tensor in (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias)),  # type: ignore[arg-type]
+            tensors.query_offsets is None,
+        )
+        self.outside, self.kind, self.widths, self.keep_scale = of_call[:4]
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
         self.attn_mask = mask
-        # Scores are logits divided by it: 0 would not do, and this leaves nothing of q.k beside the other terms.
-        scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
-        rel_scale = spec.rel_scale / scale
-        self.keep_scale = keep_scale(spec.dropout_p)
         addressed = (query, key, value, tensors.rel_query, *others)
         wide_index = any(configs.needs_wide_index(tensor) for tensor in addressed if tensor is not None)
         for table in (tensors.rel_key, tensors.rel_value):
@@ -157,27 +225,12 @@ class Call:
                 spec.query_offset,
                 *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
             ),
-            "window": tuple(None if size < 0 else size for size in (spec.window_left, spec.window_right)),
+            "window": of_call.window,
             "dropout": None
             if tensors.dropout_seed is None
-            else Dropout(tensors.dropout_seed, largest_dropped(spec.dropout_p), self.keep_scale),
-            "scaling": Scaling(
-                scale / math.log(2),
-                None if tensors.rel_key is None or rel_scale == 1 else rel_scale,
-                1 / scale,
-                spec.softcap,
-            ),
-            "first": spec.first,
-            "last": spec.last,
-            "num_heads": self.heads,
-            "GROUP": self.heads // max(self.key_heads, 1),
-            **self.widths,
-            "BLOCK_D": configs.padded_width(query.shape[-1]),
-            "BLOCK_DV": configs.padded_width(value.shape[-1]),
-            "BLOCK_DR": configs.padded_width(rel_query.shape[-1]),
-            "OUTSIDE": self.outside,
-            "ROUND_TERMS": configs.rounds_terms(self.arch, query.dtype),
-            "INPUT_PRECISION": configs.input_precision(query.dtype, self.arch),
+            else Dropout(tensors.dropout_seed, of_call.largest_dropped, self.keep_scale),
+            "scaling": of_call.scaling,
+            **of_call.arguments,
             "WIDE_INDEX": wide_index,
         }
 

@@ -1,4 +1,4 @@
-"""The faults: in kernels, their launchers, the blockwise path, what all share, what is around it, models, the model of cycles."""
+"""The faults: in kernels, their launchers, the blockwise path, what all share, what is around it, models, bench."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ..fault import Fault
 from .blockwise import OF_BLOCKWISE
 from .cycles import OF_CYCLES
 from .everywhere import OF_ALL
+from .gpu import OF_GPU
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
 from .models import OF_MODELS
@@ -25,5 +26,6 @@ FAULTS: tuple[Fault, ...] = (
     *OF_ALL,
     *OF_USE,
     *OF_CYCLES,
+    *OF_GPU,
     *OF_MODELS,
 )

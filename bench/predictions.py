@@ -1,0 +1,225 @@
+"""Predictions of every time that ``make gpu`` measures of our kernels, by the model of cycles: bench/predictions.csv.
+
+A row has the milliseconds and TFLOP/s of a kernel or call on an H100, the configurations, and the version of Triton that has
+compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import math
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+
+from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Call, cdiv
+from triton_relattn.kernels.configs import TileConfig
+
+from . import timing
+from .cases import CLIPPED, Case
+from .compiled import compiled
+from .configurations import OF_DIRECTION, shown
+from .cycles.machine import MACHINES
+from .cycles.predict import SCORES, Prediction, near_share, predict
+from .methods import OURS
+from .options import add_jobs
+from .processes import processes
+from .rows import ROOT, in_one_line, progress, read
+
+TARGET = "sm_90"
+PATH = ROOT / "bench" / "predictions.csv"
+KEYS = ("verb", "case", "method", "direction", "config")
+COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "target", "triton")
+"""cycles: for 64 x 64 scores, near and beyond a bounded table, of all kernels together. tflops: as FlashAttention counts."""
+REPRESENTATIVE = Case(4, 32, 4096, 64)
+"""Sizes of calls whose machine code stands for that of all sizes."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a call, with a configuration."""
+
+    name: str
+    case: Case
+    has_table: bool
+    config: TileConfig
+
+    @property
+    def representative(self) -> Kernel:
+        """One that has the same machine code, or almost, and is compiled in its stead."""
+        case = replace(self.case, batch=REPRESENTATIVE.batch, length=REPRESENTATIVE.length, group="")
+        if case.key_heads is None:
+            case = replace(case, heads=REPRESENTATIVE.heads)
+        if not self.has_table:
+            case = replace(case, rows=None, rel_dim=None, outside="clamp")
+        elif case.rows is not None and case.outside == "clamp":
+            case = replace(case, rows=CLIPPED)
+        return replace(self, case=case)
+
+    def __str__(self) -> str:
+        return f"{self.name} {shown(self.config)}, {self.case}{', plain' * (not self.has_table)}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A time that ``make gpu`` measures, and the kernels that it is of."""
+
+    verb: str
+    case: Case
+    has_table: bool
+    direction: str
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        config = ", ".join(f"{kernel.name} {shown(kernel.config)}" for kernel in self.kernels)
+        return self.verb, str(self.case), OURS if self.has_table else "plain", self.direction, config
+
+
+def default_kernels(case: Case, has_table: bool, direction: str) -> tuple[Kernel, ...]:
+    """The kernels of a direction of a call, first to last, with their default configurations."""
+    kind = Call(*case.resolved(case.empty(), has_table), arch=TARGET).kind
+    names = [name for name in OF_DIRECTION[direction] if name != "table" or has_table]
+    return tuple(Kernel(name, case, has_table, configs.select(name, *kind)) for name in names)
+
+
+def wanted() -> Iterator[Wanted]:
+    """All of it, in the order in which it is measured."""
+    from .gpu import measurements, variants
+
+    for head_dim in (64, 128):
+        for has_table in (False, True):
+            case = variants.case_of(head_dim, "full")
+            for kernel in default_kernels(case, has_table, "forward+backward"):
+                yield Wanted("kernels", case, has_table, f"{kernel.name} kernel", (kernel,))
+    for group in variants.groups(TARGET):
+        for tile in group.tiles:
+            kernel = Kernel(group.kernel, group.case, group.has_table, tile)
+            yield Wanted("kernels", group.case, group.has_table, f"{group.kernel} kernel", (kernel,))
+    for case in measurements.speed_cases():
+        for has_table in (True, False):
+            for direction in (*timing.DIRECTIONS, *timing.PARTS):
+                yield Wanted("speed", case, has_table, direction, default_kernels(case, has_table, direction))
+
+
+def cycles_of(kernel: Kernel) -> tuple[Prediction | None, str]:
+    """Return what the model says of a kernel, or why it says nothing."""
+    try:
+        call = kernel.case.resolved(kernel.case.empty(), kernel.has_table)
+        code = compiled(kernel.name, TARGET, *call, kernel.config)
+        return predict(code, kernel.config.block_m, kernel.config.block_n), ""
+    except Exception as error:
+        return None, in_one_line(error)
+
+
+def seconds_of(kernel: Kernel, found: Prediction) -> float:
+    """How long a kernel takes: the tiles that it visits, and multiprocessors that wait for the last one of them.
+
+    Nothing else is in it: no launch, nothing before or after the loops.
+    """
+    case, machine, config = kernel.case, MACHINES[TARGET], kernel.config
+    length, heads = case.length, case.batch * case.heads
+    near = 1.0
+    if kernel.has_table and case.rows is not None:
+        last = min(case.positions.last, 0) if case.is_causal else case.positions.last
+        keys = length // 2 if case.is_causal else length
+        near = near_share(case.positions.first, last, keys, config.block_m, config.block_n)
+    if case.is_causal:
+        scores = length * (length + max(config.block_m, config.block_n)) / 2
+        uneven = 1.0
+    else:
+        rows, columns = cdiv(length, config.block_m), cdiv(length, config.block_n)
+        scores = rows * config.block_m * columns * config.block_n
+        programs = heads * (columns if kernel.name == "columns" else rows) / machine.multiprocessors
+        uneven = 1.0 if kernel.name == "table" else math.ceil(programs) / programs
+    cycles = near * found.cycles if kernel.name == "table" else found.mean_cycles(near)
+    return float(heads * scores / SCORES * cycles * uneven / machine.cycles_per_second)
+
+
+def row_of(what: Wanted, known: Mapping[Kernel, Prediction]) -> dict[str, Any] | None:
+    """Columns of the file; None if one of the kernels is not known."""
+    found = [known.get(kernel.representative) for kernel in what.kernels]
+    predictions = [prediction for prediction in found if prediction is not None]
+    if len(predictions) < len(found):
+        return None
+    seconds = sum(seconds_of(kernel, each) for kernel, each in zip(what.kernels, predictions, strict=True))
+    far = [each.far_cycles for each in predictions if each.far_cycles is not None]  # the table kernel does not go there
+    direction = "forward" if what.direction == "forward kernel" else what.direction
+    is_whole = direction in timing.DIRECTIONS
+    row = dict(zip(KEYS, what.key, strict=True)) | {
+        "cycles": round(sum(each.cycles for each in predictions)),
+        "far_cycles": round(sum(far)) if far else None,
+        "predicted_ms": f"{1e3 * seconds:.4g}",
+        "tflops": f"{what.case.flops(direction, what.has_table)[0] / seconds / 1e12:.4g}" if is_whole else None,
+    }
+    return {**row, "target": TARGET, "triton": triton.__version__}
+
+
+@functools.cache
+def _known() -> dict[tuple[str, ...], float]:
+    """The milliseconds of the file, by KEYS."""
+    rows = read(PATH) if PATH.exists() else []
+    return {tuple(row[name] for name in KEYS): float(row["predicted_ms"]) for row in rows}
+
+
+def beside(row: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    """The columns predicted_ms and measured_by_predicted of a row that was measured; none without a prediction of just that."""
+    milliseconds = _known().get(tuple(str(row.get(name)) for name in KEYS)) if arch == TARGET else None
+    if milliseconds is None:
+        return {}
+    measured = row.get("p50_ms")
+    return {"predicted_ms": milliseconds} | ({"measured_by_predicted": measured / milliseconds} if measured else {})
+
+
+def largest_deviations(rows: Iterable[Mapping[str, str]], count: int = 12) -> list[str]:
+    """Lines: how far the model is off in the middle, and where most."""
+    found = [(float(row["measured_by_predicted"]), row) for row in rows if row.get("measured_by_predicted")]
+    if not found:
+        return []
+    lines = ["measured / predicted, median of each kernel and direction:"]
+    for what in dict.fromkeys((row["method"], row["direction"]) for _, row in found):
+        ratios = [ratio for ratio, row in found if (row["method"], row["direction"]) == what]
+        lines.append(f"    {', '.join(what)}: x{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    lines.append("furthest off:")
+    for ratio, row in sorted(found, key=lambda each: -abs(math.log(each[0])))[:count]:
+        times = f"{float(row['p50_ms']):.3f} ms, predicted {float(row['predicted_ms']):.3f} (x{ratio:.2f})"
+        lines.append(f"    {row['direction']}, {row['method']}, {row['case']}: {times}; {row['config']}")
+    return lines
+
+
+def write(rows: Sequence[Mapping[str, Any]]) -> None:
+    with PATH.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_jobs(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if the model knows all kernels, 1 if one does not compile, 2 if none can be compiled."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+        return 2
+    every = {what.key: what for what in wanted()}
+    kernels = list(dict.fromkeys(kernel.representative for what in every.values() for kernel in what.kernels))
+    known: dict[Kernel, Prediction] = {}
+    with processes(options.jobs) as map_all:
+        for kernel, (found, problem) in zip(progress(kernels, str), map_all(cycles_of, kernels), strict=True):
+            if found is None:
+                print(f"{kernel}: {problem}")
+            else:
+                known[kernel] = found
+    rows = [row for row in (row_of(what, known) for what in every.values()) if row is not None]
+    write(rows)
+    print(f"{len(rows)} of {len(every)} rows, {len(known)} of {len(kernels)} kernels: {PATH.relative_to(ROOT)}")
+    return int(len(rows) < len(every))

@@ -1,0 +1,114 @@
+"""bench/predictions.csv: it is of the tiles that are selected now, and stands beside what is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench import predictions
+from bench.cases import CLIPPED, Case
+from bench.cycles.machine import MACHINES
+from bench.cycles.predict import Prediction
+from bench.methods import OURS
+from bench.predictions import KEYS, PATH, Kernel, Wanted, beside, largest_deviations, row_of, seconds_of, wanted
+from bench.rows import read
+from triton_relattn.kernels.configs import TileConfig
+
+MAKE = "the file is old: python -m bench predictions"
+
+
+def test_the_file_is_of_the_tiles_that_are_selected() -> None:
+    """Every time that is measured has a row with its present configurations, and no row is left over."""
+    rows = {tuple(row[name] for name in KEYS): row for row in read(PATH)}
+    expected = list(dict.fromkeys(what.key for what in wanted()))
+    assert [key for key in expected if key not in rows] == [], MAKE
+    assert [key for key in rows if key not in set(expected)] == [], MAKE
+    for row in rows.values():
+        assert float(row["predicted_ms"]) > 0 and row["target"] == "sm_90" and row["triton"], MAKE
+    verbs = {row["verb"] for row in rows.values()}
+    assert verbs == {"kernels", "speed"}
+
+
+def test_speeds_are_those_of_a_gpu() -> None:
+    """No faster than an H100 can be, and not absurdly slow; a table costs time, half of the scores take less."""
+    found = {tuple(row[name] for name in KEYS[:4]): float(row["tflops"] or 0) for row in read(PATH)}
+    speeds = {key: value for key, value in found.items() if value}
+    assert all(10 < value < 800 for value in speeds.values()), speeds
+    for causal in ("", " causal"):
+        name = f"b4 h32 n4096 d64 full{causal} bf16"
+        assert found["speed", name, OURS, "forward"] < found["speed", name, "plain", "forward"]
+
+
+def loop(cycles: float) -> Any:
+    class Loop:
+        pass
+
+    found = Loop()
+    found.cycles = cycles  # type: ignore[attr-defined]
+    return found
+
+
+def prediction(*cycles: float) -> Prediction:
+    return Prediction(MACHINES["sm_90"], 2, tuple(map(loop, cycles)), 2, 2)
+
+
+TILE = TileConfig(64, 64, 4, 2)
+FULL, CLIPPED_CASE = Case(4, 33, 4096, 64), Case(4, 33, 4096, 64, rows=CLIPPED)  # so that all multiprocessors have as much
+
+
+def test_seconds() -> None:
+    """Scores times cycles over cycles a second; the share near the diagonal; half if causal; the last wave."""
+    a_second = MACHINES["sm_90"].cycles_per_second
+    blocks = 4 * 33 * 64**2
+    assert seconds_of(Kernel("forward", FULL, True, TILE), prediction(1000)) == pytest.approx(blocks * 1000 / a_second)
+    near = (128 + 128) / 4096
+    kernel = Kernel("forward", CLIPPED_CASE, True, TILE)
+    assert seconds_of(kernel, prediction(1000, 500)) == pytest.approx(blocks * (1000 * near + 500 * (1 - near)) / a_second)
+    table = Kernel("table", CLIPPED_CASE, True, TILE)
+    assert seconds_of(table, prediction(1000)) == pytest.approx(blocks * 1000 * near / a_second)
+    causal = Kernel("forward", Case(4, 33, 4096, 64, True), True, TILE)
+    assert seconds_of(causal, prediction(1000)) == pytest.approx(blocks * 1000 / 2 * (4096 + 64) / 4096 / a_second)
+    one = Kernel("forward", Case(1, 1, 64, 64), True, TILE)  # a single program, and 131 multiprocessors that wait for it
+    assert seconds_of(one, prediction(1000)) == pytest.approx(1000 * 132 / a_second)
+    padded = Kernel("forward", Case(132, 1, 65, 64), True, TILE)
+    assert seconds_of(padded, prediction(1000)) == pytest.approx(132 * 4 * 1000 / a_second)
+
+
+def test_rows() -> None:
+    """The sum of the kernels; none if one of them is not known."""
+    kernels = tuple(Kernel(name, FULL, True, TILE) for name in ("rows", "columns", "table"))
+    known = {kernel.representative: prediction(1000) for kernel in kernels}
+    what = Wanted("speed", FULL, True, "backward", kernels)
+    row = row_of(what, known)
+    assert row is not None and row["cycles"] == 3000 and row["far_cycles"] is None
+    milliseconds = 3 * 4 * 33 * 64**2 * 1000 / MACHINES["sm_90"].cycles_per_second * 1e3
+    assert float(row["predicted_ms"]) == pytest.approx(milliseconds, rel=1e-3)
+    assert float(row["tflops"]) == pytest.approx(FULL.flops("backward", True)[0] / milliseconds / 1e9, rel=1e-3)
+    assert row_of(what, {kernels[0].representative: prediction(1000)}) is None
+    bounded = Kernel("forward", Case(32, 8, 500, 64, rows=511), True, TILE).representative
+    assert bounded.case == Case(4, 32, 4096, 64, rows=CLIPPED) == Kernel("forward", CLIPPED_CASE, True, TILE).representative.case
+
+
+def test_beside_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where case, direction and configurations are the same, on that GPU."""
+    row = {"verb": "speed", "case": "a case", "method": OURS, "direction": "forward", "config": "forward 64x64", "p50_ms": 3.0}
+    monkeypatch.setattr(predictions, "_known", lambda: {tuple(str(row[name]) for name in KEYS): 2.0})
+    assert beside(row, "sm_90") == {"predicted_ms": 2.0, "measured_by_predicted": 1.5}
+    assert beside(row, "sm_80") == {} == beside({**row, "config": "forward 32x32"}, "sm_90")
+    assert beside({**row, "p50_ms": None}, "sm_90") == {"predicted_ms": 2.0}
+
+
+def test_deviations() -> None:
+    """The largest first, whatever its direction."""
+
+    def measured(case: str, ratio: str) -> dict[str, str]:
+        times = {"p50_ms": "3.0", "predicted_ms": "2.0", "measured_by_predicted": ratio}
+        return {"case": case, "method": OURS, "direction": "forward", "config": "forward 64x64", **times}
+
+    lines = largest_deviations([measured("near", "1.1"), measured("fast", "0.2"), measured("slow", "3"), measured("none", "")])
+    assert lines[1] == f"    {OURS}, forward: x1.10 (0.20 to 3.00)"
+    assert [line.split(", ")[2].split(":")[0] for line in lines[3:]] == ["fast", "slow", "near"]
+    assert largest_deviations([measured("none", "")]) == []
