@@ -76,7 +76,7 @@ def test_cost_of_the_relative_term() -> None:
     assert plain_columns < columns <= 1.9 * plain_columns
     assert plain_rows + plain_columns < rows + columns + table <= 5 * (plain_rows + plain_columns)
     assert per_score("rows", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
-    assert per_score("columns", "sm_90", 64, "clamp")[1] <= 1.15 * plain_columns
+    assert per_score("columns", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # prefetches, as that does not
 
 
 def products(kernel: str, target: str, table: str) -> float:

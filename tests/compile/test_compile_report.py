@@ -15,7 +15,7 @@ from bench.rows import STAMP, read
 COLUMNS = (
     "kernel,target,dtype,head_dim,rel_dim,features,block_m,block_n,num_warps,num_stages,registers,spill_bytes,shared_bytes,fits,"
     "loop_instructions,plain_loop_instructions,loop_ratio,matrix_instructions,shuffles,programs,cycles,far_cycles,wgmma_products,"
-    "wgmma_groups,limit,carry,rotation,status"
+    "wgmma_groups,limit,carry,rotation,max_registers,status"
 ).split(",")
 
 
