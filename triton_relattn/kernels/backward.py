@@ -8,9 +8,10 @@ import torch
 
 from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from . import configs
+from . import configs, workspace
 from .arguments import LAUNCH_OPTIONS, Call, aligned, cdiv, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_columns import columns_kernel
+from .bwd_diagonals import diagonals_kernel
 from .bwd_rows import rows_kernel
 from .bwd_table import table_ends_kernel, table_kernel
 from .fitting import until_it_fits
@@ -86,7 +87,7 @@ def _backward(
     columns_gradients = [gradients[name] for name in ("key", "value")]
     wants_tables = [name for name in ("rel_key", "rel_value", "rel_bias") if gradients[name] is not None]
     call = Call(tensors, spec, (out, d_out, *rows_gradients, *columns_gradients))
-    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("rows", "columns", "table")}
+    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("rows", "columns", "table", "diagonals")}
     inputs = [
         *map(strided, (query, key, value, tensors.rel_query)),
         *call.tables,
@@ -121,13 +122,23 @@ def _backward(
             run_rows(None, *rows_gradients)
         else:
             run_rows(out, *rows_gradients)
-    if any(gradient is not None for gradient in columns_gradients):
-        programs = cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads
+    device = query.device
+    plan = None
+    if wants_tables:
+        plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(device))
+    words = None if plan is None else query.new_empty(plan.shape)
+
+    def run_columns(programs: int, first_program: int | None = None) -> None:
         call.launch(
             *("columns", columns_kernel, tiles["columns"], (programs,)),
             *inputs,
-            *map(strided, (d_out, *columns_gradients, statistics, delta, far_scores, far_values)),
+            *map(strided, (d_out, *columns_gradients, statistics, delta, far_scores, far_values, words)),
+            *((None, None, None) if plan is None else (first_program, plan.lowest, plan.highest)),
+            SKEW=0 if plan is None else plan.skew,
         )
+
+    if plan is None and any(gradient is not None for gradient in columns_gradients):
+        run_columns(cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads)
     if wants_tables:
         # Tables that the heads share get a sum for each head where another table has one.
         per_head = any(
@@ -140,26 +151,45 @@ def _backward(
         # Keys beyond a clamped table: near ones by distance (the margins), all far ones in one more row at either end.
         margin = clamp_margin(tiles["rows"].block_m, tiles["rows"].block_n) if call.outside == "clamp" else 0
         padding = margin + 1 if call.outside == "clamp" else 0
-        programs = cdiv(num_rows + 2 * margin, tiles["table"].block_n) * table_heads
-        splits = configs.table_splits(query.device, programs, call.num_sequences * heads // table_heads)
+        tile = tiles["table" if plan is None else "diagonals"]
+        row_blocks = cdiv(num_rows + 2 * margin, tile.block_n)
+        if plan is None:
+            splits = configs.table_splits(device, row_blocks * table_heads, call.num_sequences * heads // table_heads)
+        else:  # heads that are not in the workspace have no work
+            busy = row_blocks * min(table_heads, plan.items)
+            splits = configs.table_splits(device, busy, cdiv(seqlen_q, tile.block_m))
+        adds = plan is not None and len(plan.parts) > 1
         sums, partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name in wants_tables:
             gradient = gradients[name]
             rank = 1 + (name != "rel_bias")
-            if splits == 1 and padding == 0 and (gradient.dim() > rank) == per_head:
+            if splits == 1 and padding == 0 and (gradient.dim() > rank) == per_head and not adds:
                 sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # nothing will be left to add up
             else:
                 shape = (splits, table_heads, num_rows + 2 * padding, *gradient.shape[gradient.dim() + 1 - rank :])
-                sums[name] = partials[name] = query.new_empty(shape, dtype=torch.float32)
-        call.launch(
-            *("table", table_kernel, tiles["table"], (programs, splits)),
-            *inputs,
-            *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), statistics, delta)),
-            num_sequences=call.num_sequences,
-            PER_HEAD=per_head,
-            ROWS_BLOCK_M=tiles["rows"].block_m,
-            ROWS_BLOCK_N=tiles["rows"].block_n,
-        )
+                new = query.new_zeros if adds else query.new_empty
+                sums[name] = partials[name] = new(shape, dtype=torch.float32)
+        options = {"PER_HEAD": per_head, "ROWS_BLOCK_M": tiles["rows"].block_m, "ROWS_BLOCK_N": tiles["rows"].block_n}
+        grid = row_blocks * table_heads, splits
+        if plan is None:
+            call.launch(
+                *("table", table_kernel, tile, grid),
+                *inputs,
+                *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), statistics, delta)),
+                num_sequences=call.num_sequences,
+                **options,
+            )
+        else:
+            for part in plan.parts:  # in this order
+                run_columns(part.programs, part.first_program)
+                call.launch(
+                    *("diagonals", diagonals_kernel, tile, grid),
+                    *map(strided, (call.rel_query, words, sums.get("rel_key"), sums.get("rel_bias"))),
+                    *(part.first_item, part.stop_item, part.first_key, part.stop_key, plan.lowest),
+                    SKEW=plan.skew,
+                    ADDS=adds,
+                    **options,
+                )
         if call.outside == "clamp":
             ends = (
                 ("rel_key", call.rel_query, far_sums, spec.rel_scale),
