@@ -101,7 +101,10 @@ def columns_kernel(
     near_stop = row_first if OUTSIDE is None else row_stop
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
         # As seen from the keys: i - j has the sign and the limits turned round.
-        near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
+        near_first, near_last = first, last
+        if words is not None and OUTSIDE == "clamp":  # far tiles leave no words
+            near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
+        near_start, near_stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
 
     HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
@@ -184,15 +187,13 @@ def columns_kernel(
                     if scaling.softcap is not None:
                         d_scores *= slope
                     d_words = d_scores.to(query.dtype)
+                    if words is not None and PART == NEAR:
+                        part_start = first_program % num_blocks * BLOCK_N
+                        column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
+                        store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
                     if d_keys is not None:
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=INPUT_PRECISION)
-                    if words is not None and (PART == NEAR or OUTSIDE == "clamp"):
-                        # Of far tiles those beside a clamped table, which may be near ones of the rows kernel.
-                        if PART == NEAR or ((relative + BLOCK_N > lowest) & (relative - BLOCK_M < highest)):
-                            part_start = first_program % num_blocks * BLOCK_N
-                            column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
-                            store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:
