@@ -7,7 +7,7 @@ their gradients, words.py, and multiplies them with the queries. No two programs
 import triton
 import triton.language as tl
 
-from .masking import locate, visible_band
+from .masking import locate
 from .scores import LN_2
 from .tiles import head_matrix, load_rows, row_vector, store_rows
 from .walk import clamp_margin, near_keys
@@ -74,6 +74,14 @@ def diagonals_kernel(
     if d_rel_bias is not None:
         bias_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the queries at the end: across warps, that is dear
 
+    # Relative positions that the table, with its margins, and the window have.
+    position = relative + tile_n
+    valid_n = position <= last + MARGIN
+    if window[1] is not None:
+        valid_n = valid_n & (position <= window[1])
+    if window[0] is not None:
+        valid_n = valid_n & (position >= -window[0])
+
     item_start, item_step = first_item, 1
     if PER_HEAD:
         item_start = first_item + (table_head + num_heads - first_item % num_heads) % num_heads
@@ -94,21 +102,22 @@ def diagonals_kernel(
         if window[0] is not None:
             stop = tl.where(relative + (BLOCK_N - 1) < -window[0], 0, stop)
         for row_start in tl.range(start + split * BLOCK_M, stop, num_splits * BLOCK_M):
-            offs_m = row_start + tile_m
-            valid_m = offs_m < place.num_queries
-            first_keys = offs_m + shift
-            # Words of pairs that nobody sees may never have been written.
-            low, high = visible_band(offs_m, first_keys, relative, place, window)
-            low, high = tl.maximum(low, first_key - first_keys), tl.minimum(high, stop_key - first_keys)
-            high = tl.minimum(high, last + 1 + MARGIN - relative)
+            valid_m = row_start + tile_m < place.num_queries
+            # Words of pairs that nobody sees may never have been written, and those of far keys do not count.
+            key_low, key_high = first_key, tl.minimum(place.num_keys, stop_key)
             if OUTSIDE == "clamp":
-                rows_start = offs_m // ROWS_BLOCK_M * ROWS_BLOCK_M
+                rows_start = row_start // ROWS_BLOCK_M * ROWS_BLOCK_M
+                if ROWS_BLOCK_M < BLOCK_M:
+                    rows_start = ((row_start + tile_m) // ROWS_BLOCK_M * ROWS_BLOCK_M)[:, None]
                 near_start, near_stop = near_keys(
                     rows_start, first, last, place.query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE
                 )
-                low, high = tl.maximum(low, near_start - first_keys), tl.minimum(high, near_stop - first_keys)
+                key_low, key_high = tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)
             column = row_start + shift - key_of_column(row_start, place.query_offset, first_key, lowest, SKEW)
-            d_band = load_words(matrix, row_start, tile_m, column, low, high, BLOCK_N)
+            keys = (row_start + shift) + (tile_m[:, None] + tile_n[None, :])
+            within = (keys - key_low).to(tl.uint32) < tl.maximum(key_high - key_low, 0).to(tl.uint32)
+            within = within & valid_m[:, None] & valid_n[None, :]
+            d_band = load_words(matrix, row_start, tile_m, column, within, BLOCK_N)
             if d_rel_bias is not None:
                 bias_acc += d_band.to(tl.float32)
             if d_rel_keys is not None:
