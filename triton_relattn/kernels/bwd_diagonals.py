@@ -72,7 +72,7 @@ def diagonals_kernel(
     if d_rel_keys is not None:
         acc = tl.zeros([BLOCK_N, BLOCK_DR], tl.float32)
     if d_rel_bias is not None:
-        bias_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the queries at the end: across warps, that is dear
+        bias_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # summed over the queries at the end: across warps, that is dear
 
     # Relative positions that the table, with its margins, and the window have.
     position = relative + tile_n
@@ -108,22 +108,22 @@ def diagonals_kernel(
             if OUTSIDE == "clamp":
                 rows_start = row_start // ROWS_BLOCK_M * ROWS_BLOCK_M
                 if ROWS_BLOCK_M < BLOCK_M:
-                    rows_start = ((row_start + tile_m) // ROWS_BLOCK_M * ROWS_BLOCK_M)[:, None]
+                    rows_start = ((row_start + tile_m) // ROWS_BLOCK_M * ROWS_BLOCK_M)[None, :]
                 near_start, near_stop = near_keys(
                     rows_start, first, last, place.query_offset, ROWS_BLOCK_M, ROWS_BLOCK_N, OUTSIDE
                 )
                 key_low, key_high = tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)
             column = row_start + shift - key_of_column(row_start, place.query_offset, first_key, lowest, SKEW)
-            keys = (row_start + shift) + (tile_m[:, None] + tile_n[None, :])
+            keys = (row_start + shift) + (tile_n[:, None] + tile_m[None, :])
             within = (keys - key_low).to(tl.uint32) < tl.maximum(key_high - key_low, 0).to(tl.uint32)
-            within = within & valid_m[:, None] & valid_n[None, :]
+            within = within & valid_m[None, :] & valid_n[:, None]
             d_band = load_words(matrix, row_start, tile_m, column, within, BLOCK_N)
             if d_rel_bias is not None:
                 bias_acc += d_band.to(tl.float32)
             if d_rel_keys is not None:
                 rel_query = load_rows(head_queries, row_start, tile_m, valid_m, REL_DIM, BLOCK_DR)
                 # [N, M] @ [M, Dr] -> [N, Dr]
-                acc = tl.dot(tl.trans(d_band), rel_query, acc, input_precision=INPUT_PRECISION)
+                acc = tl.dot(d_band, rel_query, acc, input_precision=INPUT_PRECISION)
 
     row = relative - first + MARGIN
     valid = relative + tile_n <= last + MARGIN
@@ -138,7 +138,7 @@ def diagonals_kernel(
             acc += load_rows(d_rel_keys, row, tile_n, valid, REL_DIM, BLOCK_DR)
         store_rows(d_rel_keys, row, tile_n, valid, acc, REL_DIM, BLOCK_DR)
     if d_rel_bias is not None:
-        bias = tl.sum(bias_acc, axis=0)
+        bias = tl.sum(bias_acc, axis=1)
         pointers = row_vector(d_rel_bias, split, table_head, row) + tile_n
         if ADDS:
             bias += tl.load(pointers, mask=valid, other=0.0)

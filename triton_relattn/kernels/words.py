@@ -43,11 +43,11 @@ def store_words(matrix, words, row_start, tile_m, valid_m, column, TILE: tl.cons
 
 @triton.jit
 def load_words(matrix, row_start, tile_m, column, within, BLOCK_N: tl.constexpr):
-    """[M, N]: the words of N relative positions, from the one on that the first of the queries has in this column. Only those
+    """[N, M]: the words of N relative positions, from the one on that the first of the queries has in this column. Only those
     within are read; the others are 0.
 
     Side by side they are, but not aligned: from query to query they move on by a column.
     """
     n = tl.arange(0, BLOCK_N)
     start = matrix[0] + (tl.cast(row_start, tl.int64) * matrix[1] + column)
-    return tl.load(start + (tile_m[:, None] * (matrix[1] + 1) + n[None, :]), mask=within, other=0.0)
+    return tl.load(start + (tile_m[None, :] * (matrix[1] + 1) + n[:, None]), mask=within, other=0.0)
