@@ -123,21 +123,21 @@ def _backward(
         else:
             run_rows(out, *rows_gradients)
     device = query.device
-    plan = None
-    if wants_tables:
-        plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(device))
-    words = None if plan is None else query.new_empty(plan.shape)
+    # Whether or not a table's gradient is wanted, so that the others do not depend on that.
+    plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(device))
+    words = query.new_empty(plan.shape) if plan is not None and wants_tables else None
 
     def run_columns(programs: int, first_program: int | None = None) -> None:
+        has_limits = plan is not None and (words is not None or call.outside == "clamp")
         call.launch(
             *("columns", columns_kernel, tiles["columns"], (programs,)),
             *inputs,
             *map(strided, (d_out, *columns_gradients, statistics, delta, far_scores, far_values, words)),
-            *((None, None, None) if plan is None else (first_program, plan.lowest, plan.highest)),
-            SKEW=0 if plan is None else plan.skew,
+            *(first_program, plan.lowest if has_limits else None, plan.highest if has_limits else None),
+            SKEW=0 if words is None else plan.skew,
         )
 
-    if plan is None and any(gradient is not None for gradient in columns_gradients):
+    if words is None and any(gradient is not None for gradient in columns_gradients):
         run_columns(cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads)
     if wants_tables:
         # Tables that the heads share get a sum for each head where another table has one.

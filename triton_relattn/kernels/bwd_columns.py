@@ -60,8 +60,9 @@ def columns_kernel(
 ):
     """d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; deltas and far_* as of rows_kernel.
 
-    words [1, items, Nq, columns], or None: where the gradients of scores go for diagonals_kernel, those of relative positions from
-    lowest to highest at least; see words.py for SKEW.
+    words [1, items, Nq, columns], or None: where gradients of scores go for diagonals_kernel, those of relative positions from
+    lowest to highest at least; see words.py for SKEW. Beside a clamped table these are near; so they are without words if lowest
+    and highest are there, to give the same bits.
 
     Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words a
     part of that, from first_program on: whole heads, or some blocks of one.
@@ -102,7 +103,7 @@ def columns_kernel(
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
         # As seen from the keys: i - j has the sign and the limits turned round.
         near_first, near_last = first, last
-        if words is not None and OUTSIDE == "clamp":  # far tiles leave no words
+        if lowest is not None and OUTSIDE == "clamp":  # far tiles leave no words
             near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
         near_start, near_stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)

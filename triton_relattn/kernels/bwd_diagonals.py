@@ -14,9 +14,7 @@ from .walk import clamp_margin, near_keys
 from .words import key_of_column, load_words
 
 
-@triton.jit(
-    do_not_specialize=["first_item", "stop_item", "first_key", "stop_key", "lowest", "first", "last", "num_heads"]
-)
+@triton.jit(do_not_specialize=["first_item", "stop_item", "first_key", "stop_key", "lowest", "first", "last", "num_heads"])
 def diagonals_kernel(
     rel_queries,
     words,
@@ -58,8 +56,8 @@ def diagonals_kernel(
     """Partial sums as of table_kernel, of the words [1, items, Nq, columns] of some keys; ADDS: on top of what they are.
 
     An item is a batch entry and head, counted through; the workspace has those from first_item to stop_item, and of them the keys
-    from first_key to stop_key. Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block
-    of queries of all items that use its table.
+    from first_key to stop_key. Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th
+    block of queries of all items that use its table.
     """
     MARGIN: tl.constexpr = clamp_margin(ROWS_BLOCK_M, ROWS_BLOCK_N) if OUTSIDE == "clamp" else 0
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, BLOCK_N)
