@@ -68,9 +68,9 @@ def table_gradients(inputs: Inputs, *others: Any, **arguments: Any) -> dict[str,
 def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     """Two batch entries, two heads that share their keys, odd lengths."""
     positions = POSITIONS[kind]
-    options: dict[str, Any] = {"heads": 2, "key_heads": 1, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
-    sizes = {"batch": 2, "num_queries": 37, "num_keys": 43, "width": 8, "value_width": 12}
-    return make_inputs(**sizes, **options), {"positions": positions, "enable_gqa": True}
+    options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
+    options |= {"width": 8, "value_width": 12, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
+    return make_inputs(**options), {"positions": positions, "enable_gqa": True}
 
 
 # Everything that a call may have.
