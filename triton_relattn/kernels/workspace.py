@@ -112,18 +112,17 @@ def plan(
     else:
         skew = 0
 
-    if group * rows * columns <= most_words:
-        at_once = min(units, most_words // (group * rows * columns))
-        at_once = cdiv(units, cdiv(units, at_once))  # all parts as large as each other
+    most_units, most_blocks = most_words // (group * rows * columns), 0
+    if most_units == 0 and skew == 0:
+        most_blocks = most_words // (group * rows * block_n)
+    if max(min(most_units, units) * blocks, most_blocks) < max(1, min(multiprocessors, units * blocks)):
+        return None
+    if most_units > 0:  # and all parts as large as each other
+        at_once = cdiv(units, cdiv(units, most_units))
         items, step, part_of_unit = at_once * group, at_once * blocks, blocks
-    elif skew == 0 and group * rows * block_n <= most_words:
-        part_of_unit = most_words // (group * rows * block_n)
-        step = part_of_unit = cdiv(blocks, cdiv(blocks, part_of_unit))
-        items, columns = group, part_of_unit * block_n
     else:
-        return None
-    if step < min(multiprocessors, units * blocks):
-        return None
+        step = part_of_unit = cdiv(blocks, cdiv(blocks, most_blocks))
+        items, columns = group, part_of_unit * block_n
     return Plan(items, rows, columns, skew, lowest, highest, _parts(units, blocks, group, block_n, step, part_of_unit))
 
 
