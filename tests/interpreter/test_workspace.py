@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 RUNS = [
     pytest.param(
-        *(name, kind, list(TILES)[number % 4], (None, SEVERAL_HEADS, SOME_KEYS)[(number // 2) % 3]),
+        *(name, kind, list(TILES)[number // 2 % 4], (None, SEVERAL_HEADS, SOME_KEYS)[number // 3 % 3]),
         marks=() if number % 2 else pytest.mark.slow,
     )
     for number, (name, kind) in enumerate((name, kind) for name in CALLS for kind in POSITIONS)

@@ -9,7 +9,7 @@ OF_WORKSPACE = (
     Fault(
         "words-in-the-order-of-registers",
         "with rotations in registers words are stored in the order in which a tile has its keys",
-        (f"{ON_WORKSPACE}::test_calls[plain-zero-registers-20000]",),
+        (f"{ON_WORKSPACE}::test_calls[causal-zero-registers-20000]",),
         (Change(WORDS, 'if TILE[2] != "gather":', 'if TILE[2] == "none":'),),
     ),
     Fault(
@@ -21,7 +21,7 @@ OF_WORKSPACE = (
     Fault(
         "words-nobody-wrote",
         "keys that a length hides are read, of tiles that the columns kernel never visits",
-        (f"{ON_WORKSPACE}::test_calls[bias_alone-clamp-square-None]",),
+        (f"{ON_WORKSPACE}::test_calls[bias_alone-full-long-10000]",),
         (
             Change(
                 DIAGONALS,
@@ -33,37 +33,37 @@ OF_WORKSPACE = (
     Fault(
         "words-of-far-keys",
         "keys far beyond a clamped table count twice: as words, and in the sums of the rows kernel",
-        (f"{ON_WORKSPACE}::test_calls[causal-clamp-twice-None]",),
+        (f"{ON_WORKSPACE}::test_calls[plain-clamp-twice-None]",),
         (Change(DIAGONALS, "tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)", "key_low, key_high"),),
     ),
     Fault(
         "words-beside-a-clamped-table",
         "the columns kernel leaves no words of keys that it takes for far and the rows kernel for near",
-        (f"{ON_WORKSPACE}::test_bands[clamp-registers]",),
+        (f"{ON_WORKSPACE}::test_calls[lengths-clamp-square-None]",),
         (Change(COLUMNS, "tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)", "first, last"),),
     ),
     Fault(
         "parts-overwrite-each-other",
         "of several parts of the workspace only the last one is in the gradient",
-        (f"{ON_WORKSPACE}::test_calls[plain-zero-registers-20000]",),
+        (f"{ON_WORKSPACE}::test_calls[causal-zero-registers-20000]",),
         (Change(DIAGONALS, "acc += load_rows(d_rel_keys, row, tile_n", "acc += 0.0 * load_rows(d_rel_keys, row, tile_n"),),
     ),
     Fault(
         "parts-overwrite-each-other's-bias",
         "the same of the bias",
-        (f"{ON_WORKSPACE}::test_calls[lengths-full-long-20000]",),
+        (f"{ON_WORKSPACE}::test_calls[bias_alone-full-long-10000]",),
         (Change(DIAGONALS, "bias += tl.load(pointers", "bias += 0.0 * tl.load(pointers"),),
     ),
     Fault(
         "words-of-the-first-head",
         "heads that share keys share their words",
-        (f"{ON_WORKSPACE}::test_calls[plain-zero-registers-20000]",),
+        (f"{ON_WORKSPACE}::test_calls[causal-full-square-20000]",),
         (Change(COLUMNS, "first_program // num_blocks) * GROUP + member", "first_program // num_blocks) * GROUP"),),
     ),
     Fault(
         "items-of-a-part",
         "with a table for each head the first part's heads are taken for those of all parts",
-        (f"{ON_WORKSPACE}::test_calls[narrow_rel_query-full-square-20000]",),
+        (f"{ON_WORKSPACE}::test_calls[per_head-clamp-long-10000]",),
         (Change(DIAGONALS, "(table_head + num_heads - first_item % num_heads) % num_heads", "table_head"),),
     ),
     Fault(
