@@ -32,7 +32,9 @@ def backward(
 
     Memory beyond the gradients: a float32 for each query, with clamped tables four more for rel_key and rel_bias and four for
     rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits);
-    not even that where one program has it all.
+    not even that where one program has it all. And a workspace, from which the tables' gradients are made where workspace.py does
+    not say otherwise: 2 bytes (of float32 inputs 4) for each pair of a query and a key, of as many heads or keys at a time as
+    TRITON_RELATTN_WORKSPACE allows: so many bytes, 0 for none. Not set: 256 MiB, or as much as query, key and value take.
 
     Args:
         d_lse: None for zeros.

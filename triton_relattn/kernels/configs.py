@@ -188,6 +188,7 @@ _IN_REGISTERS: dict[tuple[object, ...], TileConfig] = {
     ("rows", "wgmma", 64, "zero", False): TileConfig(64, 64, 4, 2, None),
     ("rows", "wgmma", 128): TileConfig(64, 32, 4, 2, "both"),
     ("columns", "wgmma", 64): TileConfig(64, 64, 4, 2),
+    ("columns", "wgmma", 64, "none"): TileConfig(64, 64, 4, 1, max_registers=168),
     ("columns", "wgmma", 64, "clamp", True): TileConfig(64, 64, 4, 1),
     ("columns", "wgmma", 64, "zero", False): TileConfig(64, 64, 4, 1),
     ("columns", "wgmma", 128): TileConfig(64, 32, 4, 2),

@@ -49,7 +49,7 @@ OF_WORKSPACE = (
         (Change(DIAGONALS, "acc += load_rows(d_rel_keys, row, tile_n", "acc += 0.0 * load_rows(d_rel_keys, row, tile_n"),),
     ),
     Fault(
-        "parts-overwrite-each-other's-bias",
+        "parts-overwrite-the-bias",
         "the same of the bias",
         (f"{ON_WORKSPACE}::test_calls[bias_alone-full-long-10000]",),
         (Change(DIAGONALS, "bias += tl.load(pointers", "bias += 0.0 * tl.load(pointers"),),
