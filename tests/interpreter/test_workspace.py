@@ -162,8 +162,10 @@ BANDS: dict[str, tuple[RelativePositions, tuple[int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("guarded_kernels")
-@pytest.mark.parametrize("tiles", ["registers", "long"])
-@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [(name, tiles) for name in BANDS for tiles in ("registers", "long", "square") if tiles != "square" or "clamp" in name],
+)
 def test_bands(name: str, tiles: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a table or a window that is short beside the keys, the workspace has a band."""
     positions, lengths, arguments = BANDS[name]

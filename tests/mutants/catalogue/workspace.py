@@ -15,7 +15,7 @@ OF_WORKSPACE = (
     Fault(
         "words-of-tiles-beyond-the-band",
         "what of a tile lies beyond the band is stored, too: in the words of the next query",
-        (f"{ON_WORKSPACE}::test_bands[window-registers]",),
+        (f"{ON_WORKSPACE}::test_bands[zero-registers]",),
         (Change(WORDS, "mask=valid_m[:, None] & within[None, :])", "mask=valid_m[:, None])"),),
     ),
     Fault(
@@ -69,7 +69,7 @@ OF_WORKSPACE = (
     Fault(
         "margin-is-not-stored",
         "of a clamped table the band has no place for near keys beside it",
-        (f"{ON_WORKSPACE}::test_bands[clamp-registers]",),
+        (f"{ON_WORKSPACE}::test_bands[clamp-square]",),
         (
             Change(
                 WORKSPACE, "lowest, highest = spec.first - margin, spec.last + margin", "lowest, highest = spec.first, spec.last"
