@@ -89,7 +89,8 @@ def _backward(
     columns_gradients = [gradients[name] for name in ("key", "value")]
     wants_tables = [name for name in ("rel_key", "rel_value", "rel_bias") if gradients[name] is not None]
     call = Call(tensors, spec, (out, d_out, *rows_gradients, *columns_gradients))
-    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("rows", "columns", "table", "diagonals")}
+    kernels = ("rows", "columns", "table", *["diagonals"] * (workspace.why_not(call, tensors) is None))
+    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     inputs = [
         *map(strided, (query, key, value, tensors.rel_query)),
         *call.tables,
