@@ -350,12 +350,10 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
     parts = sum(launch.name == "diagonals" for launch in launches)
     assert [launch.name for launch in launches] == call.kernels(parts), (target, sorted(call.wanted))
     assert parts == 0 or call.may_use_workspace(target)
-    if parts == 0 and launches[1:] and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target):
-        # Too little fits: the keys of as many programs as there are multiprocessors.
-        columns = next((launch["BLOCK_N"] for launch in launches if launch.name == "columns"), 64)
-        heads, queries = call.tensors["query"].shape[1] // call.tensors["key"].shape[1], call.tensors["query"].shape[2]
-        words = MULTIPROCESSORS.get(target, 64) * columns * heads * queries
-        assert words * call.tensors["query"].element_size() > 2**28
+    if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
+        # The keys of as many programs as there are multiprocessors do not fit, 128 of each at most.
+        (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
+        assert MULTIPROCESSORS.get(target, 64) * 128 * heads // key_heads * queries * 4 > 2**28
     for launch in launches:
         check_grid(target, launch)
         check_programs(target, call, launch, launches)

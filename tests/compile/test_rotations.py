@@ -30,7 +30,7 @@ FORWARD = {
 BACKWARD = {
     # kernel: allowed numbers of what moves values between threads, and most instructions
     "rows": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
-    "columns": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics of the rows, stores of words
+    "columns": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics; stores of words
     "table": ({"SHFL": (32, 32), "LDS": (0, 0), "STS": (0, 24), "BAR": (0, 11)}, 1120),  # stores of what is loaded, and of dS
 }
 STACK = {
