@@ -291,8 +291,7 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
             rows = next(each for each in launches if each.name == "rows")
             margin = rows["BLOCK_M"] + rows["BLOCK_N"]
             assert (table["ROWS_BLOCK_M"], table["ROWS_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
-        if table.name == "diagonals":
-            units = -(-num_queries // table["BLOCK_M"])
+        units = blocks(num_queries, "BLOCK_M") if launch.name == "diagonals" else units if table.name == "table" else splits
         assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
         assert launch["PER_HEAD"] == call.per_head
@@ -351,7 +350,6 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
     assert [launch.name for launch in launches] == call.kernels(parts), (target, sorted(call.wanted))
     assert parts == 0 or call.may_use_workspace(target)
     if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
-        # The keys of as many programs as there are multiprocessors do not fit, 128 of each at most.
         (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
         assert MULTIPROCESSORS.get(target, 64) * 128 * heads // key_heads * queries * 4 > 2**28
     for launch in launches:
