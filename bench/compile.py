@@ -21,7 +21,16 @@ from triton_relattn.demo.report import table
 from triton_relattn.kernels import configs
 
 from .cases import DTYPES
-from .compiled import SHARED_MEMORY, Resources, compiled, matrix_instructions, resources, selected, shuffles
+from .compiled import (
+    SHARED_MEMORY,
+    Resources,
+    compiled,
+    is_launched,
+    matrix_instructions,
+    resources,
+    selected,
+    shuffles,
+)
 from .cycles.predict import Prediction, predict
 from .features import FEATURES, Resolved
 from .features import call as call_with
@@ -64,6 +73,11 @@ class KernelCase:
     def config(self) -> configs.TileConfig:
         """The selected one."""
         return selected(self.kernel, self.target, *self.call)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the call can need the kernel."""
+        return is_launched(self.kernel, self.target, *self.call)
 
     @property
     def plain(self) -> KernelCase:
@@ -118,7 +132,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
-        if case.kernel != "table":
+        if case.kernel not in ("table", "diagonals"):
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:
@@ -144,13 +158,9 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
-    cases = [
-        KernelCase(kernel, target, dtype, head_dim, name)
-        for target, dtype, head_dim, name, kernel in product(
-            options.targets, options.dtypes, options.head_dims, options.features, options.kernels
-        )
-        if kernel != "table" or not name.startswith("none")
-    ]
+    every = product(options.targets, options.dtypes, options.head_dims, options.features, options.kernels)
+    named = (KernelCase(kernel, target, dtype, head_dim, name) for target, dtype, head_dim, name, kernel in every)
+    cases = [case for case in named if case.exists]
     results = Table(COLUMNS, stamp("compiled, not run"), options.csv, options.json)
     interrupted = False
     try:

@@ -7,6 +7,7 @@ Not usable in a process with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -24,7 +26,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
@@ -180,11 +182,25 @@ def selected(kernel: str, target: str, tensors: AttentionTensors, spec: Attentio
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
+@contextmanager
+def way_of(kernel: str) -> Iterator[None]:
+    """Within, calls use no workspace if this is the table kernel, which then makes the tables' gradients."""
+    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "table" else {}):
+        yield
+
+
+def is_launched(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
+    """Whether a call, all of whose gradients are wanted, can need one of configs.KERNELS."""
+    if kernel == "table":
+        return tensors.has_table
+    return kernel != "diagonals" or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
+
+
 def compiled(
     kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec, config: configs.TileConfig | None = None
 ) -> CompiledKernel:
     """One of configs.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one."""
-    with recorded_launches(target, only=kernel) as launches:
+    with recorded_launches(target, only=kernel) as launches, way_of(kernel):
         if kernel == "forward":
             forward(tensors, spec, config)
         else:

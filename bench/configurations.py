@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triton_relattn import can_run_triton
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 
 from .cases import Case
@@ -29,6 +29,9 @@ def used_configurations(case: Case, direction: str, device: str, has_table: bool
     inputs = case.empty(device)
     if device != "cuda" or not can_run_triton(inputs.query, inputs.value):
         return "blockwise"
-    call = Call(*case.resolved(inputs, has_table))
-    kernels = [kernel for kernel in OF_DIRECTION[direction] if kernel != "table" or has_table]
-    return ", ".join(f"{kernel} {shown(call.tile(kernel))}" for kernel in kernels)
+    tensors, spec = case.resolved(inputs, has_table)
+    call = Call(tensors, spec)
+    tiles = {kernel: call.tile(kernel) for kernel in configs.KERNELS}
+    plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(inputs.query.device))
+    of_tables = {"table": has_table and plan is None, "diagonals": plan is not None}
+    return ", ".join(f"{kernel} {shown(tiles[kernel])}" for kernel in OF_DIRECTION[direction] if of_tables.get(kernel, True))

@@ -30,7 +30,7 @@ from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import cases, timing, verify
 from .cases import Case
 from .compile import counts
-from .compiled import SHARED_MEMORY, compiled, resources
+from .compiled import SHARED_MEMORY, compiled, is_launched, resources, way_of
 from .configurations import shown
 from .cycles.predict import near_share, predict
 from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
@@ -43,7 +43,7 @@ COLUMNS = (
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
-WANTED = {"forward": (), "rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
+WANTED = {"forward": (), "rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",), "diagonals": ("rel_key",)}
 """Gradients for which the kernel runs, with the rows kernel before it if need be: its time is then in all of them alike."""
 LARGEST_GAIN_OF_NOISE = 0.02  # a configuration must be faster than the default by more
 CHECKED_LENGTH = 300  # of the call that a configuration is checked with
@@ -123,7 +123,8 @@ def run_kernel(
     if task.kernel == "forward":
         return list(forward(tensors, spec, config)[:2])
     wanted = [name in WANTED[task.kernel] for name in DIFFERENTIABLE]
-    gradients = backward(d_out, None, *saved, tensors, spec, wanted, {task.kernel: config})
+    with way_of(task.kernel):
+        gradients = backward(d_out, None, *saved, tensors, spec, wanted, {task.kernel: config})
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -218,7 +219,7 @@ def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[
     for case in chosen:
         for has_table in (True, False):
             for kernel in kernels:
-                if kernel != "table" or has_table:
+                if is_launched(kernel, arch, *case.resolved(case.empty(), has_table)):
                     task = Task(case, has_table, kernel, arch)
                     tasks.setdefault(task.key, task)
     return list(tasks.values())

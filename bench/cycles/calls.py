@@ -14,8 +14,8 @@ from ..compile import KernelCase
 from .machine import Machine
 from .predict import SCORES, Prediction
 
-FORWARD, BACKWARD = ("forward",), ("rows", "columns", "table")
-"""Kernels of a direction."""
+FORWARD, BACKWARD = ("forward",), ("rows", "columns", "table", "diagonals")
+"""Kernels of a direction. A call with a workspace has the diagonals kernel instead of the table kernel."""
 PRODUCTS = {FORWARD: 2, BACKWARD: 5}
 """Products that FlashAttention counts."""
 WORD, SUM = 2, 4  # bytes of a dS in 16 bits and of an element of a partial sum
@@ -26,16 +26,21 @@ def of_call(
 ) -> float | None:
     """Return the cycles of a direction; None if one of its kernels is not known.
 
-    call: whatever its kernel. far: of scores beyond a bounded table, which the table kernel does not visit.
+    call: whatever its kernel. far: of scores beyond a bounded table, which neither of the last two kernels visits. The diagonals
+    kernel takes at least as long as its words take from memory.
     """
     total = 0.0
+    has_workspace = replace(call, kernel="diagonals") in found
     for kernel in kernels:
-        if kernel == "table" and (far or call.features.startswith("none")):
+        if kernel in ("table", "diagonals") and (far or call.features.startswith("none")):
+            continue
+        if kernel == ("table" if has_workspace else "diagonals"):
             continue
         prediction = found.get(replace(call, kernel=kernel))
         if prediction is None or (far and prediction.far_cycles is None):
             return None
-        total += prediction.mean_cycles(0.0 if far else 1.0)
+        cycles = prediction.mean_cycles(0.0 if far else 1.0)
+        total += max(cycles, moved(SCORES * WORD, prediction.machine)) if kernel == "diagonals" else cycles
     return total
 
 
@@ -67,23 +72,23 @@ def partial_sums(size: Size, machine: Machine, block_n: int) -> float:
     return splits * rows * size.head_dim * SUM
 
 
-def workspace(size: Size, machine: Machine, programs: int, block_m: int) -> float:
-    """Return the bytes of dS in words for the queries that one wave of the rows kernel's programs has: linear in the length."""
-    return machine.multiprocessors * programs * block_m * size.length * WORD
+def workspace(size: Size, machine: Machine, programs: int, block_n: int) -> float:
+    """Return the bytes of words of the keys that one wave of the columns kernel's programs has: linear in the length."""
+    return machine.multiprocessors * programs * block_n * size.length * WORD
 
 
 def designs(cycles: Mapping[str, float], size: Size, machine: Machine, table_block_n: int) -> dict[str, float]:
-    """Return the cycles of the whole backward by design. cycles: of the kernels rows, columns and table.
+    """Return the cycles of the whole backward by design. cycles: of the four kernels, columns with its stores of words.
 
-    * three kernels: as it is; each partial sum is written and read once.
-    * words of dS: the rows kernel writes dS, which it has as words of 16 bits anyway; a product reads them and makes the gradient
-      of the table. Reading them takes longer than multiplying. The rows kernel hides its writing, or does not.
+    * table kernel: each partial sum is written and read once. The columns kernel would be faster without its stores.
+    * workspace: the columns kernel writes dS as words, the diagonals kernel reads them. Writing is hidden by the columns kernel's
+      work, or is not.
     """
     sums = 2 * moved(partial_sums(size, machine, table_block_n), machine) / size.blocks
     words = moved(SCORES * WORD, machine)
-    rows, columns = cycles["rows"], cycles["columns"]
+    rows, columns, diagonals = cycles["rows"], cycles["columns"], max(cycles["diagonals"], words)
     return {
-        "three kernels": rows + columns + cycles["table"] + sums,
-        "words of dS, writing hidden": max(rows, words) + columns + words,
-        "words of dS, writing not hidden": rows + words + columns + words,
+        "table kernel": rows + columns + cycles["table"] + sums,
+        "workspace, writing hidden": rows + max(columns, words) + diagonals,
+        "workspace, writing not hidden": rows + columns + words + diagonals,
     }

@@ -51,13 +51,10 @@ def run(options: argparse.Namespace) -> int:
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
     plain = [KernelCase("", "", "", 0, name).plain.features for name in options.features] if options.sensitivity else []
-    cases = [
-        KernelCase(kernel, target, dtype, head_dim, name)
-        for target, dtype, head_dim, name, kernel in product(
-            options.targets, options.dtypes, options.head_dims, dict.fromkeys((*plain, *options.features)), configs.KERNELS
-        )
-        if kernel != "table" or not name.startswith("none")
-    ]
+    names = dict.fromkeys((*plain, *options.features))
+    every = product(options.targets, options.dtypes, options.head_dims, names, configs.KERNELS)
+    named = (KernelCase(kernel, target, dtype, head_dim, name) for target, dtype, head_dim, name, kernel in every)
+    cases = [case for case in named if case.exists]
     with processes(options.jobs) as map_all:
         if options.calibrate:
             print(calibrate.shown(calibrate.compare(map_all)))
@@ -120,14 +117,14 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
             continue
         kernels = {name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD}
         cycles = {name: found.cycles for name, (_, found) in kernels.items() if found is not None}
-        rows_case, rows = kernels["rows"]
-        if len(cycles) < len(kernels) or rows is None:
+        columns_case, columns = kernels["columns"]
+        if len(cycles) < len(kernels) or columns is None:
             continue
         machine, size = MACHINES[case.target], replace(default, head_dim=case.head_dim)
-        space = workspace(size, machine, rows.programs, rows_case.config.block_m)
+        space = workspace(size, machine, columns.programs, columns_case.config.block_n)
         for name, value in designs(cycles, size, machine, case.config.block_n).items():
             speed = teraflops(value, machine, case.head_dim, PRODUCTS[BACKWARD])
-            memory = f"{space / 2**20:.0f} MiB" if name.startswith("words") else ""
+            memory = f"{space / 2**20:.0f} MiB" if name.startswith("workspace") else ""
             call = f"{name}, {case.target} {case.dtype} {case.head_dim} {case.features}"
             body.append((call, f"{value:.0f}", f"{speed:.0f}", memory))
     header = (f"backward of b{default.batch} h{default.heads} n{default.length}", "cycles", "TFLOP/s", "workspace")

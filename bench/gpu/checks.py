@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.compiled import way_of
 from bench.configurations import shown
 from bench.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing, validation
@@ -26,7 +27,7 @@ from .report import Report, synchronize
 from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
-WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",)}
+WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",), "diagonals": ("rel_key",)}
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
 
 
@@ -90,7 +91,8 @@ def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[s
     if case.kernel == "forward":
         return shown(config), {"out": out, "lse": lse}
     wanted, tiles = [name in WANTED[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
-    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, wanted, tiles)
+    with way_of(case.kernel):
+        gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, wanted, tiles)
     named = zip(DIFFERENTIABLE, gradients, strict=True)
     return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}
 
@@ -189,7 +191,7 @@ def config_cases(tiny: bool) -> list[Case]:
         for causal in ((True,) if tiny else (False, True))
         for table in TABLES
         for kernel in configs.KERNELS
-        if (table, kernel) != ("none", "table")
+        if table != "none" or kernel not in ("table", "diagonals")
     ]
 
 

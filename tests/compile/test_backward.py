@@ -25,11 +25,17 @@ from bench.compiled import (
 )
 from bench.features import LENGTH, call
 from tests.compile.test_forward import NVIDIA, SWEEP, on_triton_3_7
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 
 KERNELS = ("rows", "columns", "table")
+
+
+@pytest.fixture(autouse=True)
+def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test asks for one."""
+    monkeypatch.setenv(workspace.VARIABLE, "0")
 
 
 def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
@@ -171,6 +177,37 @@ def test_memory_of_all_terms_is_linear(table: str) -> None:
     """Twice the length takes twice the bytes, less what does not depend on it."""
     short, middle, long = (allocated(length, table, with_every_term=True) for length in (1024, 2048, 4096))
     assert long - middle == 2 * (middle - short) > 0
+
+
+def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word for each pair as long as the limit allows it; then as many keys as it does, and no more whatever the length."""
+    lengths = (1024, 4096, 16384)
+    without = {(table, length): allocated(length, table) for table in ("full", "clamp") for length in lengths}
+
+    def more(length: int, table: str) -> int:
+        return allocated(length, table) - without[table, length]
+
+    def sums(length: int) -> int:
+        """Of the programs that share a block of rows, and the sum of these: as many as keep the GPU busy, whatever the length."""
+        rows, tile = 2 * length - 1, selected("diagonals", "sm_90", *call("full", torch.float16, 16, length=length))
+        splits = min(length // tile.block_m, 4 * MULTIPROCESSORS["sm_90"] // triton.cdiv(rows, tile.block_n))
+        return (splits + 1 if splits > 1 else 0) * rows * 16 * 4
+
+    limit = 32 * 2**20
+    monkeypatch.setenv(workspace.VARIABLE, str(limit))
+    assert more(1024, "full") == 1024 * 1024 * 2 + sums(1024)
+    assert more(4096, "full") == limit + sums(4096) and limit == 4096 * 4096 * 2
+    assert more(16384, "full") == 0  # 16 programs at a time at most: the table kernel
+    # Two parts, of half the keys each; the gradient is then summed in float32.
+    monkeypatch.setenv(workspace.VARIABLE, str(10 * limit))
+    assert more(16384, "full") == 16384 * 8192 * 2 + (2 * 16384 - 1) * 16 * 4 < 10 * limit
+    # Of a bounded table a band.
+    monkeypatch.delenv(workspace.VARIABLE)
+    tiles = {kernel: selected(kernel, "sm_90", *call("clamp", torch.float16, 16, length=4096)) for kernel in configs.KERNELS}
+    skew = max(tiles[kernel].block_m for kernel in ("columns", "diagonals"))
+    band = -(-(9 + 2 * configs_margin(4096) + skew - 1 + 15) // 64) * 64
+    most = 2 * 4 * MULTIPROCESSORS["sm_90"] * tiles["diagonals"].block_n * 16 * 4  # sums of programs that share a block of rows
+    assert all(0 <= more(length, "clamp") - length * min(band, length) * 2 <= most for length in lengths)
 
 
 def configs_margin(length: int) -> int:

@@ -99,7 +99,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     calls = {line.split("  ")[1].strip(): line.split() for line in lines}
     assert float(calls["forward, sm_90 bf16 64 none"][-1]) == 1 < float(calls["backward, sm_90 bf16 64 full"][-1]) < 10
     assert 100 < float(calls["forward, sm_90 bf16 64 none"][-2]) < 989
-    assert "words of dS, writing hidden, sm_90 bf16 64 full" in printed and "MiB" in printed
+    assert "workspace, writing hidden, sm_90 bf16 64 full" in printed and "MiB" in printed
 
 
 def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "rows", "columns", "table", "table_ends")
+KERNELS = ("forward", "rows", "columns", "table", "diagonals", "table_ends")
 TABLES = ("rel_key", "rel_value", "rel_bias")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
 BUFFERS = {"lses", "statistics", "d_lses", "deltas", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
@@ -106,8 +106,14 @@ class Call:
         low, high = low if left < 0 else max(low, -left), high if right < 0 else min(high, right)
         return "none" if positions.first <= low and high <= positions.last else positions.outside
 
-    def kernels(self) -> list[str]:
-        """The kernels that have to run, in their order."""
+    def may_use_workspace(self, target: str) -> bool:
+        """Whether the gradients of the tables are products of words, if there is room for these."""
+        has_offsets = isinstance(self.arguments["query_offset"], torch.Tensor)
+        of_scores = self.tables.keys() & {"rel_key", "rel_bias"} and "rel_value" not in self.tables
+        return bool(of_scores) and not self.packed and not has_offsets and target.startswith("sm_")
+
+    def kernels(self, parts: int) -> list[str]:
+        """The kernels that have to run, in their order; parts: in which a workspace is filled, or 0."""
         if self.tensors["query"].numel() == 0:
             return []
         if not self.wanted or self.tensors["key"].numel() == 0:
@@ -123,8 +129,9 @@ class Call:
         return [
             "forward",
             *["rows"] * rows,
-            *["columns"] * bool(self.wanted & {"key", "value"}),
-            *["table"] * bool(self.wanted & set(TABLES)),
+            *["columns"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
+            *["table"] * (parts == 0 and bool(self.wanted & set(TABLES))),
+            *["columns", "diagonals"] * parts,
             *["table_ends"] * len(ends),
         ]
 
@@ -270,9 +277,12 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
     if launch.name in ("forward", "rows"):
         assert launch.grid == (blocks(num_queries, "BLOCK_M") * sequences * heads,), launch.grid
     elif launch.name == "columns":
-        assert launch.grid == (blocks(num_keys, "BLOCK_N") * sequences * key_heads,), launch.grid
+        parts = [each for each in launches if each.name == "columns"]
+        assert sum(each.grid[0] for each in parts) == blocks(num_keys, "BLOCK_N") * sequences * key_heads, launch.grid
+        if launch["words"] is not None:  # one part after the other
+            assert launch["first_program"] == sum(each.grid[0] for each in parts[: parts.index(launch)])
     else:
-        table = next(each for each in launches if each.name == "table")
+        table = next(each for each in launches if each.name in ("table", "diagonals"))
         table_heads = heads if call.per_head else 1
         splits, units = table.grid[1], sequences * heads // table_heads
         partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
@@ -281,12 +291,17 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
             rows = next(each for each in launches if each.name == "rows")
             margin = rows["BLOCK_M"] + rows["BLOCK_N"]
             assert (table["ROWS_BLOCK_M"], table["ROWS_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
+        units = blocks(num_queries, "BLOCK_M") if launch.name == "diagonals" else units if table.name == "table" else splits
         assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
         assert launch["PER_HEAD"] == call.per_head
-        if launch.name == "table":
+        if launch.name in ("table", "diagonals"):
             programs = blocks(call.num_rows + 2 * margin, "BLOCK_N") * table_heads
-            assert launch.grid == (programs, splits) and launch["num_sequences"] == sequences
+            assert launch.grid == (programs, splits)
+            if launch.name == "table":
+                assert launch["num_sequences"] == sequences
+            else:  # of the heads in the workspace
+                programs = programs // table_heads * min(table_heads, launch["words"][0].shape[1])
             assert splits == 1 or programs * splits <= 4 * MULTIPROCESSORS.get(target, 64)
         else:
             assert launch.grid == (table_heads, splits)
@@ -331,7 +346,12 @@ def check_arguments(call: Call, launch: Recorded) -> None:
 
 def check(target: str, call: Call, launches: list[Recorded]) -> None:
     """Everything that holds for the launches of one call."""
-    assert [launch.name for launch in launches] == call.kernels(), (target, sorted(call.wanted))
+    parts = sum(launch.name == "diagonals" for launch in launches)
+    assert [launch.name for launch in launches] == call.kernels(parts), (target, sorted(call.wanted))
+    assert parts == 0 or call.may_use_workspace(target)
+    if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
+        (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
+        assert MULTIPROCESSORS.get(target, 64) * 128 * heads // key_heads * queries * 4 > 2**28
     for launch in launches:
         check_grid(target, launch)
         check_programs(target, call, launch, launches)

@@ -30,7 +30,7 @@ FORWARD = {
 BACKWARD = {
     # kernel: allowed numbers of what moves values between threads, and most instructions
     "rows": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
-    "columns": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 8), "BAR": (0, 9)}, 800),  # statistics of the rows
+    "columns": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics; stores of words
     "table": ({"SHFL": (32, 32), "LDS": (0, 6), "STS": (0, 24), "BAR": (0, 11)}, 1120),  # statistics, dS
 }
 STACK = {
@@ -38,6 +38,7 @@ STACK = {
     ("sm_80", 64, (128, 64, 8)): 16,  # not the default there
     ("sm_90", 128, (128, 64, 8)): 32 if VERSION == "3.6" else 0,
     "rows": 8 if VERSION == "3.9" else 0,
+    "columns": 96,
     "table": 16,
 }
 

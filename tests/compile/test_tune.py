@@ -62,7 +62,7 @@ def test_a_task_has_the_key_of_its_launch(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_one_task_for_a_key() -> None:
-    """Cases of the same bucket of lengths are one task; the table kernel needs a table."""
+    """Cases of the same bucket of lengths are one task; the last two kernels need a table."""
     some = [cases.Case(1, 2, length, 64) for length in (300, 400, 600)]
     tasks = tune.tasks_of(some, configs.KERNELS, "sm_90")
-    assert len(tasks) == 2 * (4 + 3) and len({task.key for task in tasks}) == len(tasks)
+    assert len(tasks) == 2 * (5 + 3) and len({task.key for task in tasks}) == len(tasks)

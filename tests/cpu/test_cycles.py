@@ -251,11 +251,13 @@ def test_calls() -> None:
         for case in (clamp, none)
         for number, kernel in enumerate((*FORWARD, *BACKWARD), 1)
     }
-    assert (of_call(found, clamp, FORWARD), of_call(found, clamp, BACKWARD)) == (500, 4500)
+    assert (of_call(found, clamp, FORWARD), of_call(found, clamp, BACKWARD)) == (500, 5000)
     assert (of_call(found, none, BACKWARD), of_call(found, clamp, BACKWARD, far=True)) == (2500, 250)
     found[replace(none, kernel="rows")] = prediction(1000)
     assert of_call(found, none, BACKWARD, far=True) is None
     found[replace(clamp, kernel="table")] = None
+    assert of_call(found, clamp, BACKWARD) == 5000  # with a workspace it is not needed
+    del found[replace(clamp, kernel="diagonals")]
     assert of_call(found, clamp, BACKWARD) is None and of_call({}, clamp, FORWARD) is None
 
 
@@ -266,10 +268,10 @@ def test_designs_of_the_backward() -> None:
     assert partial_sums(size, H100, 64) == 8 * 2047 * 64 * 4  # no more sums than heads
     assert partial_sums(replace(size, batch=64), H100, 64) == 16 * 2047 * 64 * 4  # 4 * 132 programs, 32 blocks of rows
     assert workspace(size, H100, 2, 64) == 132 * 2 * 64 * 1024 * 2
-    found = designs({"rows": 1500, "columns": 1700, "table": 2500}, size, H100, 64)
+    found = designs({"rows": 1500, "columns": 1700, "table": 2500, "diagonals": 500}, size, H100, 64)
     words = 8192 / H100.memory_rate
-    assert found["three kernels"] == pytest.approx(5700 + 2 * moved(8 * 2047 * 256, H100) / size.blocks)
-    assert found["words of dS, writing hidden"] == pytest.approx(3200 + words)
-    assert found["words of dS, writing not hidden"] == pytest.approx(3200 + 2 * words)
-    slow = designs({"rows": 100, "columns": 1700, "table": 2500}, size, H100, 64)
-    assert slow["words of dS, writing hidden"] == pytest.approx(1700 + 2 * words)
+    assert found["table kernel"] == pytest.approx(5700 + 2 * moved(8 * 2047 * 256, H100) / size.blocks)
+    assert found["workspace, writing hidden"] == pytest.approx(3200 + words)
+    assert found["workspace, writing not hidden"] == pytest.approx(3200 + 2 * words)
+    slow = designs({"rows": 1500, "columns": 100, "table": 2500, "diagonals": 900}, size, H100, 64)
+    assert slow["workspace, writing hidden"] == pytest.approx(1500 + words + 900)

@@ -33,14 +33,27 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores", rotation: str
 
 TILES: tuple[dict[str, TileConfig] | None, ...] = (
     None,
-    {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)},
-    {"forward": tile(16, 16, None), "rows": tile(32, 32, None), "columns": tile(32, 16), "table": tile(32, 32)},
-    {"forward": tile(32, 32), "rows": tile(16, 16), "columns": tile(32, 32), "table": tile(16, 16)},
+    {
+        "forward": tile(32, 16),
+        "rows": tile(32, 16, "both"),
+        "columns": tile(16, 16),
+        "table": tile(32, 16),
+        "diagonals": tile(16, 16),
+    },
+    {
+        "forward": tile(16, 16, None),
+        "rows": tile(32, 32, None),
+        "columns": tile(32, 16),
+        "table": tile(32, 32),
+        "diagonals": tile(32, 16),
+    },
+    {"forward": tile(32, 32), "rows": tile(16, 16), "columns": tile(32, 32), "table": tile(16, 16), "diagonals": tile(32, 32)},
     {
         "forward": tile(32, 16, rotation="registers"),
         "rows": tile(32, 32, "both", "registers"),
         "columns": tile(16, 16, rotation="registers"),
         "table": tile(32, 16, rotation="registers"),
+        "diagonals": tile(64, 32),
     },
 )
 """Of the kernels; None: the default."""

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.interpreter.guard import Launch, guarded
+from triton_relattn.kernels import workspace
 
 call_and_patch = interpreter.InterpretedFunction.__call__
 called: set[int] = set()
@@ -56,3 +57,9 @@ def guarded_kernels() -> Iterator[list[Launch]]:
     """All launches of the test; it fails if one of them accessed what it should not."""
     with guarded() as launches:
         yield launches
+
+
+@pytest.fixture(autouse=True)
+def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a table comes from the table kernel; tests of the other way, test_workspace.py, turn it on."""
+    monkeypatch.setenv(workspace.VARIABLE, "0")

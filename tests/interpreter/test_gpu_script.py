@@ -76,7 +76,7 @@ def test_all_parts(tmp_path: Path) -> None:
     assert {row["dtype"] for row in correctness} == {"float16", "float32"}
     assert all(bool(row[name]) == (name != "d_rel_key" or row["table"] != "none") for row in correctness for name in RESULTS)
     kernels = Counter(row["kernel"] for row in rows["configs.csv"])
-    assert kernels == {"forward": 8, "rows": 8, "columns": 8, "table": 6}
+    assert kernels == {"forward": 8, "rows": 8, "columns": 8, "table": 6, "diagonals": 6}
     assert all(row["config"] for row in rows["configs.csv"])
     assert Counter(row["part"] for row in rows["checks.csv"]) == {"repeats": 4, "host": 6}
     assert all(float(row["value"]) > 0 for row in rows["checks.csv"])

@@ -8,9 +8,10 @@ import torch
 
 from ..results import gradient_like
 from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from . import configs
+from . import configs, workspace
 from .arguments import LAUNCH_OPTIONS, Call, aligned, cdiv, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_columns import columns_kernel
+from .bwd_diagonals import diagonals_kernel
 from .bwd_rows import rows_kernel
 from .bwd_table import table_ends_kernel, table_kernel
 from .fitting import until_it_fits
@@ -31,7 +32,9 @@ def backward(
 
     Memory beyond the gradients: a float32 for each query, with clamped tables four more for rel_key and rel_bias and four for
     rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits);
-    not even that where one program has it all.
+    not even that where one program has it all. And a workspace, from which the tables' gradients are made where workspace.py does
+    not say otherwise: 2 bytes (of float32 inputs 4) for each pair of a query and a key, of as many heads or keys at a time as
+    TRITON_RELATTN_WORKSPACE allows: so many bytes, 0 for none. Not set: 256 MiB, or as much as query, key and value take.
 
     Args:
         d_lse: None for zeros.
@@ -86,7 +89,8 @@ def _backward(
     columns_gradients = [gradients[name] for name in ("key", "value")]
     wants_tables = [name for name in ("rel_key", "rel_value", "rel_bias") if gradients[name] is not None]
     call = Call(tensors, spec, (out, d_out, *rows_gradients, *columns_gradients))
-    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("rows", "columns", "table")}
+    kernels = ("rows", "columns", "table", *["diagonals"] * (workspace.why_not(call, tensors) is None))
+    tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     inputs = [
         *map(strided, (query, key, value, tensors.rel_query)),
         *call.tables,
@@ -121,13 +125,23 @@ def _backward(
             run_rows(None, *rows_gradients)
         else:
             run_rows(out, *rows_gradients)
-    if any(gradient is not None for gradient in columns_gradients):
-        programs = cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads
+    device = query.device
+    # Whether or not a table's gradient is wanted, so that the others do not depend on that.
+    plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(device))
+    words = query.new_empty(plan.shape) if plan is not None and wants_tables else None
+
+    def run_columns(programs: int, first_program: int | None = None) -> None:
+        has_limits = plan is not None and (words is not None or call.outside == "clamp")
         call.launch(
             *("columns", columns_kernel, tiles["columns"], (programs,)),
             *inputs,
-            *map(strided, (d_out, *columns_gradients, statistics, delta, far_scores, far_values)),
+            *map(strided, (d_out, *columns_gradients, statistics, delta, far_scores, far_values, words)),
+            *(first_program, plan.lowest if has_limits else None, plan.highest if has_limits else None),
+            SKEW=0 if words is None else plan.skew,
         )
+
+    if words is None and any(gradient is not None for gradient in columns_gradients):
+        run_columns(cdiv(spec.max_seqlen_k, tiles["columns"].block_n) * call.num_sequences * call.key_heads)
     if wants_tables:
         # Tables that the heads share get a sum for each head where another table has one.
         per_head = any(
@@ -140,26 +154,45 @@ def _backward(
         # Keys beyond a clamped table: near ones by distance (the margins), all far ones in one more row at either end.
         margin = clamp_margin(tiles["rows"].block_m, tiles["rows"].block_n) if call.outside == "clamp" else 0
         padding = margin + 1 if call.outside == "clamp" else 0
-        programs = cdiv(num_rows + 2 * margin, tiles["table"].block_n) * table_heads
-        splits = configs.table_splits(query.device, programs, call.num_sequences * heads // table_heads)
+        tile = tiles["table" if plan is None else "diagonals"]
+        row_blocks = cdiv(num_rows + 2 * margin, tile.block_n)
+        if plan is None:
+            splits = configs.table_splits(device, row_blocks * table_heads, call.num_sequences * heads // table_heads)
+        else:  # heads that are not in the workspace have no work
+            busy = row_blocks * min(table_heads, plan.items)
+            splits = configs.table_splits(device, busy, cdiv(seqlen_q, tile.block_m))
+        adds = plan is not None and len(plan.parts) > 1
         sums, partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name in wants_tables:
             gradient = gradients[name]
             rank = 1 + (name != "rel_bias")
-            if splits == 1 and padding == 0 and (gradient.dim() > rank) == per_head:
+            if splits == 1 and padding == 0 and (gradient.dim() > rank) == per_head and not adds:
                 sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # nothing will be left to add up
             else:
                 shape = (splits, table_heads, num_rows + 2 * padding, *gradient.shape[gradient.dim() + 1 - rank :])
-                sums[name] = partials[name] = query.new_empty(shape, dtype=torch.float32)
-        call.launch(
-            *("table", table_kernel, tiles["table"], (programs, splits)),
-            *inputs,
-            *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), statistics, delta)),
-            num_sequences=call.num_sequences,
-            PER_HEAD=per_head,
-            ROWS_BLOCK_M=tiles["rows"].block_m,
-            ROWS_BLOCK_N=tiles["rows"].block_n,
-        )
+                new = query.new_zeros if adds else query.new_empty
+                sums[name] = partials[name] = new(shape, dtype=torch.float32)
+        options = {"PER_HEAD": per_head, "ROWS_BLOCK_M": tiles["rows"].block_m, "ROWS_BLOCK_N": tiles["rows"].block_n}
+        grid = row_blocks * table_heads, splits
+        if plan is None:
+            call.launch(
+                *("table", table_kernel, tile, grid),
+                *inputs,
+                *map(strided, (d_out, *(sums.get(name) for name in ("rel_key", "rel_value", "rel_bias")), statistics, delta)),
+                num_sequences=call.num_sequences,
+                **options,
+            )
+        else:
+            for part in plan.parts:  # in this order
+                run_columns(part.programs, part.first_program)
+                call.launch(
+                    *("diagonals", diagonals_kernel, tile, grid),
+                    *map(strided, (call.rel_query, words, sums.get("rel_key"), sums.get("rel_bias"))),
+                    *(part.first_item, part.stop_item, part.first_key, part.stop_key, plan.lowest),
+                    SKEW=plan.skew,
+                    ADDS=adds,
+                    **options,
+                )
         if call.outside == "clamp":
             ends = (
                 ("rel_key", call.rel_query, far_sums, spec.rel_scale),

@@ -10,9 +10,10 @@ from .scores import LN_2, exponent_scale, finished, load_normaliser, probabiliti
 from .table import Table
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, near_keys, part_range, walk_position
+from .words import key_of_column, store_words
 
 
-@triton.jit(do_not_specialize=["first", "last", "num_heads"])
+@triton.jit(do_not_specialize=["first_program", "lowest", "highest", "first", "last", "num_heads"])
 def columns_kernel(
     queries,
     keys,
@@ -29,6 +30,10 @@ def columns_kernel(
     deltas,
     far_scores,
     far_values,
+    words,
+    first_program,
+    lowest,
+    highest,
     sequences,
     window,
     dropout,
@@ -48,18 +53,27 @@ def columns_kernel(
     ROTATION: tl.constexpr,
     WARPS: tl.constexpr,
     OUTSIDE: tl.constexpr,
+    SKEW: tl.constexpr,
     ROUND_TERMS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
     """d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; deltas and far_* as of rows_kernel.
 
-    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks.
+    words [1, items, Nq, columns], or None: where gradients of scores go for diagonals_kernel, those of relative positions from
+    lowest to highest at least; see words.py for SKEW. Beside a clamped table these are near; so they are without words if lowest
+    and highest are there, to give the same bits.
+
+    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words a
+    part of that, from first_program on: whole heads, or some blocks of one.
     """
     num_blocks = tl.cdiv(sequences.max_seqlen_k, BLOCK_N)
-    block = tl.program_id(0) % num_blocks
-    key_head = tl.program_id(0) // num_blocks % (num_heads // GROUP)
-    place = locate(sequences, window, tl.program_id(0) // num_blocks // (num_heads // GROUP))
+    program = tl.program_id(0)
+    if words is not None:
+        program += first_program
+    block = program % num_blocks
+    key_head = program // num_blocks % (num_heads // GROUP)
+    place = locate(sequences, window, program // num_blocks // (num_heads // GROUP))
     key_start = block * BLOCK_N
     if sequences.cu_seqlens_k is not None:
         if key_start >= place.key_rows:
@@ -72,9 +86,11 @@ def columns_kernel(
     valid_n = exists(offs_n, place, window)
     keys = head_matrix(keys, place.entry, key_head, place.key_start, WIDE_INDEX)
     key = load_rows(keys, key_start, tile_n, valid_n, HEAD_DIM, BLOCK_D)
-    if d_keys is not None:
+    WANTS_SCORES: tl.constexpr = d_keys is not None or words is not None
+    if WANTS_SCORES:
         values = head_matrix(values, place.entry, key_head, place.key_start, WIDE_INDEX)
         value = load_rows(values, key_start, tile_n, valid_n, VALUE_DIM, BLOCK_DV)
+    if d_keys is not None:
         d_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if d_values is not None:
         d_value = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -86,7 +102,10 @@ def columns_kernel(
     near_stop = row_first if OUTSIDE is None else row_stop
     if OUTSIDE == "clamp" or OUTSIDE == "zero":
         # As seen from the keys: i - j has the sign and the limits turned round.
-        near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
+        near_first, near_last = first, last
+        if lowest is not None and OUTSIDE == "clamp":  # far tiles leave no words
+            near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
+        near_start, near_stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, BLOCK_N, BLOCK_M, OUTSIDE)
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
 
     HAS_TERM: tl.constexpr = rel_keys is not None or rel_bias is not None
@@ -108,6 +127,9 @@ def columns_kernel(
         if rel_values is not None:
             value_table = Table(head_matrix(rel_values, 0, head, 0, WIDE_INDEX), None, None, None, first, last)
         scale = exponent_scale(scaling, mask)
+        if words is not None:
+            item = (program // num_blocks - first_program // num_blocks) * GROUP + member
+            head_words = head_matrix(words, 0, item, 0, False)
 
         for PART in tl.static_range(NEAR if OUTSIDE == "none" else FAR, FAR + 1 if OUTSIDE is None else NEAR + 1):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
@@ -138,7 +160,7 @@ def columns_kernel(
                 if dropout is not None:
                     stays = kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, VALUE_DIM, BLOCK_DV)
-                if d_keys is not None:
+                if WANTS_SCORES:
                     if PART == NEAR and rel_values is not None:
                         d_probs = whole_tile(
                             d_out, value_table, relative, VALUE_DIM, BLOCK_DV, for_values(TILE), OUTSIDE, INPUT_PRECISION
@@ -155,7 +177,7 @@ def columns_kernel(
                     kept_probs = probs if dropout is None else tl.where(stays, probs, 0.0)
                     # [N, M] @ [M, Dv] -> [N, Dv]
                     d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=INPUT_PRECISION)
-                if d_keys is not None:
+                if WANTS_SCORES:
                     if dropout is not None:
                         d_probs = tl.where(stays, d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)
                     delta = row_vector(deltas, place.entry, head, place.query_start)
@@ -165,8 +187,14 @@ def columns_kernel(
                     d_scores = probs * (d_probs - delta[:, None])
                     if scaling.softcap is not None:
                         d_scores *= slope
-                    # [N, M] @ [M, D] -> [N, D]
-                    d_key = tl.dot(tl.trans(d_scores.to(query.dtype)), query, d_key, input_precision=INPUT_PRECISION)
+                    d_words = d_scores.to(query.dtype)
+                    if words is not None and PART == NEAR:
+                        part_start = first_program % num_blocks * BLOCK_N
+                        column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
+                        store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
+                    if d_keys is not None:
+                        # [N, M] @ [M, D] -> [N, D]
+                        d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=INPUT_PRECISION)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:

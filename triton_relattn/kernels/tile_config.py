@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-KERNELS = ("forward", "rows", "columns", "table")
+KERNELS = ("forward", "rows", "columns", "table", "diagonals")
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8

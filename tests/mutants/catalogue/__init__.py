@@ -12,6 +12,7 @@ from .launchers import OF_LAUNCHERS
 from .models import OF_MODELS
 from .tiles import OF_BAND, OF_MASKS, OF_QUADS
 from .use import OF_USE
+from .workspace import OF_WORKSPACE
 
 FAULTS: tuple[Fault, ...] = (
     *OF_QUADS,
@@ -21,6 +22,7 @@ FAULTS: tuple[Fault, ...] = (
     *OF_ROWS,
     *OF_COLUMNS,
     *OF_TABLE,
+    *OF_WORKSPACE,
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_ALL,

@@ -23,6 +23,7 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "dropout",
     )
 )
+DIAGONALS, WORDS, WORKSPACE = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_diagonals", "words", "workspace"))
 BLOCKWISE, BLOCKS, BANDS, DROPOUT, SPEC, OPS, FUNCTIONAL, REFERENCE, RESULTS, POSITIONS = (
     f"triton_relattn/{name}.py"
     for name in ("blockwise", "blocks", "bands", "dropout", "spec", "ops", "functional", "reference", "results", "positions")
@@ -35,6 +36,7 @@ ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES = (
 ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
     f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "survivors")
 )
+ON_WORKSPACE = "tests/interpreter/test_workspace.py"
 (
     ON_BLOCKWISE,
     ON_SCALE,

@@ -1,0 +1,142 @@
+"""Which backward makes the gradient of a table from a workspace, how large it is, and in how many parts it is filled.
+
+The columns kernel leaves the gradients of its scores there, rounded to the inputs' dtype as it multiplies them, and the diagonals
+kernel makes the gradient of the table of them: one product of the six that the table kernel has. They take 2 bytes for each pair,
+so the columns kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..spec import AttentionSpec, AttentionTensors
+from .arguments import Call, cdiv
+from .tile_config import TileConfig
+from .walk import clamp_margin
+from .words import ALIGNMENT
+
+VARIABLE = "TRITON_RELATTN_WORKSPACE"
+"""The environment variable for the largest workspace in bytes; 0: none, the table kernel is used."""
+USUAL_LIMIT = 256 * 2**20
+MOST_WORDS = 2**30
+"""Words are addressed in 32 bits."""
+
+
+class Part(NamedTuple):
+    """What one launch of the columns kernel leaves in the workspace."""
+
+    first_program: int  # of the launch for all keys
+    programs: int
+    first_item: int  # batch entries and heads, counted through
+    stop_item: int
+    first_key: int
+    stop_key: int
+
+
+class Plan(NamedTuple):
+    """A workspace, and what it is filled with."""
+
+    items: int
+    rows: int
+    columns: int
+    skew: int  # of words.py
+    lowest: int  # relative position that is wanted, and the highest
+    highest: int
+    parts: list[Part]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1, self.items, self.rows, self.columns
+
+
+def limit(tensors: AttentionTensors) -> int:
+    """Return the largest workspace in bytes: TRITON_RELATTN_WORKSPACE or, if it is not set, 256 MiB or as much as query, key and
+    value take, whichever is more.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        if not given.strip().isdecimal():
+            raise ValueError(f"{VARIABLE} must be a number of bytes, got {given!r}")
+        return int(given)
+    return max(USUAL_LIMIT, sum(each.numel() * each.element_size() for each in (tensors.query, tensors.key, tensors.value)))
+
+
+def why_not(call: Call, tensors: AttentionTensors) -> str | None:
+    """Return what about a call keeps the table kernel, whatever the workspace; None if nothing does.
+
+    It must not depend on which gradients are wanted: they are the same bits with others and alone.
+    """
+    if tensors.rel_key is None and tensors.rel_bias is None:
+        return "there is no table for the scores"
+    if tensors.rel_value is not None:
+        return "a table for the values needs probabilities by relative position"
+    if tensors.cu_seqlens_q is not None:
+        return "sequences are packed: a rectangle for each would be mostly empty"
+    if tensors.query_offsets is not None:
+        return "sequences have relative positions of their own"
+    if call.arch.startswith("gfx"):
+        return "words are read 2 bytes at a time, which nobody has looked at on AMD's GPUs"
+    return None
+
+
+def plan(
+    call: Call, tensors: AttentionTensors, spec: AttentionSpec, tiles: Mapping[str, TileConfig], multiprocessors: int
+) -> Plan | None:
+    """Return how a call uses a workspace; None if it does not: why_not, or too little of the call fits in one.
+
+    It is too little if the columns kernel's programs of a part are fewer than multiprocessors, half of what runs at once.
+    """
+    if why_not(call, tensors) is not None:
+        return None
+    most_words = min(limit(tensors) // tensors.query.element_size(), MOST_WORDS)
+    rows, block_n = tensors.query.shape[2], tiles["columns"].block_n
+    blocks = cdiv(tensors.key.shape[2], block_n)
+    units = call.num_sequences * call.key_heads
+    group = call.heads // call.key_heads
+
+    # Whole rows, or if that is less the band that the table, with keys that the rows kernel takes for near, and the window leave.
+    margin = clamp_margin(tiles["rows"].block_m, tiles["rows"].block_n) if call.outside == "clamp" else 0
+    lowest, highest = spec.first - margin, spec.last + margin
+    left, right = spec.window_left, spec.window_right
+    lowest, highest = lowest if left < 0 else max(lowest, -left), highest if right < 0 else min(highest, right)
+    skew = max(tiles[kernel].block_m for kernel in ("columns", "diagonals"))
+    band = cdiv(max(highest - lowest + 1, 1) + skew - 1 + ALIGNMENT.value - 1, 64) * 64
+    columns = blocks * block_n
+    if band < columns:
+        columns = band
+    else:
+        skew = 0
+
+    most_units, most_blocks = most_words // (group * rows * columns), 0
+    if most_units == 0 and skew == 0:
+        most_blocks = most_words // (group * rows * block_n)
+    if max(min(most_units, units) * blocks, most_blocks) < max(1, min(multiprocessors, units * blocks)):
+        return None
+    if most_units > 0:  # and all parts as large as each other
+        at_once = cdiv(units, cdiv(units, most_units))
+        items, step, part_of_unit = at_once * group, at_once * blocks, blocks
+    else:
+        step = part_of_unit = cdiv(blocks, cdiv(blocks, most_blocks))
+        items, columns = group, part_of_unit * block_n
+    return Plan(items, rows, columns, skew, lowest, highest, _parts(units, blocks, group, block_n, step, part_of_unit))
+
+
+def _parts(units: int, blocks: int, group: int, block_n: int, step: int, part_of_unit: int) -> list[Part]:
+    """Step programs at a time: several units (a batch entry, and a head of the keys) whole, or some blocks of keys of one."""
+    parts = []
+    if part_of_unit == blocks:
+        for first in range(0, units * blocks, step):
+            stop = min(first + step, units * blocks)
+            parts.append(Part(first, stop - first, first // blocks * group, stop // blocks * group, 0, blocks * block_n))
+    else:
+        for unit in range(units):
+            for block in range(0, blocks, step):
+                stop = min(block + step, blocks)
+                items = unit * group, (unit + 1) * group
+                parts.append(Part(unit * blocks + block, stop - block, *items, block * block_n, stop * block_n))
+    return parts
