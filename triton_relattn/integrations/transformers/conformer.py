@@ -50,7 +50,7 @@ class ConformerAttention:
             rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
             query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.pos_bias_u, self.pos_bias_v, self.scaling)
             last = hidden_states.shape[1] - 1
-            # u's gradient sums the query's over all queries: its rounding errors would add up (README, Numerics).
+            # u's gradient sums the query's over all queries: its rounding errors would add up (docs/numerics.md).
             term = {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(-last, last), "exact_delta": True}
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
