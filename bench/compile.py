@@ -31,6 +31,7 @@ from .compiled import (
     selected,
     shuffles,
 )
+from .configurations import TILE_COLUMNS
 from .cycles.predict import Prediction, predict
 from .features import FEATURES, Resolved
 from .features import call as call_with
@@ -39,13 +40,11 @@ from .processes import processes
 from .rows import ROOT, Table, in_one_line, progress, read, stamp
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-TILE_COLUMNS = ("block_m", "block_n", "num_warps", "num_stages")
 COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
     *("registers", "spill_bytes", "shared_bytes", "fits"),
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
-    *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit"),
-    *("carry", "rotation", "max_registers", "status"),
+    *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit", "status"),
 )
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 """What a budget holds of a kernel."""
@@ -179,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write_budget(rows: Sequence[dict[str, Any]]) -> None:
     """Replace what the budget says of these kernels, and add those that it does not have."""
-    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS, "carry", "rotation", "max_registers")
+    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS)
     budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
     BUDGET.parent.mkdir(exist_ok=True)
     with BUDGET.open("w", newline="") as file:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from unittest import mock
+
 from triton_relattn import can_run_triton
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
+from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 from .cases import Case
 
+TILE_COLUMNS = tuple(field.name for field in fields(configs.TileConfig))
+"""Columns of a configuration."""
 OF_DIRECTION = {
     "forward": configs.KERNELS[:1],
     "backward": configs.KERNELS[1:],
@@ -24,6 +33,27 @@ def shown(config: configs.TileConfig) -> str:
     return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
 
 
+@contextmanager
+def way_of(kernel: str) -> Iterator[None]:
+    """Within, calls use no workspace if this is the table kernel, which then makes the tables' gradients."""
+    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "table" else {}):
+        yield
+
+
+def kernels_of(
+    direction: str,
+    call: Call,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    tiles: Mapping[str, configs.TileConfig],
+    multiprocessors: int,
+) -> list[str]:
+    """Return the kernels that a direction of a call launches, first to last."""
+    has_workspace = workspace.plan(call, tensors, spec, tiles, multiprocessors) is not None
+    of_tables = {"table": tensors.has_table and not has_workspace, "diagonals": has_workspace}
+    return [kernel for kernel in OF_DIRECTION[direction] if of_tables.get(kernel, True)]
+
+
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:
     """Of the kernels that run, first to last; "blockwise" where no kernels do."""
     inputs = case.empty(device)
@@ -32,6 +62,5 @@ def used_configurations(case: Case, direction: str, device: str, has_table: bool
     tensors, spec = case.resolved(inputs, has_table)
     call = Call(tensors, spec)
     tiles = {kernel: call.tile(kernel) for kernel in configs.KERNELS}
-    plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(inputs.query.device))
-    of_tables = {"table": has_table and plan is None, "diagonals": plan is not None}
-    return ", ".join(f"{kernel} {shown(tiles[kernel])}" for kernel in OF_DIRECTION[direction] if of_tables.get(kernel, True))
+    names = kernels_of(direction, call, tensors, spec, tiles, configs.multiprocessors(inputs.query.device))
+    return ", ".join(f"{kernel} {shown(tiles[kernel])}" for kernel in names)

@@ -31,14 +31,11 @@ def run(options: argparse.Namespace) -> int:
     for kernel in configs.KERNELS:
         for has_table in (False, True):
             if kernel not in ("table", "diagonals") or has_table:
-                valid = configs.candidates(kernel, target, torch.bfloat16, has_table)
+                valid = configs.candidates(kernel, target, has_table)
                 default = configs.select(kernel, target, torch.bfloat16, 64, "none" if has_table else None)
                 body.append((kernel, "full table" if has_table else "no table", str(len(valid)), shown(default)))
     print("\n" + text_table(("kernel", target, "valid configurations", "default, bf16, width 64"), body))
     if options.configs:
         for kernel in configs.KERNELS:
-            print(
-                f"\n{kernel}\n"
-                + "\n".join(f"  {shown(config)}" for config in configs.candidates(kernel, target, torch.bfloat16, True))
-            )
+            print(f"\n{kernel}\n" + "\n".join(f"  {shown(config)}" for config in configs.candidates(kernel, target, True)))
     return 0

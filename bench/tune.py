@@ -31,7 +31,7 @@ from . import cases, timing, verify
 from .cases import Case
 from .compile import counts
 from .compiled import SHARED_MEMORY, compiled, is_launched, resources, way_of
-from .configurations import shown
+from .configurations import TILE_COLUMNS, shown
 from .cycles.predict import near_share, predict
 from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 from .processes import processes
@@ -39,7 +39,7 @@ from .rows import STAMP, Table, in_one_line, progress, stamp
 
 COLUMNS = (
     *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
-    *("block_m", "block_n", "num_warps", "num_stages", "carry", "rotation", "max_registers", "is_default", "is_chosen"),
+    *(*TILE_COLUMNS, "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
@@ -91,9 +91,7 @@ def steps_apart(one: TileConfig, other: TileConfig) -> int:
 def candidates(task: Task, reach: int) -> list[TileConfig]:
     """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
     default = task.default
-    near = sorted(
-        configs.candidates(task.kernel, task.arch, task.call.kind.dtype, task.has_table), key=partial(steps_apart, default)
-    )
+    near = sorted(configs.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
     return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
 
 
