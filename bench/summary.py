@@ -76,13 +76,13 @@ def markdown(rows: Sequence[Row]) -> str:
 def models(rows: Sequence[Row]) -> str:
     """Single sequences and batches of models, a table for each that there is, as Markdown."""
     single = [row for row in rows if is_single(row)]
-    batches = [row for row in rows if not is_single(row)]
+    batches = [row for row in rows if row["batch"] and not is_single(row)]
     return "\n".join([longest(single)] * bool(single) + [ratios(batches)] * bool(batches))
 
 
 def is_single(row: Row) -> bool:
     """Whether a row of models is of one sequence."""
-    return int(row["batch"] or 1) == 1
+    return str(row["batch"]) == "1"
 
 
 def longest(rows: Sequence[Row], direction: str = "forward+backward") -> str:

@@ -131,6 +131,7 @@ EVERY = (
             "layer_types": ["hybrid"],
             "log_scaling_n_floor": 1024,
             "eos_token_id": None,
+            "experts_implementation": "eager",  # the default has no float64
         },
         stock=("eager",),
     ),
