@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for path in options.csv for row in read(path)]
     options.out.mkdir(parents=True, exist_ok=True)
     for verb, draw in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):
-        of_verb = [row for row in rows if row["verb"] == verb]
+        of_verb = [row for row in rows if row["verb"] == verb and (verb != "models" or summary.is_single(row))]
         if of_verb:
             draw(of_verb, options.out / f"{verb}.png")
             print(options.out / f"{verb}.png")

@@ -12,6 +12,7 @@ from triton_relattn.demo.report import table as text_table
 from .methods import METHODS, OURS
 
 Row = dict[str, Any]
+DIRECTIONS = ("forward", "forward+backward")
 NO_REMARK = ("ok", "does not apply", "not tried")
 
 
@@ -59,7 +60,7 @@ def markdown(rows: Sequence[Row]) -> str:
     methods = [name for name in METHODS if any(row["method"] == name and (row["p50_ms"] or row["peak_bytes"]) for row in rows)]
     shown = {"p50_ms": short_time, "peak_bytes": short_bytes}
     parts = []
-    for direction in ("forward", "forward+backward"):
+    for direction in DIRECTIONS:
         cells: dict[tuple[int, str], list[str]] = {}
         for column, show in shown.items():
             for method in methods:
@@ -72,7 +73,19 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def models(rows: Sequence[Row], direction: str = "forward+backward") -> str:
+def models(rows: Sequence[Row]) -> str:
+    """Single sequences and batches of models, a table for each that there is, as Markdown."""
+    single = [row for row in rows if is_single(row)]
+    batches = [row for row in rows if row["batch"] and not is_single(row)]
+    return "\n".join([longest(single)] * bool(single) + [ratios(batches)] * bool(batches))
+
+
+def is_single(row: Row) -> bool:
+    """Whether a row of models is of one sequence."""
+    return str(row["batch"]) == "1"
+
+
+def longest(rows: Sequence[Row], direction: str = "forward+backward") -> str:
     """Time and memory of every model at its longest length, a line for each, as Markdown."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = [["model", "length", *methods], ["---"] * (len(methods) + 2)]
@@ -86,6 +99,30 @@ def models(rows: Sequence[Row], direction: str = "forward+backward") -> str:
             cells.append(f"{short_time(float(row['p50_ms']))}<br>{short_bytes(float(row['peak_bytes']))}" if row and ok else "-")
         lines.append([case, str(length), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def ratios(rows: Sequence[Row]) -> str:
+    """How many times as long as ours a stock model takes, a line for each model and size, and their geometric mean."""
+    lines = [["model", "length", "batch", "stock", *DIRECTIONS], ["---"] * (4 + len(DIRECTIONS))]
+    every: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    times = {(*size_of(row), row["method"], row["direction"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
+    for size in dict.fromkeys(size_of(row) for row in rows):
+        for method in dict.fromkeys(row["method"] for row in rows if size_of(row) == size and row["method"] != OURS):
+            cells = []
+            for direction in DIRECTIONS:
+                stock, ours = (times.get((*size, name, direction)) for name in (method, OURS))
+                cells.append(f"{stock / ours:.2f} ({short_time(stock)} / {short_time(ours)})" if stock and ours else "-")
+                every[direction] += [stock / ours] if stock and ours else []
+            if cells != ["-"] * len(DIRECTIONS):
+                lines.append([*size, method, *cells])
+    means = [f"{math.exp(sum(map(math.log, each)) / len(each)):.2f}" if each else "-" for each in every.values()]
+    lines.append(["geometric mean", "", "", "", *means])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\nTime of the stock model over ours, medians.\n"
+
+
+def size_of(row: Row) -> tuple[str, str, str]:
+    """Model, length and batch of a row of models."""
+    return row["case"], str(row["seqlen"]), str(row["batch"])
 
 
 def show_time(milliseconds: float, ours: float | None) -> str:

@@ -115,7 +115,7 @@ def check(timed: Timed, expected: Sequence[torch.Tensor], against: str, case: Ca
         timed.found["status"] = f"wrong: differs from {against} by {apart:.3g}"
 
 
-def attempt(work: Callable[[], None], found: dict[str, Any]) -> None:
+def attempt(work: Callable[[], object], found: dict[str, Any]) -> None:
     """Do something; what goes wrong becomes the status."""
     try:
         work()

@@ -348,6 +348,47 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| parakeet_attention | 48 |" in capsys.readouterr().out
 
 
+def test_batches_of_short_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times alone, against the one implementation that computes what the model means to, and the ratio of each size."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "models.csv"
+    words = ("--lengths", "24,16", "--batches", "3,2", "--methods", "triton_relattn,stock", "--no-memory", "--rounds", "3")
+    assert main(models_of("--families", "seamless_m4t_v2", *words, "--csv", str(path))) == 0
+    rows = read(path)
+    assert [(row["seqlen"], row["batch"], row["method"]) for row in rows[::2]] == [
+        (length, batch, method) for length in ("16", "24") for batch in ("2", "3") for method in (OURS, "sdpa")
+    ]
+    assert all(row["status"] == "ok" and row["rounds"] == "3" and not row["peak_bytes"] for row in rows)
+    times = {(row["method"], row["direction"]): float(row["p50_ms"]) for row in rows[-4:]}
+    expected = [f"{times['sdpa', each] / times[OURS, each]:.2f}" for each in ("forward", "forward+backward")]
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if line.startswith("| seamless_m4t_v2 | 24 | 3 | sdpa |"))
+    assert [cell.split()[0] for cell in line.split("|")[5:7]] == expected
+    assert "geometric mean" in shown and "| model | length | triton_relattn |" not in shown
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0 and not (tmp_path / "models.png").exists()
+    assert line in capsys.readouterr().out
+
+
+def test_too_little_memory_for_a_batch() -> None:
+    """Larger ones are not tried, what has been measured stays; what does not apply stays so, too."""
+    options = argparse.Namespace(memory_limit=2**30)
+    small, large = models.Size(16, 2), models.Size(16, 3)
+    points = [(size, "eager", "forward") for size in (small, large)] + [(large, "sdpa", "forward")]
+    found: models.Found = {point: {"status": "ok"} for point in points[:2]} | {points[2]: {"status": "does not apply"}}
+    failed: dict[str, str] = {}
+
+    def fail() -> None:
+        raise MemoryError
+
+    for point in points:
+        models.try_it(fail, point, found, failed, options)
+    assert [each["status"] for each in found.values()] == [
+        "out of memory: more than 1 GiB",
+        "not tried: out of memory: more than 1 GiB at 16 x 2",
+        "does not apply",
+    ]
+
+
 def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One row too far to the past, and sdpa that is missing."""
     pytest.importorskip("transformers")
