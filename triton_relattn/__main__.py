@@ -1,41 +1,44 @@
-"""What the demo runs on, and which implementation serves it."""
+"""Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from .. import __version__
-from ..backends import can_run_triton, choose_implementation
+from . import __version__
+from .backends import can_run_triton, choose_implementation
+from .integrations.transformers import families
 
 
-@dataclass(frozen=True)
-class Environment:
-    """Versions, device and the choice of implementation."""
+def available_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
-    python: str
-    torch: str
-    triton: str
-    package: str
-    device: str
-    """"cpu" or "cuda"."""
-    device_name: str
-    threads: int
-    implementation: str
-    """What ``implementation=None`` picks here."""
-    reason: str
 
-    def __str__(self) -> str:
-        lines = (
-            f"triton_relattn {self.package}, torch {self.torch}, triton {self.triton}, Python {self.python}",
-            f"device: {self.device_name}",
-            f"implementation: {self.implementation}. {self.reason}",
-        )
-        return "\n".join(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines)
+def environment(device: str, width: int = 64) -> str:
+    """Return versions, device and the implementation chosen on it ("cpu" or "cuda") for float32 heads of ``width``, as text."""
+    probe = torch.empty(1, 1, 1, width, device=device)
+    python = f"Python {platform.python_version()}"
+    lines = (
+        f"triton_relattn {__version__}, torch {torch.__version__}, triton {_triton_version()}, {python}",
+        f"device: {_device_name(device)}",
+        f"implementation: {choose_implementation(None, probe, probe)}. {_reason(probe)}",
+    )
+    return "\n".join(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines)
+
+
+def _reason(probe: torch.Tensor) -> str:
+    try:
+        can_run_triton(probe, probe, raise_error=True)
+    except NotImplementedError as error:
+        return str(error)
+    if probe.device.type == "cuda":
+        return "The Triton kernels can serve this device."
+    return "Triton's interpreter is for tests only."
 
 
 def _triton_version() -> str:
@@ -52,25 +55,14 @@ def _device_name(device: str) -> str:
     return f"CPU, {platform.machine()} ({capability}), {torch.get_num_threads()} threads"
 
 
-def describe(device: str, width: int) -> Environment:
-    """The environment on ``device`` ("cpu" or "cuda"), with the implementation chosen for float32 heads of ``width``."""
-    probe = torch.empty(1, 1, 1, width, device=device)
-    implementation = choose_implementation(None, probe, probe)
-    reason = "The Triton kernels can serve this device."
-    if implementation != "triton":
-        try:
-            can_run_triton(probe, probe, raise_error=True)
-            reason = "Triton's interpreter is for tests only."
-        except RuntimeError as error:
-            reason = str(error)
-    return Environment(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        triton=_triton_version(),
-        package=__version__,
-        device=device,
-        device_name=_device_name(device),
-        threads=torch.get_num_threads(),
-        implementation=implementation,
-        reason=reason,
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
+    parser.add_argument("--families", action="store_true", help="only the models of transformers that can be enabled")
+    if not parser.parse_args(argv).families:
+        print(f"{environment(available_device())}\n\nModels of transformers that can be enabled:\n")
+    print(families.table())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

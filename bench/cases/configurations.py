@@ -6,7 +6,7 @@ from triton_relattn import can_run_triton
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 
-from .cases import Case
+from .attention import Case
 
 OF_DIRECTION = {
     "forward": configs.KERNELS[:1],

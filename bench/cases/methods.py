@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from triton_relattn import fused_relative_attention
-from triton_relattn.baselines import BASELINES
 
-from .cases import Case, Inputs
+from .attention import Case, Inputs
+from .baselines import BASELINES
 
 OURS = "triton_relattn"
 Function = Callable[[Inputs], torch.Tensor]

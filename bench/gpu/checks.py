@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from bench.cases.configurations import shown
 from bench.compiled import way_of
-from bench.configurations import shown
-from bench.rows import in_one_line
+from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing, validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call

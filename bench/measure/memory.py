@@ -1,42 +1,22 @@
-"""Time and peak memory of one method at one length, forward and backward.
-
-On a CPU every point runs in a process of its own, ``python -m triton_relattn.demo.measure``, which prints one JSON object:
-only so is the peak of the process the peak of this one computation. On a GPU torch keeps the books, and one process serves.
-"""
+"""Peak memory of a computation, and a limit for it, so that a lack of memory is an error and not the end of the machine."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
+import os
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from .methods import METHODS, Method, forward_backward, make_inputs
-
 OUT_OF_MEMORY = "out of memory"
-WARM_UP_LENGTH = 64  # tiny, so that what it leaves behind does not matter beside the smallest length measured
-MAX_REPEATS = 15  # enough for a median; short lengths would repeat hundreds of times in the time they are given
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PAGE = 4 << 10
 LARGEST_MMAP_THRESHOLD = 32 << 20  # as far as glibc raises it by itself; its trim threshold is then twice that
 STATUS = Path("/proc/self/status")
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Milliseconds (median) and bytes above what was there before, or None with a status that says why."""
-
-    milliseconds: float | None
-    peak_bytes: int | None
-    status: str = "ok"
+SHARE = 0.85  # of the memory that is free
 
 
 def _proc_status(field: str) -> int:
@@ -93,66 +73,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def _milliseconds(work: Callable[[], object], device: str) -> float:
-    """How long work takes."""
-    if device == "cuda":
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop)
-    started = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - started)
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        kilobytes = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(kilobytes) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _measure(method: Method, length: int, dtype: torch.dtype, device: str, seconds: float) -> Measurement:
-    for _ in range(2):
-        forward_backward(method, *make_inputs(WARM_UP_LENGTH, dtype, device))
-    inputs, d_out = make_inputs(length, dtype, device)
-
-    def work() -> None:
-        forward_backward(method, inputs, d_out)
-
-    if device == "cuda":
-        peak = peak_cuda(work)
-    else:
-        # Memory comes first, while the heap has no holes: glibc fills holes before it maps, whatever the threshold, and the peak
-        # would be the heap's, at short lengths twice that of the tensors. The clock then runs with glibc's usual settings.
-        map_blocks_from(PAGE)
-        peak = peak_cpu(work)
-        map_blocks_from(LARGEST_MMAP_THRESHOLD)
-    times: list[float] = []
-    while not times or (sum(times) < 1e3 * seconds and len(times) < MAX_REPEATS):
-        times.append(_milliseconds(work, device))
-    return Measurement(statistics.median(times), peak)
-
-
-def measure(method: str, length: int, dtype: torch.dtype, device: str, seconds: float) -> Measurement:
-    """The peak memory of one pass; then the median time of passes that take about ``seconds`` together, at least one.
-
-    What torch and its libraries set up once has been set up before, by a tiny call.
-    """
+def limit_memory(limit: int) -> None:
+    """Let allocations fail beyond so many bytes. No effect where the system knows no such limit."""
     try:
-        return _measure(METHODS[method], length, dtype, device, seconds)
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            return Measurement(None, None, OUT_OF_MEMORY)
-        raise
+        import resource
 
-
-def main() -> None:
-    """One point on the CPU; the result as JSON on stdout."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--method", required=True, choices=METHODS)
-    parser.add_argument("--length", required=True, type=int)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--seconds", required=True, type=float)
-    arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    print(json.dumps(asdict(measure(arguments.method, arguments.length, dtype, "cpu", arguments.seconds))))
-
-
-if __name__ == "__main__":
-    main()
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    except (ImportError, AttributeError, OSError, ValueError):
+        pass

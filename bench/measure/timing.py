@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_relattn.demo.measure import is_out_of_memory, peak_cuda
-
-from .cases import DTYPES, Case, Inputs
-from .methods import METHODS, OURS, Function, ours
-from .rows import in_one_line
+from ..cases.attention import DTYPES, Case, Inputs
+from ..cases.methods import METHODS, OURS, Function, ours
+from ..report.rows import in_one_line
+from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
 PARTS = {"backward of query": 1, "backward of all but the table": 3}
@@ -27,7 +26,6 @@ LARGEST_GOLDEN = {"cpu": 8 * 4096**2, "cuda": 1 << 62}
 """Pairs of query and key, times heads and batch, up to which a float64 result is worth its time."""
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
-OUT_OF_MEMORY = "out of memory"
 
 
 class Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rows: what all of them carry, the files they go to as they are measured, and the bar that shows how long it will take."""
+"""Rows of results: the columns that all of them have, and the files that they go to as they are measured."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from triton_relattn import __version__
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STAMP = ("commit", "date", "device", "threads", "torch", "triton", "package")
 """Columns of every row, its last ones: where it comes from."""
-Item = TypeVar("Item")
 
 
 def output_of(*command: str) -> str:
@@ -107,21 +106,6 @@ def read(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def progress(
-    items: Iterable[Item], label: Callable[[Item], str], work: Callable[[Item], float] = lambda _: 1.0
-) -> Iterator[Item]:
-    """The items, with a bar on stderr: which one is at work, and the time left if time goes with ``work``."""
-    from tqdm import tqdm
-
-    items = list(items)
-    form = "{desc:<40.40}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
-    with tqdm(total=sum(map(work, items)), bar_format=form, dynamic_ncols=True, leave=False) as bar:
-        for item in items:
-            bar.set_description_str(label(item))
-            yield item
-            bar.update(work(item))
 
 
 def in_one_line(error: BaseException) -> str:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from triton_relattn.demo.report import short_bytes, short_time
-from triton_relattn.demo.report import table as text_table
-
-from .methods import METHODS, OURS
+from ..cases.methods import METHODS, OURS
+from .text import short_bytes, short_time
+from .text import table as text_table
 
 Row = dict[str, Any]
 NO_REMARK = ("ok", "does not apply", "not tried")

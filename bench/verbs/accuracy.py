@@ -11,12 +11,13 @@ import torch
 
 from triton_relattn import fused_relative_attention
 from triton_relattn.backends import choose_implementation
-from triton_relattn.baselines import BASELINES
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
-from .cases import DTYPES
+from ..cases.attention import DTYPES
+from ..cases.baselines import BASELINES
+from ..report.progress import progress
+from ..report.rows import Table, in_one_line, stamp
 from .options import add_files, add_list, add_machine
-from .rows import Table, in_one_line, progress, stamp
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")

@@ -18,7 +18,7 @@ from typing import Any
 
 KINDS = ("plain", "full", "clamp")
 COLUMNS = ("first kernel", "forward", "first of backward", "backward", "both")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHAPE = (1, 2, 64, 64)
 
 
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
                 found = in_checkout(folder, kind, options.calls)
                 before = least.get((kind, folder), found)
                 least[kind, folder] = {name: min(found[name], before[name]) for name in COLUMNS}
-    from triton_relattn.demo.report import table
+    from bench.report.text import table
 
     body = [(kind, str(folder), *(f"{values[name]:.0f}" for name in COLUMNS)) for (kind, folder), values in least.items()]
     print(table(("microseconds", "checkout", *COLUMNS), body))

@@ -6,12 +6,12 @@ import argparse
 
 import torch
 
-from triton_relattn.demo.report import table as text_table
 from triton_relattn.kernels import configs
 
-from . import cases
-from .configurations import shown
-from .methods import METHODS
+from ..cases import attention as cases
+from ..cases.configurations import shown
+from ..cases.methods import METHODS
+from ..report.text import table as text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

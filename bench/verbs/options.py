@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from . import cases
-from .memory_limit import SHARE, available_bytes
-from .methods import METHODS
+from ..cases import attention as cases
+from ..cases.methods import METHODS
+from ..measure.memory import SHARE, available_bytes
 
 Name = TypeVar("Name", str, int)
 

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from triton_relattn.demo.plot import INK, MUTED, STYLES, Points, draw_panel
+from ..cases.methods import OURS
+from ..report import summary
+from ..report.figures import (
+    INK,
+    MUTED,
+    STYLES,
+    Points,
+    Row,
+    caption,
+    draw,
+    draw_memory_panel,
+    draw_panel,
+    kinds,
+    lines,
+    title_of,
+)
+from ..report.rows import read
 
-from . import summary
-from .methods import METHODS, OURS
-from .rows import read
-
-Row = dict[str, Any]
-KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
-"""Rows that agree in these are points of the same lines."""
-ALL_STYLES: dict[str, dict[str, Any]] = {
-    **STYLES,
-    "plain": {"color": "#d1495b", "marker": "o", "linestyle": ":", "markersize": 4},
-    "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
-    "sdpa_flash": {"color": "#6b7785", "marker": "1", "linestyle": ":"},
-    "sdpa_cudnn": {"color": "#6b7785", "marker": "2", "linestyle": ":"},
-    "flex_attention": {"color": "#edae49", "marker": "P"},
-    "disentangled_flash": {"color": "#8d5a97", "marker": "X"},
-    "flashdeberta": {"color": "#5b8e7d", "marker": "h"},
-}
 MODEL_STYLES = {OURS: STYLES[OURS], "eager": STYLES["gather"], "sdpa": STYLES["dense_bias"]}
 WORDS = {"forward": "Forward", "forward+backward": "Forward + backward"}
-PANEL_HEIGHT, PANEL_WIDTH = 3.9, 5.2  # inches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,35 +40,20 @@ def run(options: argparse.Namespace) -> int:
 
         matplotlib.use("Agg")
     except ImportError:
-        print('plotting needs matplotlib: pip install "triton_relattn[demo]"')
+        print('plotting needs matplotlib: pip install "triton_relattn[plots]"')
         return 2
     rows = [row for path in options.csv for row in read(path)]
     options.out.mkdir(parents=True, exist_ok=True)
-    for verb, draw in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):
+    for verb, draw_rows in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):
         of_verb = [row for row in rows if row["verb"] == verb]
         if of_verb:
-            draw(of_verb, options.out / f"{verb}.png")
+            draw_rows(of_verb, options.out / f"{verb}.png")
             print(options.out / f"{verb}.png")
     if models := [row for row in rows if row["verb"] == "models"]:
         print(f"\n{summary.models(models)}")
     for of_kind in kinds([row for row in rows if row["verb"] in ("speed", "memory")]):
         print(f"\n{title_of(of_kind[0])}\n\n{summary.markdown(of_kind)}")
     return 0
-
-
-def kinds(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each figure row: those that agree in KIND, if they have more than one length."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in KIND), []).append(row)
-    several = [of_kind for of_kind in found.values() if len({row["seqlen"] for row in of_kind}) > 1]
-    return several or list(found.values())
-
-
-def lines(rows: Sequence[Row], direction: str, column: str) -> dict[str, Points]:
-    """The points of every method that has any."""
-    every = {method: summary.points(rows, method, direction, column) for method in METHODS}
-    return {method: points for method, points in every.items() if points}
 
 
 def speed_up(times: dict[str, Points]) -> dict[str, Points]:
@@ -85,64 +67,12 @@ def speed_up(times: dict[str, Points]) -> dict[str, Points]:
     return {method: points for method, points in ratios.items() if points}
 
 
-def title_of(row: Row) -> str:
-    """The kind, in words."""
-    table = "a row for every distance" if row["table"] == "full" else f"table: {row['table']} rows"
-    heads = row["heads"] if row["heads"] == row["key_heads"] else f"{row['heads']}:{row['key_heads']}"
-    tokens = "16k tokens" if row["group"] == "long" else f"batch {row['batch']}"
-    attention = "causal" if row["is_causal"] == "True" else "full"
-    return f"{tokens}, {heads} heads of {row['head_dim']}, {attention} attention, {table}, {row['dtype']}"
-
-
-def caption(rows: Sequence[Row], what: str, columns: int) -> str:
-    """Device, versions and commit of all rows, and what is missing; for so many panels side by side."""
-    origins = {
-        f"{row['device']}{', ' + row['threads'] + ' threads' if row['device'].startswith('CPU') else ''}; torch {row['torch']}, "
-        f"triton {row['triton']}, triton_relattn {row['package']} at commit {row['commit']}, {row['date'][:10]}"
-        for row in rows
-    }
-    failed = {row["method"]: row for row in rows if row["status"].startswith("out of memory")}
-    ends = ", ".join(f"{method} at {row['seqlen']}" for method, row in failed.items())
-    missing = f" Out of memory: {ends}." if ends else ""
-    return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.{missing}", 75 * columns))
-
-
-def draw(
-    rows: Sequence[Row], panels: Callable[[Sequence[Row], Sequence[Any]], None], columns: int, what: str, path: Path
-) -> None:
-    """A row of panels for each kind, one legend above, the conditions below."""
-    import matplotlib.pyplot as plt
-
-    every = kinds(rows)
-    with plt.rc_context({"font.size": 10.5, "font.family": "DejaVu Sans", "text.color": INK}):
-        size = (PANEL_WIDTH * columns, PANEL_HEIGHT * len(every) + 1.9)
-        figure, axes = plt.subplots(len(every), columns, figsize=size, squeeze=False)
-        for of_kind, of_row in zip(every, axes, strict=True):
-            panels(of_kind, of_row)
-            heading = of_row[0].annotate(
-                title_of(of_kind[0]), (0, 1), (0, 30), xycoords="axes fraction", textcoords="offset points", color=MUTED
-            )
-            heading.set_in_layout(False)
-        handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.tight_layout(rect=(0.01, 0.75 / size[1], 0.99, 1 - 0.75 / size[1]), h_pad=4.5, w_pad=2.5)
-        ordered = [method for method in METHODS if method in handles]
-        figure.legend(
-            [handles[method] for method in ordered], ordered, loc="upper left", ncols=4, frameon=False, bbox_to_anchor=(0.01, 1.0)
-        )
-        figure.text(0.02, 0.12 / size[1], caption(rows, what, columns), fontsize=8.5, color=MUTED, linespacing=1.5, va="bottom")
-        figure.savefig(path, dpi=120, facecolor="white")
-        plt.close(figure)
-
-
 def draw_memory(rows: Sequence[Row], path: Path) -> None:
     """Peak memory against the length, forward, and forward with backward."""
 
     def panels(of_kind: Sequence[Row], axes: Sequence[Any]) -> None:
         for axis, direction in zip(axes, ("forward", "forward+backward"), strict=True):
-            measured = lines(of_kind, direction, "peak_bytes")
-            power = summary.exponent(measured.get(OURS, ()))
-            grows = "" if power is None else f", ours $\\sim n^{{{power:.2f}}}$"
-            draw_panel(axis, measured, ALL_STYLES, "bytes", f"{WORDS[direction]}{grows}")
+            draw_memory_panel(axis, of_kind, direction, WORDS[direction])
 
     draw(rows, panels, 2, "Peak memory above the inputs. Dotted: without a relative term.", path)
 
@@ -152,10 +82,10 @@ def draw_speed(rows: Sequence[Row], path: Path) -> None:
 
     def panels(of_kind: Sequence[Row], axes: Sequence[Any]) -> None:
         for axis, direction in zip(axes, ("forward", "forward+backward"), strict=False):
-            draw_panel(axis, lines(of_kind, direction, "p50_ms"), ALL_STYLES, "time", f"Time, {WORDS[direction].lower()}")
+            draw_panel(axis, lines(of_kind, direction, "p50_ms"), STYLES, "time", f"Time, {WORDS[direction].lower()}")
         ratios = speed_up(lines(of_kind, "forward+backward", "p50_ms"))
-        draw_panel(axes[2], ratios, ALL_STYLES, "ratio", "Time over ours, forward + backward")
-        axes[2].axhline(1, color=ALL_STYLES[OURS]["color"], linewidth=1.6, zorder=2)
+        draw_panel(axes[2], ratios, STYLES, "ratio", "Time over ours, forward + backward")
+        axes[2].axhline(1, color=STYLES[OURS]["color"], linewidth=1.6, zorder=2)
 
     draw(rows, panels, 3, "Medians of interleaved runs. Dotted: without a relative term, lower bounds.", path)
 

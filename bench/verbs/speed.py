@@ -6,13 +6,17 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from . import cases, summary, timing, verify
-from .cases import Case
-from .configurations import used_configurations
-from .memory_limit import limit_memory
-from .methods import METHODS
+from ..cases import attention as cases
+from ..cases.attention import Case
+from ..cases.configurations import used_configurations
+from ..cases.methods import METHODS
+from ..measure import timing
+from ..measure.memory import limit_memory
+from ..report import summary
+from ..report.progress import progress
+from ..report.rows import Table, stamp
+from . import verify
 from .options import add_list, add_measured
-from .rows import Table, progress, stamp
 
 COLUMNS = (
     *("verb", "group", "case", "method", "direction", "status", "batch", "heads", "key_heads", "seqlen", "head_dim", "rel_dim"),

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 
+from ..report.rows import ROOT
 from .options import available_device, existing_device
-from .rows import ROOT
 
 TESTS = [f"tests/cpu/test_{name}.py" for name in ("blockwise", "identities", "delta", "baselines")]
 """Of the implementation that a CPU has, against the reference, and of the baselines."""

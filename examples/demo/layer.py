@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import RelativePositions, fused_relative_attention
-from ..reference import reference_attention
-from ..testing import last_place
-from .methods import HEAD_DIM, HEADS, METHODS, forward_backward, make_inputs
-from .music import VOCABULARY
+from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn.testing import last_place
+
+from ..music.tokens import VOCABULARY
+from .sweep import HEAD_DIM, HEADS
 
 # Both sum thousands of float32 products in orders of their own: equal in kind, not in every bit. Twice the reference's
 # error would be the same quality with bad luck; three times it is still noise; a wrong formula is off by far more.
 FACTOR = 3
 ULPS = 2
-TENSORS = ("output", "query gradient", "key gradient", "value gradient", "table gradient")
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,11 @@ class Row:
     problem: str | None
     """Why the comparison fails; None if it holds."""
 
-    @property
-    def share(self) -> float:
-        """The error as a share of what is allowed; infinite if the comparison fails."""
-        return self.error / self.allowed if self.problem is None else math.inf
+    def cells(self) -> tuple[str, ...]:
+        """Return name, size, errors and verdict as text."""
+        errors = (self.reference_error, self.error, self.allowed)
+        verdict = "ok" if self.problem is None else "FAILED"
+        return (self.name, f"{self.size:.2e}", *(f"{error:.1e}" for error in errors), verdict)
 
 
 def compare(name: str, actual: torch.Tensor, reference: torch.Tensor, golden: torch.Tensor) -> Row:
@@ -91,10 +90,6 @@ class RelativeAttentionLayer(nn.Module):
         return output, nn.functional.cross_entropy(self.to_logits(output)[0], tokens[1:], reduction="none")
 
 
-def _reference(*inputs: torch.Tensor) -> torch.Tensor:
-    return reference_attention(*inputs)[0]
-
-
 def _run(layer: RelativeAttentionLayer, tokens: torch.Tensor, implementation: str | None) -> dict[str, torch.Tensor]:
     """Losses, output and the gradient of every parameter, by name."""
     output, losses = layer(tokens, implementation)
@@ -104,8 +99,8 @@ def _run(layer: RelativeAttentionLayer, tokens: torch.Tensor, implementation: st
     return results | {f"gradient of {name}": gradient for name, gradient in zip(names, gradients, strict=True)}
 
 
-def check_layer(tokens: torch.Tensor, device: str) -> tuple[float, list[Row]]:
-    """The layer's mean loss, and one row per tensor: fused against the reference, both in float32, golden in float64."""
+def check(tokens: torch.Tensor, device: str) -> tuple[float, list[Row]]:
+    """Return the layer's mean loss, and one row per tensor: fused against the reference, both in float32, golden in float64."""
     torch.manual_seed(0)
     layer = RelativeAttentionLayer(len(tokens) - 1).to(device)
     tokens = tokens.to(device)
@@ -114,15 +109,3 @@ def check_layer(tokens: torch.Tensor, device: str) -> tuple[float, list[Row]]:
     fused = _run(layer, tokens, None)
     loss = float(fused["loss of each token"].mean())
     return loss, [compare(name, fused[name], reference[name], golden[name]) for name in golden]
-
-
-def check_methods(device: str, length: int) -> list[Row]:
-    """One row per method that is going to be measured: its worst tensor, output or gradient, at one length in float32."""
-    inputs, d_out = make_inputs(length, torch.float32, device)
-    reference = forward_backward(_reference, inputs, d_out)
-    golden = forward_backward(_reference, [tensor.detach().double().requires_grad_() for tensor in inputs], d_out.double())
-    rows = []
-    for name, method in METHODS.items():
-        results = zip(TENSORS, forward_backward(method, inputs, d_out), reference, golden, strict=True)
-        rows.append(max((compare(f"{name}: {tensor}", *three) for tensor, *three in results), key=lambda row: row.share))
-    return rows

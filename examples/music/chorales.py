@@ -16,7 +16,8 @@ import torch
 from tqdm import tqdm
 
 from triton_relattn.cache import cache_folder
-from triton_relattn.demo.music import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
+
+from .tokens import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
 
 EDGE = VOCABULARY  # stands before the first token of a chorale; it is read, never predicted
 IGNORED = -100  # targets behind the last token

@@ -6,9 +6,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from triton_relattn.demo.music import HOLD, VOCABULARY, VOICES
-
 from .chorales import Chorale
+from .tokens import HOLD, VOCABULARY, VOICES
 
 Context = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triton_relattn.demo.plot import MUTED, style
+from bench.report.figures import MUTED, style
 
 from .chorales import write
 

@@ -50,7 +50,7 @@ def _chorales() -> Iterator[tuple[str, list[int]]]:
         from music21 import corpus
     except ImportError as error:
         raise ImportError(
-            'the demo reads its music from the package music21, which is missing: pip install "triton_relattn[demo]"'
+            'the music comes from the package music21, which is missing: pip install "triton_relattn[demo]"'
         ) from error
     files = {path.stem: path for path in corpus.getComposer("bach")}
     for number in CATALOGUE:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import triton
 
+from bench.cases.features import call
 from bench.compiled import SHARED_MEMORY, Launch, recorded_launches
-from bench.features import call
 from tests.compile.test_forward import NVIDIA
 from triton_relattn import RelativePositions, validation
 from triton_relattn.kernels import configs

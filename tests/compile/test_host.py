@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import host
 from bench.__main__ import main
+from bench.verbs import host
 from triton_relattn import backends
 
 ROOT = Path(__file__).parents[2]

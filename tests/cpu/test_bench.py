@@ -16,12 +16,17 @@ from torch.nn.attention.flex_attention import flex_attention
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from bench import accuracy, cases, memory, methods, models, speed, summary, timing, verify
+from bench import models
 from bench.__main__ import VERBS, main
-from bench.cases import Case
+from bench.cases import attention as cases
+from bench.cases import methods
+from bench.cases.attention import Case
+from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
-from bench.methods import METHODS, OURS, Method
-from bench.rows import STAMP, read
+from bench.measure import timing
+from bench.report import summary
+from bench.report.rows import STAMP, read
+from bench.verbs import accuracy, memory, speed, verify
 from triton_relattn import RelativePositions, fused_relative_attention
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")

@@ -16,12 +16,16 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("music21")
 pytest.importorskip("tqdm")
 
-from triton_relattn import blockwise
-from triton_relattn.demo import music, report, run, sweep
-from triton_relattn.demo.agreement import compare
-from triton_relattn.demo.environment import describe
-from triton_relattn.demo.measure import Measurement
 from triton_relattn.demo.methods import HEAD_DIM, METHODS, OURS
+
+from bench.measure.memory import Measurement
+from bench.report import text as report
+from examples.demo import __main__ as run
+from examples.demo import sweep
+from examples.demo.layer import compare
+from examples.music import tokens as music
+from triton_relattn import blockwise
+from triton_relattn.__main__ import describe
 from triton_relattn.spec import DIFFERENTIABLE
 
 COLUMNS = "method implementation device dtype batch heads head_dim length milliseconds peak_bytes status torch triton".split()

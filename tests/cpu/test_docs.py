@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from examples.demo import __main__ as run
 from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
 from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
-from triton_relattn.demo import run
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.nn import attention, table
 

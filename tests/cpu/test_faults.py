@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench.cases.features import call
 from bench.compiled import recorded_launches
-from bench.features import call
 from triton_relattn.cache import cache_folder
 from triton_relattn.kernels import configs, fitting, profiles
 from triton_relattn.kernels.configs import TileConfig
@@ -151,7 +151,8 @@ for task in tasks[int(sys.argv[2]) :: 2] + tasks[:3]:
 
 def test_two_processes_tune_at_once(tmp_path: Path) -> None:
     """What each finds, and what both find, is in the profile."""
-    from bench import cases, tune
+    from bench import tune
+    from bench.cases import attention as cases
 
     path = tmp_path / "of" / "both.json"
     children = [

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("music21")
 pytest.importorskip("tqdm")
 
-from triton_relattn.demo.music import HOLD, REST, VOCABULARY
+from examples.music.tokens import HOLD, REST, VOCABULARY
 
 SMALL = {"chorales": 17, "length": 32, "distances": 16, "width": 16, "heads": 2, "layers": 2, "batch": 2, "steps": 6, "every": 2}
 CPU = torch.device("cpu")

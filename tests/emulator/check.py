@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from bench.rows import in_one_line
+from bench.report.rows import in_one_line
 from triton_relattn import backends
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
