@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from music import chorales, report
-from music.chorales import EDGE, IGNORED, Chorale, Split
-from music.ngram import Ngram
 from torch import nn
 from tqdm import tqdm
 
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.tables import sinusoids
 
+from .music import chorales, report
+from .music.chorales import EDGE, IGNORED, Chorale, Split
+from .music.ngram import Ngram
 from .music.tokens import VOCABULARY, VOICES
 
 CHECKPOINT = "checkpoint.pt"

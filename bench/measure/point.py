@@ -84,7 +84,8 @@ def in_own_process(work: Callable[..., dict[str, Any]], arguments: tuple[Any, ..
     Args:
         timeout: seconds after which the process is stopped; None: never.
     """
-    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload([__name__])
     os.environ.update({name: os.environ.get(name, value) for name, value in THREADS.items()})  # read when torch is imported
     receiver, sender = context.Pipe(duplex=False)
@@ -113,4 +114,4 @@ def ended(exit_code: int | None) -> str:
     """Return the status of a process that has ended without a result."""
     if exit_code == -signal.SIGKILL:
         return f"{OUT_OF_MEMORY}: ended by the system"
-    return f"failed: the process ended with {exit_code}"
+    return f"failed: ended with {exit_code}"

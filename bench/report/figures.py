@@ -101,16 +101,22 @@ def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, title: str
     if not measured:
         return
     failed = [row for row in rows if row["direction"] == direction and row["status"].startswith(OUT_OF_MEMORY)]
-    top = axes.get_ylim()[1]
+    if not failed:
+        return
+    base, _, show = QUANTITIES["bytes"]
+    ticks = [*axes.get_yticks(), axes.get_yticks()[-1] * base]
+    top = ticks[-1]
+    axes.set_yticks(ticks, [show(tick) for tick in ticks])
+    axes.set_ylim(ticks[0], top)
     for row in failed:
-        style_of = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": ":", "clip_on": False}
-        path = [*measured.get(row["method"], ())[-1:], (int(row["seqlen"]), top)]
-        axes.plot(*zip(*path, strict=True), **style_of | {"marker": ""})
-        axes.plot(int(row["seqlen"]), top, **style_of | {"marker": "x", "markersize": 9, "markeredgewidth": 2.2})
+        end = (int(row["seqlen"]), top)
+        path = [*measured.get(row["method"], ())[-1:], end]
+        line = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": ":", "clip_on": False}
+        axes.plot(*zip(*path, strict=True), **line | {"marker": ""})
+        axes.plot(*end, **line | {"marker": "x", "markersize": 9, "markeredgewidth": 2.2})
     for length in {int(row["seqlen"]) for row in failed}:
-        axes.annotate(
-            "out of memory", (length, top), (0, -9), textcoords="offset points", ha="right", va="top", fontsize=9, color=INK
-        )
+        where = {"textcoords": "offset points", "ha": "right", "va": "center"}
+        axes.annotate("out of memory", (length, top), (-10, 0), fontsize=9, color=INK, **where)
 
 
 def annotate_ratio(axes: Any, points: Mapping[str, Points]) -> None:
