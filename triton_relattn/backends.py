@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from .untraced import untraced
 from .warn import warn_once
-from .when_imported import when_imported
 
 IMPLEMENTATIONS = ("triton", "blockwise", "reference")
 MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@untraced
 def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why the Triton kernels cannot serve a device and a dtype, with what to do about it; None if they can."""
     try:
@@ -50,19 +51,11 @@ def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.T
     return None
 
 
+@untraced
 def _warn_of_blockwise(reason: str) -> None:
     """Say that a GPU gets blockwise: float64 may be meant, a triton that does not load hardly is."""
     text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
-
-
-def _untraced() -> None:
-    """Have torch.compile call what looks at the machine, or warns, instead of tracing it."""
-    for function in (_why_no_kernels, _warn_of_blockwise):
-        torch.compiler.assume_constant_result(function)
-
-
-when_imported("torch._dynamo", _untraced)
 
 
 def can_run_triton(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .spec import AttentionTensors
 
@@ -39,8 +40,19 @@ def _backward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def register() -> None:
-    """Tell torch's counter."""
+    """Register the formulas with torch.utils.flop_counter."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula(torch.ops.triton_relattn.attention_forward)(_forward_flops)
     register_flop_formula(torch.ops.triton_relattn.attention_backward)(_backward_flops)
+
+
+def add_to_counters() -> None:
+    """Give the formulas to the counters at work: each has copied those that there were when it was made."""
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, FlopCounterMode):
+            for operator in (torch.ops.triton_relattn.attention_forward, torch.ops.triton_relattn.attention_backward):
+                counter.flop_registry.setdefault(operator, flop_registry[operator])

@@ -5,6 +5,7 @@ The tensors of AttentionTensors and the scalars of AttentionSpec are the schema,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, get_type_hints
 
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 from . import blockwise, flops, sharding
 from .results import compute_dtype, gradient_like, new_like, without_autocast
 from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from .when_imported import when_imported
+from .untraced import untraced
 
 _SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
 _SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
@@ -138,6 +139,7 @@ class _Operator(torch.autograd.Function):
     @classmethod
     def with_autograd(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
         """Run the operator, as a node of autograd's graph if anybody differentiates; that only costs time otherwise."""
+        _register()
         if not _is_differentiated(arguments):
             return cls.forward(*arguments)
         # Function.apply without its search for transforms, which are at work above this key.
@@ -199,12 +201,24 @@ for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, 
     _library.impl(_name, _operator.with_autograd, "Autograd")
     _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
-when_imported("torch.utils.flop_counter", flops.register)
-when_imported("torch.distributed.tensor", sharding.register)
+
+
+_REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed.tensor": sharding.register}
+"""What remains to be registered, by the module of torch that has to be imported first."""
+
+
+@untraced
+def _register() -> None:
+    """Register with those modules of torch that are imported by now. To import them for it takes a second, and imports triton."""
+    for name in [name for name in _REGISTRATIONS if name in sys.modules]:
+        _REGISTRATIONS.pop(name)()
+    if torch._C._len_torch_dispatch_stack() > 0 and "torch.utils.flop_counter" in sys.modules:
+        flops.add_to_counters()
 
 
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
+    _register()  # here too: inference mode has no autograd
     # Not where torch.compile traces, which would have to know sizes.
     differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
     if differentiated and blockwise.keeps_probs(tensors, spec):

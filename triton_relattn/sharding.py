@@ -14,7 +14,7 @@ _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE
 
 
 def register() -> None:
-    """Tell DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
+    """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
 
     Gradients of tables that the shards share are partial sums, which DTensor adds up. Packed batches are sharded by heads only,
     heads of the key that are shared only if the mesh divides them, so that they stay with those of the query.
