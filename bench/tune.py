@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
 from .cases import attention as cases
 from .cases.attention import Case

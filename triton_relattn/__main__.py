@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from . import __version__
-from .backends import can_run_triton, choose_implementation
+from ._core.implementations import can_run_triton, choose_implementation
 from .integrations.transformers import families
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .dropout import draw_seed, keep_mask, keep_scale
+from ._core.dropout import draw_seed, keep_mask, keep_scale
+from ._core.spec import AttentionSpec, AttentionTensors
 from .positions import RelativePositions
-from .spec import AttentionSpec, AttentionTensors
 
 
 def reference_attention(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_relattn import RelativePositions, validation
-from triton_relattn.spec import AttentionSpec, AttentionTensors
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 
 CLIPPED = 129  # rows: distances up to 64, as in Shaw's and the Conformer's clipped variants
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from triton_relattn import RelativePositions, validation
-from triton_relattn.spec import AttentionSpec, AttentionTensors
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 
 Resolved = tuple[AttentionTensors, AttentionSpec]
 LENGTH = 4096

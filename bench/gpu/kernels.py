@@ -18,11 +18,11 @@ from bench.cases.configurations import shown
 from bench.cases.methods import OURS
 from bench.measure import timing
 from bench.report.rows import in_one_line
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 from .checks import Case as Checked
 from .checks import run_case

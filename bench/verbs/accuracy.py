@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from triton_relattn import fused_relative_attention
-from triton_relattn.backends import choose_implementation
+from triton_relattn._core.implementations import choose_implementation
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
 from ..cases.attention import DTYPES

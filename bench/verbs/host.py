@@ -27,7 +27,8 @@ def measure(kind: str, calls: int) -> dict[str, float]:
     import torch
 
     from bench.compiled import recorded_launches
-    from triton_relattn import RelativePositions, backends, fused_relative_attention
+    from triton_relattn import RelativePositions, fused_relative_attention
+    from triton_relattn._core import implementations
 
     torch.set_num_threads(1)
     positions = {"plain": None, "full": RelativePositions(1 - SHAPE[2], SHAPE[2] - 1), "clamp": RelativePositions(-8, 8)}[kind]
@@ -37,8 +38,8 @@ def measure(kind: str, calls: int) -> dict[str, float]:
         leaves.append(torch.randn(positions.num_rows, SHAPE[3], dtype=torch.bfloat16, requires_grad=True))
         options["positions"] = positions
     starts: list[float] = []
-    kept, rows = backends._why_no_kernels, list[tuple[float, ...]]()
-    backends._why_no_kernels = lambda *_: None
+    kept, rows = implementations._why_no_kernels, list[tuple[float, ...]]()
+    implementations._why_no_kernels = lambda *_: None
     try:
         with recorded_launches("sm_90", run=lambda *_: starts.append(time.perf_counter())) as launches:
             for number in range(calls + 2):
@@ -52,7 +53,7 @@ def measure(kind: str, calls: int) -> dict[str, float]:
                 row = (starts[0] - began, middle - began, starts[of_forward] - middle, ended - middle, ended - began)
                 rows += [row] * (number > 1)  # before, kernels are compiled
     finally:
-        backends._why_no_kernels = kept
+        implementations._why_no_kernels = kept
     return {name: 1e6 * min(row[index] for row in rows) for index, name in enumerate(COLUMNS)}
 
 

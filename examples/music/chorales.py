@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from triton_relattn.cache import cache_folder
+from triton_relattn._core.cache import cache_folder
 
 from .tokens import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
 

@@ -23,8 +23,8 @@ from examples.demo import __main__ as demo
 from examples.demo.layer import compare
 from examples.demo.sweep import COMPARED, DIRECTION, sweep
 from examples.music import tokens
-from triton_relattn import blockwise
-from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn._blockwise import attention as blockwise
+from triton_relattn._core.spec import DIFFERENTIABLE
 
 LIMIT = 4 << 30
 

@@ -12,7 +12,7 @@ import torch
 
 from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
-from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
+from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.nn import attention, table
 

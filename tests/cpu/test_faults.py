@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from bench.cases.features import call
 from bench.compiled import recorded_launches
-from triton_relattn.cache import cache_folder
+from triton_relattn._core.cache import cache_folder
 from triton_relattn.kernels import configs, fitting, profiles
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward

@@ -43,7 +43,7 @@ def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> Checkpoi
 @pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "selective"])
 def test_activation_checkpointing(kind: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same results and gradients, dropout included; a selective policy that saves the operator does not run it again."""
-    from triton_relattn import blockwise
+    from triton_relattn._blockwise import attention as blockwise
 
     tensors, count, forward = leaves(), [0], blockwise.forward
 

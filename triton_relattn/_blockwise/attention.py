@@ -1,7 +1,7 @@
 """Linear-memory attention in plain torch, forward and hand-written backward, for any device.
 
-A call is cut into blocks (blocks.py): batches of matrices of scores, one for each sequence and head. A block has few queries or
-many, and always all keys that they see, so that every step is one call of torch on a contiguous batch, and softmax is torch's
+A call is cut into blocks (partition.py): batches of matrices of scores, one for each sequence and head. A block has few queries
+or many, and always all keys that they see, so that every step is one call of torch on a contiguous batch, and softmax is torch's
 own. The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
 
     P  = softmax(scale * Q K^T + terms of rel_key and rel_bias)      out = P V + term of rel_value
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.dtypes import compute_dtype, gradient_like, new_like
+from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
-from .blocks import Block, Call, Frame, matrices, of_heads, stacked
-from .results import compute_dtype, gradient_like, new_like
-from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .partition import Block, Call, Frame, matrices, of_heads, stacked
 
 SHORT_ROW, SHORT_ROW_BACKWARD = 32, 16
 """Keys below which torch's softmax and its derivative, made for rows that fill vectors, are slower than written out."""

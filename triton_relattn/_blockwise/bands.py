@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from .blocks import Frame
+    from .partition import Frame
 
 PANEL_ROWS = 64
 """Rows of a product with a window, at least: with fewer it is slow, with more bands are wider than they need to be."""

@@ -1,4 +1,4 @@
-"""How blockwise.py cuts a call: groups of sequences and heads, and blocks of their queries with the keys that those can see.
+"""How attention.py cuts a call: groups of sequences and heads, and blocks of their queries with the keys that those can see.
 
 A block is a batch of matrices, one for each sequence and head, whose scores fit the working set: many short sequences, or some
 queries of a few heads of a long one. The sequences of a group have as many queries and the same query_offset, so that relative
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._core.dropout import keep_mask, keep_scale
+from .._core.dtypes import compute_dtype
+from .._core.spec import AttentionSpec, AttentionTensors
 from .bands import Band, Bias
-from .dropout import keep_mask, keep_scale
-from .results import compute_dtype
-from .spec import AttentionSpec, AttentionTensors
 
 BLOCK_QUERIES = 128
 """Queries of a block, unless the scores of more of them fit the working set: products with few rows are slow."""

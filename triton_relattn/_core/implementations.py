@@ -16,7 +16,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why the Triton kernels cannot serve a device and a dtype, with what to do about it; None if they can."""
     try:
-        from .kernels import kernels_are_interpreted
+        from ..kernels import kernels_are_interpreted
 
         interpreted = kernels_are_interpreted()
     except Exception as error:  # of a damaged or an old triton, whatever it is

@@ -8,7 +8,7 @@ import torch
 
 
 class AttentionTensors(NamedTuple):
-    """All tensors of a call, those that have gradients first. Field names are also the operator's schema (see ops.py).
+    """All tensors of a call, those that have gradients first. Field names are also the operator's schema (see _operators/ops.py).
 
     With cu_seqlens the batch is packed: query, key, value and rel_query hold all sequences one after the other in a single
     batch entry.
@@ -42,7 +42,7 @@ DIFFERENTIABLE = AttentionTensors._fields[:7]
 
 
 class AttentionSpec(NamedTuple):
-    """All that is not a tensor. Field names and types are also the operator's schema (see ops.py)."""
+    """All that is not a tensor. Field names and types are also the operator's schema (see _operators/ops.py)."""
 
     scale: float
     """Factor of q.k."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..positions import LARGEST_POSITION, RelativePositions
 from .doubts import warn_of_doubts, with_cures
-from .positions import LARGEST_POSITION, RelativePositions
 from .spec import AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

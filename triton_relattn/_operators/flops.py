@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .spec import AttentionTensors
+from .._core.spec import AttentionTensors
 
 _NUM_TENSORS = len(AttentionTensors._fields)
 

@@ -12,10 +12,11 @@ from typing import Any, get_type_hints
 import torch
 from torch.autograd import forward_ad
 
-from . import blockwise, flops, sharding
-from .results import compute_dtype, gradient_like, new_like, without_autocast
-from .spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from .untraced import untraced
+from .._blockwise import attention as blockwise
+from .._core.dtypes import compute_dtype, gradient_like, new_like, without_autocast
+from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._core.untraced import untraced
+from . import flops, sharding
 
 _SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
 _SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
@@ -45,7 +46,7 @@ def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, s
 def _forward(*arguments):  # type: ignore[no-untyped-def]
     tensors, spec, implementation = _split(arguments)
     if implementation == "triton":
-        from .kernels.forward import forward
+        from ..kernels.forward import forward
 
         with torch.cuda.device_of(tensors.query):
             return forward(tensors, spec)
@@ -75,7 +76,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
     if d_lse is not None:  # what merges partial results may have NaN for a query that sees nothing
         d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
     if implementation == "triton":
-        from .kernels.backward import backward
+        from ..kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
             gradients = backward(d_out, d_lse, out, statistics, tensors, spec, wanted)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .spec import DIFFERENTIABLE, AttentionTensors
+from .._core.spec import DIFFERENTIABLE, AttentionTensors
 
 _TABLES = ("rel_key", "rel_value", "rel_bias")
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
