@@ -111,12 +111,12 @@ def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, title: str
     for row in failed:
         end = (int(row["seqlen"]), top)
         path = [*measured.get(row["method"], ())[-1:], end]
-        line = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": ":", "clip_on": False}
+        line = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": (0, (4, 3)), "linewidth": 1, "clip_on": False}
         axes.plot(*zip(*path, strict=True), **line | {"marker": ""})
         axes.plot(*end, **line | {"marker": "x", "markersize": 9, "markeredgewidth": 2.2})
-    for length in {int(row["seqlen"]) for row in failed}:
-        where = {"textcoords": "offset points", "ha": "right", "va": "center"}
-        axes.annotate("out of memory", (length, top), (-10, 0), fontsize=9, color=INK, **where)
+    first = min(int(row["seqlen"]) for row in failed)
+    where = {"textcoords": "offset points", "ha": "right", "va": "center"}
+    axes.annotate("out of memory", (first, top), (-10, 0), fontsize=9, color=INK, **where)
 
 
 def annotate_ratio(axes: Any, points: Mapping[str, Points]) -> None:
