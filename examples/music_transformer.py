@@ -43,7 +43,7 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run is determined by. Every field is an option of the command line; metadata has its help."""
+    """Settings that determine a run. Every field is an option of the command line; metadata has its help."""
 
     attention: str = dataclasses.field(default="relative", metadata={"choices": ("relative", "absolute", "none"), "help": "kind"})
     implementation: str = dataclasses.field(

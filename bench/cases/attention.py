@@ -1,4 +1,4 @@
-"""What is measured: sizes and kinds of attention, in named groups."""
+"""Calls to measure: sizes and kinds of attention, in named groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Inputs(NamedTuple):
-    """What a method is called with."""
+    """Tensors that a method is called with."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -40,7 +40,7 @@ class Case:
     head_dim: int
     is_causal: bool = False
     rows: int | None = None
-    """Of the table; None: one for every visible pair."""
+    """Rows of the table; None: one for every visible pair."""
     dtype: str = "bf16"
     key_heads: int | None = None
     """None: as many as heads."""
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def num_rows(self) -> int:
-        """Of the table."""
+        """Rows of the table."""
         return self.rows or (self.length if self.is_causal else 2 * self.length - 1)
 
     @property
@@ -79,7 +79,7 @@ class Case:
         return replace(self, length=length, **changes)
 
     def columns(self) -> dict[str, Any]:
-        """Of a row of results."""
+        """Return the columns of a row of results that describe the case."""
         return {
             "group": self.group,
             "case": str(self),
@@ -121,7 +121,7 @@ class Case:
         return Inputs(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query)
 
     def terms(self, inputs: Inputs, has_table: bool = True) -> dict[str, Any]:
-        """What fused_relative_attention takes besides query, key and value."""
+        """Return the arguments of fused_relative_attention besides query, key and value."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": self.key_heads is not None}
         options["query_offset"] = self.length - (self.num_queries or self.length)
         if has_table:

@@ -1,4 +1,4 @@
-"""What people write today: relative attention in plain torch, differentiated by autograd, in quadratic memory.
+"""Baselines, what people write today: relative attention in plain torch, differentiated by autograd, in quadratic memory.
 
 Each function takes ``(query, key, value, table, is_causal)`` with query, key, value (B, H, N, D) and one table (R, D) shared by
 the heads, R odd, whose middle row stands for r = 0: 2N - 1 rows, one for every distance, or fewer, the outermost of which serve

@@ -25,7 +25,7 @@ def shown(config: configs.TileConfig) -> str:
 
 
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:
-    """Of the kernels that run, first to last; "blockwise" where no kernels do."""
+    """Return the configurations of the kernels that run, first to last; "blockwise" where no kernels do."""
     inputs = case.empty(device)
     if device != "cuda" or not can_run_triton(inputs.query, inputs.value):
         return "blockwise"

@@ -28,7 +28,7 @@ FEATURES = (
 
 
 def arguments(name: str, query: torch.Tensor, per_head: bool) -> dict[str, Any]:
-    """What one of TABLES or MODELS adds to a call with this query; per_head: a table of TABLES for each head."""
+    """Return what one of TABLES or MODELS adds to a call with this query; per_head: a table of TABLES for each head."""
     heads, length, width = query.shape[1:]
     full = RelativePositions(1 - length, length - 1)
     clamped, zero = (RelativePositions(-HALF, HALF, outside) for outside in ("clamp", "zero"))

@@ -112,7 +112,7 @@ def disentangled_flash_slots(case: Case) -> torch.Tensor:
 
 
 def _disentangled_flash(case: Case) -> Function:
-    """Its slots count distances i - j upwards, so the table is turned round; it wants one for each head, of 8 k rows."""
+    """Return disentangled-flash. Slots count i - j upwards: the table is turned round, one for each head, of 8 k rows."""
     from disentangled_flash.position import gradient_band, pad_position_table
     from disentangled_flash.training._kernels import training_attention
 

@@ -29,7 +29,7 @@ HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues wh
 
 
 class Step(NamedTuple):
-    """What is measured, and what has to be there before: ``call(before())``."""
+    """One measured call, and what has to be there before: ``call(before())``."""
 
     before: Callable[[], Any]
     call: Callable[[Any], Sequence[torch.Tensor]]

@@ -22,7 +22,7 @@ STAMP = ("commit", "date", "device", "threads", "torch", "triton", "package")
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, nothing if it cannot run."""
+    """Return what a command prints, nothing if it cannot run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, cwd=ROOT).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -30,12 +30,12 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> str:
-    """Of the code that is measured, with a "+" if files differ from it."""
+    """Return the commit of the code that is measured, with a "+" if files differ from it."""
     return output_of("git", "rev-parse", "--short=12", "HEAD") + "+" * bool(output_of("git", "status", "--porcelain"))
 
 
 def device_name(device: str) -> str:
-    """Of "cuda" or "cpu"."""
+    """Return the name of the device "cuda" or "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     models = [line.split(":")[1].strip() for line in output_of("cat", "/proc/cpuinfo").splitlines() if "model name" in line]

@@ -15,7 +15,8 @@ NO_REMARK = ("ok", "does not apply", "not tried")
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float | None:
-    """The p of value ~ length^p, by least squares over the longer half of the points; None for fewer than two."""
+    """Return the p of value ~ length^p, by least squares of the logarithms over the longer half of the points: not the slope
+    between the last two, and not over short lengths. None for fewer than two points."""
     longest = sorted(points)[-max(2, math.ceil(len(points) / 2)) :]
     logs = [(math.log(length), math.log(value)) for length, value in longest if value > 0]
     if len({x for x, _ in logs}) < 2:

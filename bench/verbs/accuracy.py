@@ -15,18 +15,19 @@ from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
 from ..cases.attention import DTYPES
 from ..cases.baselines import BASELINES
+from ..cases.methods import OURS
 from ..report.progress import progress
 from ..report.rows import Table, in_one_line, stamp
 from .options import add_files, add_list, add_machine
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
-"""Of RESULTS: the norm of the error over that of the result."""
-OURS, EAGER, SDPA = "triton_relattn", "eager", "sdpa"
+"""Columns named as RESULTS hold the norm of the error over that of the result."""
+EAGER, SDPA = "eager", "sdpa"
 METHODS = (OURS, EAGER, SDPA)
 """Ours; S by skewing, then the formula as it stands; S as the attn_mask of scaled_dot_product_attention."""
 OUTLIERS = {"logits near 12800": (320.0, 320.0, 0.0), "logits near -200": (40.0, -40.0, 0.0)}
-"""What query, key and table have in one channel: a constant in all logits, which changes nothing but what roundings are relative
+"""Values of query, key and table in one channel: a constant in all logits, which changes nothing but what roundings are relative
 to. 320 * 320 is beyond float16."""
 SHARED = "64 heads, one table"
 CASES = ("normal", "sharp", *OUTLIERS, SHARED)

@@ -1,4 +1,4 @@
-"""What there is to measure: cases, methods, and configurations of the kernels. Needs no GPU."""
+"""List what there is to measure: cases, methods, and configurations of the kernels. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) ->
 
 
 def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
-    """What speed and memory have in common."""
+    """Add the options that speed and memory have in common."""
     add_cases(parser, default)
     add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
     add_machine(parser)

@@ -23,7 +23,7 @@ COLUMNS = (
     *("table", "is_causal", "dtype", "p20_ms", "p50_ms", "p80_ms", "rounds", "tflops", "useful_tflops", "peak_bytes"),
     *("error", "checked_against", "verified", "config"),
 )
-"""Of speed and of memory. tflops: as FlashAttention counts; useful_tflops: with the products of the table."""
+"""Columns of speed and of memory. tflops: as FlashAttention counts; useful_tflops: with the products of the table."""
 SECONDS_A_CASE, ROUNDS = 15.0, 40
 
 

@@ -11,7 +11,7 @@ from ..report.rows import ROOT
 from .options import available_device, existing_device
 
 TESTS = [f"tests/cpu/test_{name}.py" for name in ("blockwise", "identities", "delta", "baselines")]
-"""Of the implementation that a CPU has, against the reference, and of the baselines."""
+"""Tests of the implementation that a CPU has, against the reference, and of the baselines."""
 
 
 def command(device: str, folder: str) -> list[str]:

@@ -36,7 +36,7 @@ class Chorale:
 
     @property
     def number(self) -> int:
-        """Its number in the catalogue of Bach's works (BWV)."""
+        """Number in the catalogue of Bach's works (BWV)."""
         return int(re.findall(r"\d+", self.name)[0])
 
     @property

@@ -1,4 +1,4 @@
-"""What counting achieves: an interpolated n-gram model of the same tokens."""
+"""A baseline that counts: an interpolated n-gram model of the same tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ngram:
                     self.counts[context][token] += 1
 
     def _tokens(self, tokens: Sequence[int]) -> Iterator[tuple[list[Context], int]]:
-        """Of each token its contexts, the shortest first, and the token, all relative to the last pitch."""
+        """Return each token's contexts, the shortest first, and the token, all relative to the last pitch."""
         last = 0
         for index, token in enumerate(tokens):
             before = tokens[max(index - self.order, 0) : index]

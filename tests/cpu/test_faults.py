@@ -127,8 +127,9 @@ def test_no_home(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
 TUNER = """
 import argparse, sys
 from pathlib import Path
-from bench import cases, tune
-from bench.rows import Table
+from bench import tune
+from bench.cases import attention as cases
+from bench.report.rows import Table
 
 def compile_one(task, config):
     return {"status": "ok", "instructions_per_score": 1.0}
