@@ -16,7 +16,7 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: setup
-	$(BIN)/python -m triton_relattn
+	$(BIN)/python -m examples.demo
 
 lint: setup
 	$(BIN)/ruff check .

@@ -17,10 +17,12 @@ from typing import Any
 
 import triton
 
-from triton_relattn.demo.report import table
 from triton_relattn.kernels import configs
 
-from .cases import DTYPES
+from .cases.attention import DTYPES
+from .cases.configurations import TILE_COLUMNS
+from .cases.features import FEATURES, Resolved
+from .cases.features import call as call_with
 from .compiled import (
     SHARED_MEMORY,
     Resources,
@@ -31,13 +33,12 @@ from .compiled import (
     selected,
     shuffles,
 )
-from .configurations import TILE_COLUMNS
 from .cycles.predict import Prediction, predict
-from .features import FEATURES, Resolved
-from .features import call as call_with
-from .options import add_files, add_jobs, add_list, some_of
-from .processes import processes
-from .rows import ROOT, Table, in_one_line, progress, read, stamp
+from .measure.processes import processes
+from .report.progress import progress
+from .report.rows import ROOT, Table, in_one_line, read, stamp
+from .report.text import table
+from .verbs.options import add_files, add_jobs, add_list, some_of
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 COLUMNS = (

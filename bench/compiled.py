@@ -24,13 +24,13 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
 
-from .configurations import way_of
+from .cases.configurations import way_of
 
 # Shared memory one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
 SHARED_MEMORY = {

@@ -15,16 +15,18 @@ from unittest import mock
 import torch
 from torch import nn
 
-from triton_relattn.demo.measure import LARGEST_MMAP_THRESHOLD, PAGE, map_blocks_from, peak_cpu, peak_cuda
-from triton_relattn.demo.report import short_bytes
 from triton_relattn.integrations.transformers import disable, enable
 
-from . import families, summary, timing
+from . import families
+from .cases.methods import OURS
 from .families import EVERY, FAMILIES, Family
-from .memory_limit import limit_memory
-from .methods import OURS
-from .options import add_files, add_list, add_machine, positive_numbers
-from .rows import ROOT, Table, progress, stamp
+from .measure import timing
+from .measure.memory import LARGEST_MMAP_THRESHOLD, PAGE, limit_memory, map_blocks_from, peak_cpu, peak_cuda
+from .report import summary
+from .report.progress import progress
+from .report.rows import ROOT, Table, stamp
+from .report.text import short_bytes
+from .verbs.options import add_files, add_list, add_machine, positive_numbers
 
 COLUMNS = (
     *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),

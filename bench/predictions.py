@@ -22,17 +22,18 @@ from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.configs import TileConfig
 
-from . import timing
-from .cases import CLIPPED, Case
+from .cases.attention import CLIPPED, Case
+from .cases.configurations import kernels_of, shown
+from .cases.methods import OURS
 from .compiled import compiled
-from .configurations import kernels_of, shown
 from .cycles.calls import WORD, moved
 from .cycles.machine import MACHINES
 from .cycles.predict import SCORES, Prediction, near_share, predict
-from .methods import OURS
-from .options import add_jobs
-from .processes import processes
-from .rows import ROOT, in_one_line, progress, read
+from .measure import timing
+from .measure.processes import processes
+from .report.progress import progress
+from .report.rows import ROOT, in_one_line, read
+from .verbs.options import add_jobs
 
 TARGET = "sm_90"
 PATH = ROOT / "bench" / "predictions.csv"

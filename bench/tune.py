@@ -19,23 +19,26 @@ from typing import Any
 
 import torch
 
-from triton_relattn.demo.report import table as text_table
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
-from . import cases, timing, verify
-from .cases import Case
+from .cases import attention as cases
+from .cases.attention import Case
+from .cases.configurations import TILE_COLUMNS, shown
 from .compile import counts
 from .compiled import SHARED_MEMORY, compiled, is_launched, resources, way_of
-from .configurations import TILE_COLUMNS, shown
 from .cycles.predict import near_share, predict
-from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
-from .processes import processes
-from .rows import STAMP, Table, in_one_line, progress, stamp
+from .measure import timing
+from .measure.processes import processes
+from .report.progress import progress
+from .report.rows import STAMP, Table, in_one_line, stamp
+from .report.text import table as text_table
+from .verbs import verify
+from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 
 COLUMNS = (
     *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),

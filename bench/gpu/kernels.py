@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from bench import timing
-from bench.cases import Case
-from bench.configurations import shown, way_of
-from bench.methods import OURS
-from bench.rows import in_one_line
+from bench.cases.attention import Case
+from bench.cases.configurations import shown, way_of
+from bench.cases.methods import OURS
+from bench.measure import timing
+from bench.report.rows import in_one_line
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 from .checks import Case as Checked
 from .checks import run_case

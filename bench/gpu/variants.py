@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.cases import CLIPPED, Case
+from bench.cases.attention import CLIPPED, Case
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.configs import TileConfig

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import triton
 
-from bench import features
-from bench.cases import DTYPES
+from bench.cases import features
+from bench.cases.attention import DTYPES
 from bench.compile import BUDGET, KernelCase, budgets, counts, predicted, used_by
 from bench.compiled import SHARED_MEMORY, Resources, compiled, resources
 from bench.cycles.machine import MACHINES
 from bench.cycles.predict import Loop, Prediction
 from bench.cycles.simulate import Steady
-from triton_relattn.demo.report import table
+from bench.report.text import table
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 
 REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import compile as verb
-from bench.rows import STAMP, read
+from bench.report.rows import STAMP, read
 
 COLUMNS = (
     "kernel,target,dtype,head_dim,rel_dim,features,block_m,block_n,num_warps,num_stages,carry,rotation,max_registers,registers,spill_bytes,shared_bytes,fits,"

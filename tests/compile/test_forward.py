@@ -12,9 +12,9 @@ import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
+from bench.cases.features import LENGTH, TABLES, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, selected
-from bench.features import LENGTH, TABLES, call
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.forward import forward
 

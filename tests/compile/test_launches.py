@@ -20,9 +20,10 @@ from triton.runtime.jit import JITFunction
 
 from bench.compiled import MULTIPROCESSORS, Launch, recorded_launches, resources
 from tests import cases
-from triton_relattn import RelativePositions, backends, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._core import implementations
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -186,7 +187,7 @@ def recorded(
     with recorded_launches(target) as compiled, pytest.MonkeyPatch.context() as patch:
         compile_and_record = JITFunction.run
         patch.setattr(JITFunction, "run", record)
-        patch.setattr(backends, "choose_implementation", lambda *_: "triton")
+        patch.setattr(implementations, "choose_implementation", lambda *_: "triton")
         yield launches, compiled
 
 

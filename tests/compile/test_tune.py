@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from bench import cases, tune
+from bench import tune
 from bench.__main__ import main
-from bench.rows import read
+from bench.cases import attention as cases
+from bench.report.rows import read
 from triton_relattn.kernels import configs, profiles
 from triton_relattn.kernels.configs import TileConfig
 

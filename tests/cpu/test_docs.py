@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
-from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
-from triton_relattn.demo import run
+from triton_relattn.__main__ import main
+from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.nn import attention, table
 
@@ -68,11 +68,18 @@ def test_readme_names_every_family() -> None:
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--families"]) == 0
+    assert main(["--families"]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split() == ["family", "adds", "to", "q", "·", "k", "since"]
     for line, family in zip(lines, supported_families(), strict=True):
         assert line.startswith(f"{family.name} ") and f" {family.adds} " in line and line.endswith(f" {family.since}")
+
+
+def test_environment_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in printed and "device: " in printed and "implementation: " in printed
+    assert all(family.name in printed for family in supported_families())
 
 
 @pytest.mark.parametrize("name", ["query", "value", "rel_query"])

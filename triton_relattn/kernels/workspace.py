@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..spec import AttentionSpec, AttentionTensors
+from .._core.spec import AttentionSpec, AttentionTensors
 from .arguments import Call, cdiv
 from .tile_config import TileConfig
 from .walk import clamp_margin
