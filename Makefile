@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: setup ## run Bach chorales through the operator: checked, measured, figures in out/
-	$(BIN)/python -m triton_relattn
+	$(BIN)/python -m examples.demo
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

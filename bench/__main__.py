@@ -22,18 +22,18 @@ import sys
 from collections.abc import Sequence
 
 VERBS = {
-    "list": "listing",
-    "speed": "speed",
-    "memory": "memory",
+    "list": "verbs.listing",
+    "speed": "verbs.speed",
+    "memory": "verbs.memory",
     "models": "models",
-    "accuracy": "accuracy",
+    "accuracy": "verbs.accuracy",
     "tune": "tune",
     "compile": "compile",
     "cycles": "cycles.report",
-    "host": "host",
+    "host": "verbs.host",
     "predictions": "predictions",
-    "plot": "plot",
-    "verify": "verify",
+    "plot": "verbs.plot",
+    "verify": "verbs.verify",
 }
 """Verb -> its module, which has add_arguments(parser) and run(options)."""
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import triton
 
-from triton_relattn.demo.report import table
 from triton_relattn.kernels import configs
 
-from .cases import DTYPES
+from .cases.attention import DTYPES
+from .cases.configurations import TILE_COLUMNS
+from .cases.features import FEATURES, Resolved
+from .cases.features import call as call_with
 from .compiled import (
     SHARED_MEMORY,
     Resources,
@@ -32,20 +34,18 @@ from .compiled import (
     shuffles,
 )
 from .cycles.predict import Prediction, predict
-from .features import FEATURES, Resolved
-from .features import call as call_with
-from .options import add_files, add_jobs, add_list, some_of
-from .processes import processes
-from .rows import ROOT, Table, in_one_line, progress, read, stamp
+from .measure.processes import processes
+from .report.progress import progress
+from .report.rows import ROOT, Table, in_one_line, read, stamp
+from .report.text import table
+from .verbs.options import add_files, add_jobs, add_list, some_of
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-TILE_COLUMNS = ("block_m", "block_n", "num_warps", "num_stages")
 COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
     *("registers", "spill_bytes", "shared_bytes", "fits"),
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
-    *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit"),
-    *("carry", "rotation", "max_registers", "status"),
+    *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit", "status"),
 )
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 """What a budget holds of a kernel."""
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write_budget(rows: Sequence[dict[str, Any]]) -> None:
     """Replace what the budget says of these kernels, and add those that it does not have."""
-    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS, "carry", "rotation", "max_registers")
+    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS)
     budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
     BUDGET.parent.mkdir(exist_ok=True)
     with BUDGET.open("w", newline="") as file:

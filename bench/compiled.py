@@ -7,7 +7,6 @@ Not usable in a process with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 import tempfile
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -26,11 +24,13 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
+
+from .cases.configurations import way_of
 
 # Shared memory one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
 SHARED_MEMORY = {
@@ -180,13 +180,6 @@ def recorded_launches(
 def selected(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> configs.TileConfig:
     """The configuration of one of configs.KERNELS that a call gets on the target; its tensors may be on "meta"."""
     return Call(tensors, spec, arch=target).tile(kernel)
-
-
-@contextmanager
-def way_of(kernel: str) -> Iterator[None]:
-    """Within, calls use no workspace if this is the table kernel, which then makes the tables' gradients."""
-    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "table" else {}):
-        yield
 
 
 def is_launched(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> bool:

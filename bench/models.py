@@ -7,24 +7,26 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
 
-from triton_relattn.demo.measure import LARGEST_MMAP_THRESHOLD, PAGE, map_blocks_from, peak_cpu, peak_cuda
-from triton_relattn.demo.report import short_bytes
 from triton_relattn.integrations.transformers import disable, enable
 
-from . import families, summary, timing
+from . import families
+from .cases.methods import OURS
 from .families import EVERY, FAMILIES, Family
-from .memory_limit import limit_memory
-from .methods import OURS
-from .options import add_files, add_list, add_machine, positive_numbers
-from .rows import ROOT, Table, progress, stamp
+from .measure import timing
+from .measure.memory import LARGEST_MMAP_THRESHOLD, PAGE, limit_memory, map_blocks_from, peak_cpu, peak_cuda
+from .report import summary
+from .report.progress import progress
+from .report.rows import ROOT, Table, stamp
+from .report.text import short_bytes
+from .verbs.options import add_files, add_list, add_machine, positive_numbers
 
 COLUMNS = (
     *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),
@@ -33,6 +35,7 @@ COLUMNS = (
 """error: of the output and of the gradients of all parameters, see :func:`apart`."""
 DIRECTIONS = ("forward", "forward+backward")
 METHODS = (OURS, "eager", "sdpa")
+STOCK = "stock"  # the implementation that computes what a model means to: eager, unless that is wrong
 LENGTHS = (256, 512, 1024, 2048, 4096)
 WARM_UP_LENGTH, CHECKED_LENGTH = 64, 200
 LONGEST_IN_TURN = 8192  # longer ones are timed once, while their memory is measured
@@ -47,27 +50,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "families", tuple(FAMILIES), default)
     usual = ",".join(map(str, LENGTHS))
     parser.add_argument("--lengths", type=positive_numbers, default=usual, metavar="A,B", help="frames or tokens (%(default)s)")
-    add_list(parser, "methods", METHODS, METHODS)
+    parser.add_argument("--batches", type=positive_numbers, default="1", metavar="A,B", help="sequences at once (%(default)s)")
+    add_list(parser, "methods", (*METHODS, STOCK), METHODS)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
     parser.add_argument("--layers", type=int, default=1, help="of each model (%(default)s)")
     parser.add_argument("--small", action="store_true", help="small models, to try it out")
-    parser.add_argument("--seconds", type=float, default=10.0, help="timing of one model at one length (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="timing of one model at one size (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="timed at least so often (%(default)s)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks, each a further, slow pass")
     add_machine(parser)
     add_files(parser)
     parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one family
 
 
-def make(family: Family, length: int, options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+class Size(NamedTuple):
+    """Of what a model gets: so many sequences, of so many frames or tokens."""
+
+    length: int
+    batch: int = 1
+
+    def __str__(self) -> str:
+        return str(self.length) + f" x {self.batch}" * (self.batch > 1)
+
+    def work(self) -> int:
+        """Grows as dense attention does."""
+        return self.length**2 * self.batch
+
+
+Point = tuple[Size, str, str]
+"""Size, method and direction."""
+Found = dict[Point, dict[str, Any]]
+
+
+def make(family: Family, size: Size, options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """A model and its inputs."""
     torch.manual_seed(0)
     model = family.build(small=options.small, layers=options.layers).to(options.device)
-    return model, inputs(family, model, length, options)
+    return model, inputs(family, model, size, options)
 
 
-def inputs(family: Family, model: nn.Module, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of a model's forward: one sequence, whose end is padding if the model takes a mask."""
-    arguments = family.make(model, length, [length - length // PADDING])
+def inputs(family: Family, model: nn.Module, size: Size, options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a model's forward: sequences whose end is padding if the model takes a mask."""
+    arguments = family.make(model, size.length, [size.length - size.length // PADDING] * size.batch)
     return {name: value.to(options.device) for name, value in arguments.items()}
 
 
@@ -106,7 +131,7 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
     Ours may be off, in each tensor, by FACTOR times what the stock model is in float32. Without padding: in float64, the mask of
     some models overflows.
     """
-    model = make(family, CHECKED_LENGTH, options)[0]
+    model = make(family, Size(CHECKED_LENGTH), options)[0]
     arguments = {name: value.to(options.device) for name, value in family.make(model, CHECKED_LENGTH, [CHECKED_LENGTH]).items()}
 
     def results(method: str) -> list[torch.Tensor]:
@@ -151,38 +176,58 @@ def apart(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> 
 
 
 def measure(family: Family, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for every length, method and direction: first all peaks, while the heap has no holes, then the times, in turn."""
-    lengths = sorted(options.lengths)
-    points = [(length, method, direction) for length in lengths for method in options.methods for direction in options.directions]
-    found: dict[tuple[int, str, str], dict[str, Any]] = {}
-    failed = {method: "does not apply: the model has none" for method in METHODS if method not in (*family.stock, OURS)}
-    model = make(family, WARM_UP_LENGTH, options)[0]
-    for point in progress(points, lambda point: f"{family.name}: memory, {point[0]}, {point[1]}", lambda point: point[0] ** 2):
-        length, method, direction = point
-        found[point] = {"status": failed.get(method, "ok")}
-        if method not in failed:
-            timing.attempt(partial(peak, family, model, *point, found[point], options), found[point])
-        if found[point]["status"] == timing.OUT_OF_MEMORY:
-            found[point]["status"] += f": more than {short_bytes(options.memory_limit)}"
-            failed[method] = f"not tried: {found[point]['status']} at {length}"
-    del model
+    """A row for every size, method and direction: first all peaks, while the heap has no holes, then the times, in turn."""
+    sizes = sorted((Size(length, batch) for length in options.lengths for batch in options.batches), key=Size.work)
+    methods = list(dict.fromkeys(family.stock[0] if method == STOCK else method for method in options.methods))
+    points = [(size, method, direction) for size in sizes for method in methods for direction in options.directions]
+    has = dict.fromkeys((*family.stock, OURS), "ok")
+    found: Found = {point: {"status": has.get(point[1], "does not apply: the model has none")} for point in points}
+    if not options.no_memory:
+        peaks(family, found, options)
 
     map_blocks_from(LARGEST_MMAP_THRESHOLD)
     checks = check(family, options)
-    for length in progress(lengths, lambda length: f"{family.name}: time, {length}", lambda length: length**2):
-        in_turn(family, length, found, checks, options)
-        for method in options.methods:
+    failed: dict[str, str] = {}
+    for size in progress(sizes, lambda size: f"{family.name}: time, {size}", Size.work):
+        in_turn(family, size, found, failed, checks, options)
+        for method in methods:
             for direction in options.directions:
-                row = {"case": family.name, "method": method, "direction": direction, "seqlen": length, "layers": options.layers}
-                of_point, checked = found[length, method, direction], checks.get(method, {})
+                row = {"case": family.name, "method": method, "direction": direction, "layers": options.layers}
+                row |= {"seqlen": size.length, "batch": size.batch}
+                of_point, checked = found[size, method, direction], checks.get(method, {})
                 # What is wrong has no figures, what has no figures was not checked.
                 yield row | checked | (of_point if of_point["status"] != "ok" or "status" not in checked else {})
+
+
+def peaks(family: Family, found: Found, options: argparse.Namespace) -> None:
+    """Peaks of all sizes, the smallest first."""
+    model = make(family, Size(WARM_UP_LENGTH), options)[0]
+    failed: dict[str, str] = {}
+
+    def label(point: Point) -> str:
+        return f"{family.name}: memory, {point[0]}, {point[1]}"
+
+    for point in progress(list(found), label, lambda point: point[0].work()):
+        try_it(partial(peak, family, model, *point, found[point], options), point, found, failed, options)
+
+
+def try_it(work: Callable[[], object], point: Point, found: Found, failed: dict[str, str], options: argparse.Namespace) -> None:
+    """Do something with a method that nothing speaks against; failed: methods that had too little memory for less, in words."""
+    (size, method, _), of_point = point, found[point]
+    if of_point["status"] != "ok":
+        return
+    of_point["status"] = failed.get(method, "ok")
+    if method not in failed:
+        timing.attempt(work, of_point)
+    if of_point["status"] == timing.OUT_OF_MEMORY:
+        of_point["status"] += f": more than {short_bytes(options.memory_limit)}"
+        failed[method] = f"not tried: {of_point['status']} at {size}"
 
 
 def peak(
     family: Family,
     model: nn.Module,
-    length: int,
+    size: Size,
     method: str,
     direction: str,
     found: dict[str, Any],
@@ -190,8 +235,8 @@ def peak(
 ) -> None:
     """peak_bytes above model, inputs and gradients of the parameters, and the milliseconds of that pass."""
     map_blocks_from(PAGE)
-    step(model, method, inputs(family, model, WARM_UP_LENGTH, options), direction).run()
-    measured = step(model, method, inputs(family, model, length, options), direction)
+    step(model, method, inputs(family, model, Size(WARM_UP_LENGTH), options), direction).run()
+    measured = step(model, method, inputs(family, model, size, options), direction)
     started = time.perf_counter()
     found["peak_bytes"] = (peak_cuda if options.device == "cuda" else peak_cpu)(measured.run)
     found |= {"p50_ms": 1e3 * (time.perf_counter() - started), "rounds": 1}
@@ -199,25 +244,28 @@ def peak(
 
 def in_turn(
     family: Family,
-    length: int,
-    found: dict[tuple[int, str, str], dict[str, Any]],
+    size: Size,
+    found: Found,
+    failed: dict[str, str],
     checks: dict[str, dict[str, Any]],
     options: argparse.Namespace,
 ) -> None:
-    """Times of what has a peak and is not wrong, instead of the one of the pass that its memory was measured in."""
-    if length > LONGEST_IN_TURN:
+    """Times of what fits and is not wrong, instead of the one of the pass that its memory was measured in."""
+    if size.length > LONGEST_IN_TURN:
         return
-    model, arguments = make(family, length, options)
-    every = [timing.Timed(method, direction) for method in options.methods for direction in options.directions]
-    every = [each for each in every if found[length, each.method, each.direction]["status"] == "ok"]
-    every = [each for each in every if "status" not in checks[each.method]]
-    for each in every:
-        each.step = step(model, each.method, arguments, each.direction)
-        if length < LONGEST_IN_TURN // 2:
-            each.step.run()
-    timing.time_in_turn(every, options.device, options.seconds, ROUNDS, fewest=1)
-    for each in every:
-        found[length, each.method, each.direction] |= timing.percentiles(each.milliseconds)
+    model, arguments = make(family, size, options)
+    every = []
+    for point in found:
+        timed = timing.Timed(*point[1:])
+        if point[0] == size and "status" not in checks.get(timed.method, {}):
+            timed.step = step(model, timed.method, arguments, timed.direction)
+            if options.no_memory or size.length < LONGEST_IN_TURN // 2:
+                try_it(timed.step.run, point, found, failed, options)
+            timed.found = found[point]
+            every.append(timed)
+    timing.time_in_turn(every, options.device, options.seconds, max(ROUNDS, options.rounds), fewest=options.rounds)
+    for timed in every:
+        timed.found |= timing.percentiles(timed.milliseconds)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -231,7 +279,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         for name in options.families:
             for row in in_own_process(name, options):
-                table.add({"verb": "models", "batch": 1, "dtype": "fp32", **row})
+                table.add({"verb": "models", "dtype": "fp32", **row})
     except KeyboardInterrupt:
         print("interrupted; what has been measured is kept")
     print(summary.models(table.rows) + summary.remarks(table.rows))
@@ -241,10 +289,11 @@ def run(options: argparse.Namespace) -> int:
 
 def in_own_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one family as they come: its heap starts without holes, and a lack of memory ends only it."""
-    words = {"families": name, "device": options.device, "layers": options.layers, "seconds": options.seconds}
-    words |= {"memory-limit": options.memory_limit / 2**30}
-    words |= {each: ",".join(map(str, getattr(options, each))) for each in ("lengths", "methods", "directions")}
-    command = [sys.executable, "-m", "bench", "models", "--alone", *(["--small"] * options.small)]
+    words = {"families": name, "memory-limit": options.memory_limit / 2**30}
+    words |= {each: getattr(options, each) for each in ("device", "layers", "seconds", "rounds")}
+    words |= {each: ",".join(map(str, getattr(options, each))) for each in ("lengths", "batches", "methods", "directions")}
+    command = [sys.executable, "-m", "bench", "models", "--alone"]
+    command += ["--small"] * options.small + ["--no-memory"] * options.no_memory
     command += [word for option, value in words.items() for word in (f"--{option}", str(value))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         for line in child.stdout or ():

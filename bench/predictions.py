@@ -22,22 +22,26 @@ from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.configs import TileConfig
 
-from . import timing
-from .cases import CLIPPED, Case
+from .cases.attention import CLIPPED, Case
+from .cases.configurations import kernels_of, shown
+from .cases.methods import OURS
 from .compiled import compiled
-from .configurations import OF_DIRECTION, shown
+from .cycles.calls import WORD, moved
 from .cycles.machine import MACHINES
 from .cycles.predict import SCORES, Prediction, near_share, predict
-from .methods import OURS
-from .options import add_jobs
-from .processes import processes
-from .rows import ROOT, in_one_line, progress, read
+from .measure import timing
+from .measure.processes import processes
+from .report.progress import progress
+from .report.rows import ROOT, in_one_line, read
+from .verbs.options import add_jobs
 
 TARGET = "sm_90"
 PATH = ROOT / "bench" / "predictions.csv"
 KEYS = ("verb", "case", "method", "direction", "config")
 COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "target", "triton")
 """cycles: for 64 x 64 scores, near and beyond a bounded table, of all kernels together. tflops: as FlashAttention counts."""
+OF_TABLES = ("table", "diagonals")
+"""Kernels that own rows of a table, and see nothing beyond it."""
 REPRESENTATIVE = Case(4, 32, 4096, 64)
 """Sizes of calls whose machine code stands for that of all sizes."""
 
@@ -85,9 +89,11 @@ class Wanted:
 
 def default_kernels(case: Case, has_table: bool, direction: str) -> tuple[Kernel, ...]:
     """The kernels of a direction of a call, first to last, with their default configurations."""
-    kind = Call(*case.resolved(case.empty(), has_table), arch=TARGET).kind
-    names = [name for name in OF_DIRECTION[direction] if name != "table" or has_table]
-    return tuple(Kernel(name, case, has_table, configs.select(name, *kind)) for name in names)
+    tensors, spec = case.resolved(case.empty(), has_table)
+    call = Call(tensors, spec, arch=TARGET)
+    tiles = {name: configs.select(name, *call.kind) for name in configs.KERNELS}
+    names = kernels_of(direction, call, tensors, spec, tiles, MACHINES[TARGET].multiprocessors)
+    return tuple(Kernel(name, case, has_table, tiles[name]) for name in names)
 
 
 def wanted() -> Iterator[Wanted]:
@@ -138,8 +144,10 @@ def seconds_of(kernel: Kernel, found: Prediction) -> float:
         rows, columns = cdiv(length, config.block_m), cdiv(length, config.block_n)
         scores = rows * config.block_m * columns * config.block_n
         programs = heads * (columns if kernel.name == "columns" else rows) / machine.multiprocessors
-        uneven = 1.0 if kernel.name == "table" else math.ceil(programs) / programs
-    cycles = near * found.cycles if kernel.name == "table" else found.mean_cycles(near)
+        uneven = 1.0 if kernel.name in OF_TABLES else math.ceil(programs) / programs
+    cycles = near * found.cycles if kernel.name in OF_TABLES else found.mean_cycles(near)
+    if kernel.name == "diagonals":  # no faster than its words come from memory
+        cycles = max(cycles, near * moved(SCORES * WORD, machine))
     return float(heads * scores / SCORES * cycles * uneven / machine.cycles_per_second)
 
 

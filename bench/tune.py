@@ -19,27 +19,30 @@ from typing import Any
 
 import torch
 
-from triton_relattn.demo.report import table as text_table
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 
-from . import cases, timing, verify
-from .cases import Case
+from .cases import attention as cases
+from .cases.attention import Case
+from .cases.configurations import TILE_COLUMNS, shown
 from .compile import counts
 from .compiled import SHARED_MEMORY, compiled, is_launched, resources, way_of
-from .configurations import shown
 from .cycles.predict import near_share, predict
-from .options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
-from .processes import processes
-from .rows import STAMP, Table, in_one_line, progress, stamp
+from .measure import timing
+from .measure.processes import processes
+from .report.progress import progress
+from .report.rows import STAMP, Table, in_one_line, stamp
+from .report.text import table as text_table
+from .verbs import verify
+from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 
 COLUMNS = (
     *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
-    *("block_m", "block_n", "num_warps", "num_stages", "carry", "rotation", "max_registers", "is_default", "is_chosen"),
+    *(*TILE_COLUMNS, "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
@@ -91,9 +94,7 @@ def steps_apart(one: TileConfig, other: TileConfig) -> int:
 def candidates(task: Task, reach: int) -> list[TileConfig]:
     """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
     default = task.default
-    near = sorted(
-        configs.candidates(task.kernel, task.arch, task.call.kind.dtype, task.has_table), key=partial(steps_apart, default)
-    )
+    near = sorted(configs.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
     return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
 
 

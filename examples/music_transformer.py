@@ -1,9 +1,9 @@
 """A small Music Transformer (Huang et al., 2018) that learns to write four-part chorales from Bach's.
 
-    python examples/music_transformer.py train --attention relative --out out/music/relative-0
-    python examples/music_transformer.py train --resume --out out/music/relative-0
-    python examples/music_transformer.py generate out/music/relative-0 --prompt 64 --temperature 0.9
-    python examples/music_transformer.py summary out/music/{relative,absolute,none}-[0-9]
+    python -m examples.music_transformer train --attention relative --out out/music/relative-0
+    python -m examples.music_transformer train --resume --out out/music/relative-0
+    python -m examples.music_transformer generate out/music/relative-0 --prompt 64 --temperature 0.9
+    python -m examples.music_transformer summary out/music/{relative,absolute,none}-[0-9]
 
 The model is a causal decoder; what differs is what its attention knows of position:
 
@@ -27,22 +27,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from music import chorales, report
-from music.chorales import EDGE, IGNORED, Chorale, Split
-from music.ngram import Ngram
 from torch import nn
 from tqdm import tqdm
 
-from triton_relattn.demo.music import VOCABULARY, VOICES
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.tables import sinusoids
+
+from .music import chorales, report
+from .music.chorales import EDGE, IGNORED, Chorale, Split
+from .music.ngram import Ngram
+from .music.tokens import VOCABULARY, VOICES
 
 CHECKPOINT = "checkpoint.pt"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run is determined by. Every field is an option of the command line; metadata has its help."""
+    """Settings that determine a run. Every field is an option of the command line; metadata has its help."""
 
     attention: str = dataclasses.field(default="relative", metadata={"choices": ("relative", "absolute", "none"), "help": "kind"})
     implementation: str = dataclasses.field(

@@ -69,10 +69,10 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_rows: int) -> None:
     """Let blockwise take so many queries and scores (a thread) a block and rows a panel: it cuts short calls, too."""
-    from triton_relattn import bands, blocks
+    from triton_relattn._blockwise import bands, partition
 
-    patch.setattr(blocks, "BLOCK_QUERIES", queries)
-    patch.setattr(blocks, "ELEMENTS_PER_THREAD", elements)
+    patch.setattr(partition, "BLOCK_QUERIES", queries)
+    patch.setattr(partition, "ELEMENTS_PER_THREAD", elements)
     patch.setattr(bands, "PANEL_ROWS", panel_rows)
     patch.setattr(bands, "PANEL_COLUMNS", 1)
 

@@ -10,7 +10,7 @@ nn, plots                         modules, and pictures of a call: imported by t
 """
 
 from . import tables
-from .backends import can_run_triton
+from ._core.implementations import can_run_triton
 from .functional import fused_relative_attention, fused_relative_attention_varlen
 from .merging import merge_attention
 from .positions import RelativePositions

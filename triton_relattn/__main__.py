@@ -1,8 +1,68 @@
-"""``python -m triton_relattn`` runs the demo, see :mod:`triton_relattn.demo`."""
+"""Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled."""
 
-import sys
+from __future__ import annotations
 
-from .demo.run import main
+import argparse
+import importlib.metadata
+import platform
+import textwrap
+from collections.abc import Sequence
+
+import torch
+
+from . import __version__
+from ._core.implementations import can_run_triton, choose_implementation
+from .integrations.transformers import families
+
+
+def available_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def environment(device: str, width: int = 64) -> str:
+    """Return versions, device and the implementation chosen on it ("cpu" or "cuda") for float32 heads of ``width``, as text."""
+    probe = torch.empty(1, 1, 1, width, device=device)
+    python = f"Python {platform.python_version()}"
+    lines = (
+        f"triton_relattn {__version__}, torch {torch.__version__}, triton {_triton_version()}, {python}",
+        f"device: {_device_name(device)}",
+        f"implementation: {choose_implementation(None, probe, probe)}. {_reason(probe)}",
+    )
+    return "\n".join(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines)
+
+
+def _reason(probe: torch.Tensor) -> str:
+    try:
+        can_run_triton(probe, probe, raise_error=True)
+    except NotImplementedError as error:
+        return str(error)
+    if probe.device.type == "cuda":
+        return "The Triton kernels can serve this device."
+    return "Triton's interpreter is for tests only."
+
+
+def _triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"CPU, {platform.machine()} ({capability}), {torch.get_num_threads()} threads"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
+    parser.add_argument("--families", action="store_true", help="only the models of transformers that can be enabled")
+    if not parser.parse_args(argv).families:
+        print(f"{environment(available_device())}\n\nModels of transformers that can be enabled:\n")
+    print(families.table())
+    return 0
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from . import backends, ops, validation
-from .dropout import draw_seed
+from ._core import implementations, validation
+from ._core.dropout import draw_seed
+from ._core.dtypes import has_autocast, without_autocast
+from ._core.spec import AttentionSpec, AttentionTensors
+from ._operators import ops
+from ._reference import resolved_reference
 from .positions import RelativePositions
-from .reference import resolved_reference
-from .results import has_autocast, without_autocast
-from .spec import AttentionSpec, AttentionTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,7 +38,7 @@ def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, 
 
 
 def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    implementation = backends.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
+    implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
     if implementation == "reference":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .results import compute_dtype
+from ._core.dtypes import compute_dtype
 
 
 def merge_attention(

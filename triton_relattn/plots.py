@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from . import validation
+from ._core import validation
+from ._reference import position_term, reference_attention
 from .positions import RelativePositions
-from .reference import position_term, reference_attention
 
 LARGEST = 4096 * 4096  # pairs
 ACCENT, INK, MUTED = "#d1495b", "#1f2933", "#6b7785"

@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
+from ._core.dtypes import without_autocast
 from .positions import RelativePositions
-from .results import without_autocast
 
 
 def from_general_layout(table: torch.Tensor) -> torch.Tensor:

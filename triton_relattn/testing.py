@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dropout import draw_seed, keep_mask, keep_scale
+from ._core.dropout import draw_seed, keep_mask, keep_scale
+from ._core.spec import DIFFERENTIABLE
 from .positions import RelativePositions
-from .spec import DIFFERENTIABLE
 
 SHARP_FACTOR = 8.0
 """Sharp attention: queries times this, which gives logits of about +-30."""

@@ -19,9 +19,8 @@ import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
-from triton_relattn.demo.report import table
-
 from ..compiled import disassembled, recorded_launches
+from ..report.text import table
 from . import known
 from .machine import MACHINES
 from .predict import Prediction, of_sass, teraflops

@@ -13,17 +13,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from triton_relattn.demo.report import table
 from triton_relattn.kernels import configs
 
-from .. import configurations
-from ..cases import DTYPES
+from ..cases import configurations
+from ..cases.attention import DTYPES
+from ..cases.features import FEATURES
 from ..compile import KernelCase, counts, predicted, used_by
 from ..compiled import compiled
-from ..features import FEATURES
-from ..options import add_jobs, add_list, some_of
-from ..processes import processes
-from ..rows import in_one_line, progress
+from ..measure.processes import processes
+from ..report.progress import progress
+from ..report.rows import in_one_line
+from ..report.text import table
+from ..verbs.options import add_jobs, add_list, some_of
 from . import calibrate, sensitivity
 from .calls import BACKWARD, FORWARD, PRODUCTS, Size, designs, of_call, workspace
 from .machine import MACHINES

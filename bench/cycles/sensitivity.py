@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from triton_relattn.demo.report import table
-
 from ..compile import KernelCase
 from ..compiled import compiled
+from ..report.text import table
 from .calls import FORWARD, PRODUCTS, of_call
 from .machine import MACHINES
 from .predict import Prediction, predict

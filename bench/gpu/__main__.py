@@ -38,9 +38,10 @@ from pathlib import Path
 
 import torch
 
-from bench import plot, predictions
-from bench.options import some_of
-from bench.rows import in_one_line, read
+from bench import predictions
+from bench.report.rows import in_one_line, read
+from bench.verbs import plot
+from bench.verbs.options import some_of
 from triton_relattn.kernels import configs, kernels_are_interpreted
 
 from . import checks, kernels, measurements, sanitizer

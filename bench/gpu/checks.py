@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from bench.cases.configurations import shown
 from bench.compiled import way_of
-from bench.configurations import shown
-from bench.rows import in_one_line
-from triton_relattn import RelativePositions, fused_relative_attention, testing, validation
+from bench.report.rows import in_one_line
+from triton_relattn import RelativePositions, fused_relative_attention, testing
+from triton_relattn._core import validation
+from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.reference import reference_attention
-from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize

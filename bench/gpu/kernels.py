@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from bench import timing
-from bench.cases import Case
-from bench.configurations import shown
-from bench.methods import OURS
-from bench.rows import in_one_line
+from bench.cases.attention import Case
+from bench.cases.configurations import shown, way_of
+from bench.cases.methods import OURS
+from bench.measure import timing
+from bench.report.rows import in_one_line
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
 
 from .checks import Case as Checked
 from .checks import run_case
@@ -37,24 +37,28 @@ TINY = Case(1, 1, 64, 16, dtype="fp16")
 
 @dataclass
 class Launch:
-    """A launch that has run, and can again."""
+    """A kernel of a call that has run, and can again; where the call launches it several times, all of these."""
 
     name: str
     config: TileConfig
-    again: Callable[[], None]
+    again: Callable[[], object]
 
 
 @contextmanager
 def recorded(only: str | None = None) -> Iterator[list[Launch]]:
     """Launches that run within, by the kernels' names; with ``only``, others do not run."""
     launches: list[Launch] = []
+    every: dict[str, list[Callable[[], None]]] = {}
     launch = Call.launch
 
     def record(call: Call, name: str, kernel: Any, config: TileConfig, *arguments: Any, **options: Any) -> None:
         if only is None or name == only:
             again = partial(launch, call, name, kernel, config, *arguments, **options)
             again()
-            launches.append(Launch(name, config, again))
+            parts = every.setdefault(name, [])
+            parts.append(again)
+            if len(parts) == 1:
+                launches.append(Launch(name, config, lambda: [part() for part in parts]))
 
     Call.launch = record  # type: ignore[method-assign]
     try:
@@ -129,7 +133,7 @@ def _compile_calls(calls: Sequence[tuple[Case, bool]], options: argparse.Namespa
         (Group(kernel, case, has_table, (tile := selected(kernel, case, has_table, options.arch),)), tile)
         for case, has_table in calls
         for kernel in KERNELS
-        if kernel != "table" or has_table
+        if kernel != "table" and (kernel != "diagonals" or has_table)  # a workspace takes the table kernel's place
     ]
     for _ in spread(partial(_compile, device=options.device), items, options.jobs, deadline):
         pass
@@ -154,7 +158,7 @@ def _compile(item: tuple[Group, TileConfig], device: str) -> str:
     group, tile = item
     inputs, d_out = group.case.inputs(device)
     tensors, spec = group.case.resolved(inputs, group.has_table)
-    with recorded(group.kernel):
+    with recorded(group.kernel), way_of(group.kernel):
         run_kernels(tensors, spec, d_out, {group.kernel: tile})
     synchronize(device)
     return ""
@@ -168,7 +172,7 @@ def measure_group(group: Group, device: str, seconds: float) -> list[dict[str, A
     for tile in group.tiles:
         row = row_of(group.case, group.has_table, group.kernel, tile)
         try:
-            with recorded() as every:
+            with recorded() as every, way_of(group.kernel):
                 results = run_kernels(tensors, spec, d_out, {group.kernel: tile})
             synchronize(device)
             expected = expected or results

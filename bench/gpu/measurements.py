@@ -11,11 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bench import memory, speed, summary, timing, tune
-from bench.cases import CLIPPED, DTYPES, Case, choose
-from bench.methods import METHODS, OURS
-from bench.processes import processes
-from bench.rows import Table, in_one_line
+from bench import tune
+from bench.cases.attention import CLIPPED, DTYPES, Case, choose
+from bench.cases.methods import METHODS, OURS
+from bench.measure import timing
+from bench.measure.processes import processes
+from bench.report import summary
+from bench.report.rows import Table, in_one_line
+from bench.verbs import memory, speed
 from triton_relattn import testing
 from triton_relattn.kernels import configs
 

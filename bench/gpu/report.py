@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from bench import predictions
-from bench.rows import STAMP, Table, output_of, stamp
-from bench.speed import COLUMNS as MEASURED
+from bench.report.rows import STAMP, Table, output_of, stamp
+from bench.verbs.speed import COLUMNS as MEASURED
 
 from .workers import ending, watch
 

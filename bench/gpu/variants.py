@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.cases import CLIPPED, Case
+from bench.cases.attention import CLIPPED, Case
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.configs import TileConfig
@@ -21,6 +21,7 @@ Q = "registers"  # rotations in registers; plain attention has none
 VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
     # More programs a multiprocessor by a limit on registers; more stages; the rotation by a gather.
     ("forward", 64, "full"): [
+        TileConfig(64, 64, 4, 1, "scores", Q, 128),
         TileConfig(64, 64, 4, 2, "scores", Q, 168),
         TileConfig(64, 64, 4, 2, "scores", Q, 128),
         TileConfig(64, 64, 4, 3, "scores", Q, 168),
@@ -30,6 +31,7 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
         TileConfig(128, 64, 8, 2, None, Q),
     ],
     ("forward", 64, "clamp"): [
+        TileConfig(64, 64, 4, 1, "scores", Q, 128),
         TileConfig(64, 64, 4, 2, "scores", Q, 168),
         TileConfig(64, 64, 4, 3, "scores", Q, 168),
         TileConfig(128, 64, 8, 3, "scores", Q),
@@ -37,17 +39,38 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
     ],
     # The lower bound must not be a straw man: more stages hide the loads.
     ("forward", 64, "plain"): [TileConfig(128, 64, 8, stages) for stages in (2, 3, 4)] + [TileConfig(128, 128, 8, 2)],
-    ("forward", 128, "plain"): [TileConfig(128, 64, 8, stages) for stages in (2, 3)] + [TileConfig(128, 128, 8, 2)],
+    ("forward", 128, "plain"): [
+        *(TileConfig(128, 64, 8, stages) for stages in (2, 3)),
+        TileConfig(128, 64, 8, 1, max_registers=128),
+        TileConfig(64, 64, 4, 3),
+        TileConfig(128, 128, 8, 2),
+    ],
     ("forward", 128, "full"): [TileConfig(128, 64, 8, stages, "scores", Q) for stages in (2, 3)],
-    ("rows", 64, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)],
+    ("rows", 64, "plain"): [
+        *(TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)),
+        TileConfig(128, 64, 8, 3, max_registers=128),
+    ],
     ("rows", 64, "full"): [TileConfig(64, 64, 4, 2, "both", Q), TileConfig(64, 64, 4, 3, "both", Q)],
     ("rows", 128, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3)],
     ("rows", 128, "full"): [TileConfig(64, 32, 4, 1, "both", Q), TileConfig(64, 64, 4, 1, "both", Q)],
-    ("columns", 64, "plain"): [TileConfig(64, 64, 4, stages) for stages in (1, 2, 3)] + [TileConfig(128, 64, 8, 2)],
-    ("columns", 64, "full"): [TileConfig(64, 64, 4, stages, "scores", Q) for stages in (1, 2)],
+    ("columns", 64, "plain"): [
+        *(TileConfig(64, 64, 4, stages) for stages in (1, 2, 3)),
+        TileConfig(64, 64, 4, 1, max_registers=168),
+        TileConfig(128, 64, 8, 2),
+    ],
+    ("columns", 64, "full"): [
+        *(TileConfig(64, 64, 4, stages, "scores", Q) for stages in (1, 2)),
+        TileConfig(64, 64, 4, 1, "scores", Q, 168),
+    ],
+    ("columns", 64, "clamp"): [
+        TileConfig(64, 64, 4, 2, "scores", Q),
+        TileConfig(64, 64, 4, 1, "scores", Q, 168),
+    ],
     ("columns", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
     ("columns", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
-    # Spilled registers cost less than a tile that is four times too small.
+    ("diagonals", 64, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1), TileConfig(128, 64, 4, 1)],
+    ("diagonals", 128, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
+    # Instead of a workspace. Spilled registers cost less than a tile that is four times too small.
     ("table", 64, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 64, 4, 2, "scores", Q)],
     ("table", 64, "clamp"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 1, "scores", Q)],
     ("table", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(32, 32, 8, 2, "scores", "gather")],

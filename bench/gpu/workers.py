@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.rows import ROOT, in_one_line
+from bench.report.rows import ROOT, in_one_line
 
 PATIENCE = 120.0  # seconds that one item may take
 GRACE = 5.0  # seconds between asking a process to end and ending it

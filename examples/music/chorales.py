@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from triton_relattn.cache import cache_folder
-from triton_relattn.demo.music import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
+from triton_relattn._core.cache import cache_folder
+
+from .tokens import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
 
 EDGE = VOCABULARY  # stands before the first token of a chorale; it is read, never predicted
 IGNORED = -100  # targets behind the last token
@@ -35,7 +36,7 @@ class Chorale:
 
     @property
     def number(self) -> int:
-        """Its number in the catalogue of Bach's works (BWV)."""
+        """Number in the catalogue of Bach's works (BWV)."""
         return int(re.findall(r"\d+", self.name)[0])
 
     @property

@@ -1,4 +1,4 @@
-"""What counting achieves: an interpolated n-gram model of the same tokens."""
+"""A baseline that counts: an interpolated n-gram model of the same tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from triton_relattn.demo.music import HOLD, VOCABULARY, VOICES
-
 from .chorales import Chorale
+from .tokens import HOLD, VOCABULARY, VOICES
 
 Context = tuple[int, ...]
 
@@ -28,7 +27,7 @@ class Ngram:
                     self.counts[context][token] += 1
 
     def _tokens(self, tokens: Sequence[int]) -> Iterator[tuple[list[Context], int]]:
-        """Of each token its contexts, the shortest first, and the token, all relative to the last pitch."""
+        """Return each token's contexts, the shortest first, and the token, all relative to the last pitch."""
         last = 0
         for index, token in enumerate(tokens):
             before = tokens[max(index - self.order, 0) : index]

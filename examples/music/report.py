@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triton_relattn.demo.plot import MUTED, style
+from bench.report.figures import MUTED, style
 
 from .chorales import write
 
@@ -20,7 +20,7 @@ CONDITIONS = (
     *("steps", "length", "distances", "batch", "width", "heads", "layers"),
     *("dropout", "learning_rate", "transpose", "chorales"),
 )
-"""What the runs of one table must agree in."""
+"""Settings that the runs of one table must agree in."""
 COLORS = {"relative": "#d1495b", "absolute": "#0b3954", "none": "#79b4a9"}
 MEASURED = {
     "validation": "validation",

@@ -12,7 +12,8 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import features
+from bench.cases import features
+from bench.cases.features import LENGTH, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import (
     MULTIPROCESSORS,
@@ -23,7 +24,6 @@ from bench.compiled import (
     recorded_launches,
     selected,
 )
-from bench.features import LENGTH, call
 from tests.compile.test_forward import NVIDIA, SWEEP, on_triton_3_7
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.backward import backward

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import triton
 
-from bench import features
-from bench.cases import DTYPES
+from bench.cases import features
+from bench.cases.attention import DTYPES
 from bench.compile import BUDGET, KernelCase, budgets, counts, predicted, used_by
 from bench.compiled import SHARED_MEMORY, Resources, compiled, resources
 from bench.cycles.machine import MACHINES
 from bench.cycles.predict import Loop, Prediction
 from bench.cycles.simulate import Steady
-from triton_relattn.demo.report import table
+from bench.report.text import table
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 
 REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"
@@ -26,7 +26,7 @@ ALLOWED = 1.03
 ALLOWED_CYCLES = 1.05
 """Of the budget's cycles by the model, whose noise is below 2 %."""
 SERIALISED = {
-    ("forward", 64): ("zero", "zero causal", "vits"),
+    ("forward", 64): ("vits",),
     ("forward", 128): ("zero", "zero causal"),
     ("rows", 64): ("zero causal",),
     ("table", 128): ("shaw", "shaw causal", "vits"),
@@ -87,7 +87,9 @@ def test_nothing_exceeds_its_budget(target: str, name: str, head_dim: int) -> No
         is_known = target == "sm_90" and name in SERIALISED.get((case.kernel, head_dim), ())
         if found.is_serialised != is_known:
             lines.append((str(case), "wgmma serialised", str(is_known), str(found.is_serialised)))
-        assert counts(used)["matrix_instructions"] == used.main_loop["HMMA"] + used.main_loop["HGMMA"] > 0
+        products = used.main_loop["HMMA"] + used.main_loop["HGMMA"]
+        assert counts(used)["matrix_instructions"] == products
+        assert (products > 0) == (case.kernel != "diagonals" or not name.startswith("t5"))  # it sums a bias alone
     shown = table(("not as its budget says", "what", "budget", "now"), lines)
     assert not lines, f"\n{shown}\nIf this is intended, refresh the budget: {REFRESH} --features '{name}'"
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 import triton
 
+from bench.cases.features import call
 from bench.compiled import SHARED_MEMORY, Launch, recorded_launches
-from bench.features import call
 from tests.compile.test_forward import NVIDIA
-from triton_relattn import RelativePositions, validation
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward

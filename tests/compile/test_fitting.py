@@ -12,8 +12,8 @@ import triton
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
+from bench.cases.features import call
 from bench.compiled import Launch, recorded_launches, selected
-from bench.features import call
 from triton_relattn.kernels import fitting
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig

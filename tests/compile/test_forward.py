@@ -12,9 +12,9 @@ import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
+from bench.cases.features import LENGTH, TABLES, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, selected
-from bench.features import LENGTH, TABLES, call
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.forward import forward
 
@@ -75,7 +75,8 @@ def test_main_loop(target: str, width: int) -> None:
     assert matrix_instructions(full) == full[unit] and matrix_instructions(plain) == plain[unit]
     if target == "sm_80":  # every product of a tile is as many instructions
         assert full[unit] / elements["full"] == pytest.approx(1.5 * plain[unit] / elements["none"])
-    assert full["LDGSTS"] > 0 and full["LDG"] == 0, "a value carried unchanged turns Triton's loop pipelining off"
+    if case(target, width, "full").config.num_stages > 1:
+        assert full["LDGSTS"] > 0 and full["LDG"] == 0, "a value carried unchanged turns Triton's loop pipelining off"
     reductions = 8  # shuffles of the row maximum and sum, two rows a thread
     if (target, width) != ("sm_80", 128):  # there a row of scores lies in several warps
         assert full["SHFL"] == elements["full"] / 2 + reductions

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import host
 from bench.__main__ import main
-from triton_relattn import backends
+from bench.verbs import host
+from triton_relattn._core import implementations
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +30,8 @@ def test_two_checkouts_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 @pytest.mark.parametrize("kind", host.KINDS)
 def test_what_is_measured(kind: str) -> None:
     """Parts are not longer than the whole."""
-    kept = backends._why_no_kernels
+    kept = implementations._why_no_kernels
     found = host.measure(kind, 2)
-    assert backends._why_no_kernels is kept and tuple(found) == host.COLUMNS
+    assert implementations._why_no_kernels is kept and tuple(found) == host.COLUMNS
     assert 0 < found["first kernel"] < found["forward"] < found["both"]
     assert 0 < found["first of backward"] < found["backward"] < found["both"]

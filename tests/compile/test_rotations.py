@@ -13,7 +13,7 @@ import triton
 
 from bench.compile import KernelCase, used_by
 from bench.compiled import Resources
-from triton_relattn.demo.report import table
+from bench.report.text import table
 from triton_relattn.kernels.configs import TileConfig
 
 VERSION = ".".join(triton.__version__.split(".")[:2])

@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from bench import cases, tune
+from bench import tune
 from bench.__main__ import main
-from bench.rows import read
+from bench.cases import attention as cases
+from bench.report.rows import read
 from triton_relattn.kernels import configs, profiles
 from triton_relattn.kernels.configs import TileConfig
 
@@ -45,7 +46,7 @@ def test_candidates_begin_with_the_default_and_stay_near() -> None:
     assert len(tiles) == len(set(tiles)) > 10
     assert {tune.steps_apart(tiles[0], tile) for tile in tiles[1:]} == {1, 2}
     assert all(tile.why_invalid("sm_90", True) is None for tile in tiles)
-    assert len(tune.candidates(TASK, 100)) == len(configs.candidates("forward", "sm_90", torch.bfloat16, True))
+    assert len(tune.candidates(TASK, 100)) == len(configs.candidates("forward", "sm_90", True))
 
 
 def test_a_task_has_the_key_of_its_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import families
 from bench.families import FAMILIES
-from triton_relattn.dropout import keep_scale
+from triton_relattn._core.dropout import keep_scale
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.testing import dropout_mask
 

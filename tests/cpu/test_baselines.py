@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.cases.baselines import BASELINES
 from tests.cpu.oracle import assert_same
-from triton_relattn.baselines import BASELINES
-from triton_relattn.reference import reference_attention
+from triton_relattn._reference import reference_attention
 from triton_relattn.testing import forward_backward, make_inputs
 
 

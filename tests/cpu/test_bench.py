@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,17 @@ from torch.nn.attention.flex_attention import flex_attention
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from bench import accuracy, cases, memory, methods, models, speed, summary, timing, verify
+from bench import models
 from bench.__main__ import VERBS, main
-from bench.cases import Case
+from bench.cases import attention as cases
+from bench.cases import methods
+from bench.cases.attention import Case
+from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
-from bench.methods import METHODS, OURS, Method
-from bench.rows import STAMP, read
+from bench.measure import point, timing
+from bench.report import summary
+from bench.report.rows import STAMP, read
+from bench.verbs import accuracy, memory, speed, verify
 from triton_relattn import RelativePositions, fused_relative_attention
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")
@@ -159,17 +166,38 @@ def test_memory_in_a_process_of_its_own() -> None:
     """Dense attention holds all scores at once, ours does not; where memory is limited that is a row, not the end."""
     case = CASE.resized(2048)
     scores = 2 * 2048**2 * 4
-    dense, ours = (memory.in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
+    dense, ours = (point.measure_in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
     assert dense["status"] == ours["status"] == "ok"
     assert dense["peak_bytes"] > 2 * scores > 8 * ours["peak_bytes"] > 0
-    limited = memory.in_own_process(case.resized(16384), "gather", "forward", 1 << 30)
+    limited = point.measure_in_own_process(case.resized(16384), "gather", "forward", 1 << 30)
     assert limited == {"status": "out of memory: more than 1 GiB"}
+
+
+@pytest.mark.parametrize(("code", "status"), [(-9, "out of memory: ended by the system"), (3, "failed: ended with 3")])
+def test_a_process_that_dies_is_a_row(code: int, status: str) -> None:
+    assert point.in_own_process(die, (code,), None) == {"status": status}
+
+
+def test_a_process_that_takes_too_long_is_a_row() -> None:
+    assert point.in_own_process(wait, (60.0,), 0.5) == {"status": "stopped: no result after 0 s"}
+
+
+def die(code: int) -> Any:
+    """End this process by a signal, or with an exit status."""
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def wait(seconds: float) -> dict[str, Any]:
+    time.sleep(seconds)
+    return {}
 
 
 def test_memory_goes_on_past_the_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "in_own_process", in_process)
+    monkeypatch.setattr(point, "measure_in_own_process", in_process)
     ladder(monkeypatch, 32, 64, 96, 128)
     path = tmp_path / "memory.csv"
     assert main(["memory", *SMALL, "--methods", f"{OURS},gather", "--csv", str(path)]) == 0
@@ -195,7 +223,7 @@ def test_plot_from_csv_alone(smallest: int, tmp_path: Path, monkeypatch: pytest.
     def measured(case: Case, *others: Any) -> dict[str, Any]:
         return {"status": "ok", "peak_bytes": smallest} if case.length == 32 else in_process(case, *others)
 
-    monkeypatch.setattr(memory, "in_own_process", measured)
+    monkeypatch.setattr(point, "measure_in_own_process", measured)
     files = {verb: str(tmp_path / f"{verb}.csv") for verb in ("speed", "memory")}
     of_verb = {"speed": ["--seconds", "0"], "memory": []}
     for verb, path in files.items():
@@ -346,6 +374,47 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
     assert "| parakeet_attention | 48 |" in capsys.readouterr().out
+
+
+def test_batches_of_short_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times alone, against the one implementation that computes what the model means to, and the ratio of each size."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "models.csv"
+    words = ("--lengths", "24,16", "--batches", "3,2", "--methods", "triton_relattn,stock", "--no-memory", "--rounds", "3")
+    assert main(models_of("--families", "seamless_m4t_v2", *words, "--csv", str(path))) == 0
+    rows = read(path)
+    assert [(row["seqlen"], row["batch"], row["method"]) for row in rows[::2]] == [
+        (length, batch, method) for length in ("16", "24") for batch in ("2", "3") for method in (OURS, "sdpa")
+    ]
+    assert all(row["status"] == "ok" and row["rounds"] == "3" and not row["peak_bytes"] for row in rows)
+    times = {(row["method"], row["direction"]): float(row["p50_ms"]) for row in rows[-4:]}
+    expected = [f"{times['sdpa', each] / times[OURS, each]:.2f}" for each in ("forward", "forward+backward")]
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if line.startswith("| seamless_m4t_v2 | 24 | 3 | sdpa |"))
+    assert [cell.split()[0] for cell in line.split("|")[5:7]] == expected
+    assert "geometric mean" in shown and "| model | length | triton_relattn |" not in shown
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0 and not (tmp_path / "models.png").exists()
+    assert line in capsys.readouterr().out
+
+
+def test_too_little_memory_for_a_batch() -> None:
+    """Larger ones are not tried, what has been measured stays; what does not apply stays so, too."""
+    options = argparse.Namespace(memory_limit=2**30)
+    small, large = models.Size(16, 2), models.Size(16, 3)
+    points = [(size, "eager", "forward") for size in (small, large)] + [(large, "sdpa", "forward")]
+    found: models.Found = {point: {"status": "ok"} for point in points[:2]} | {points[2]: {"status": "does not apply"}}
+    failed: dict[str, str] = {}
+
+    def fail() -> None:
+        raise MemoryError
+
+    for each in points:
+        models.try_it(fail, each, found, failed, options)
+    assert [each["status"] for each in found.values()] == [
+        "out of memory: more than 1 GiB",
+        "not tried: out of memory: more than 1 GiB at 16 x 2",
+        "does not apply",
+    ]
 
 
 def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

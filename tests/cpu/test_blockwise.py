@@ -11,7 +11,7 @@ import torch
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of, with_keep
 from triton_relattn import RelativePositions
-from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     assert_gradients_close_fp32,
     assert_table_gradient,

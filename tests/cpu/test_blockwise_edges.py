@@ -11,8 +11,9 @@ import torch
 from tests.cases import one_hot_case
 from tests.cpu.oracle import assert_same, attend
 from triton_relattn import RelativePositions
-from triton_relattn.blocks import Call
-from triton_relattn.reference import reference_attention
+from triton_relattn._blockwise.partition import Call
+from triton_relattn._core.validation import resolve
+from triton_relattn._reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
     assert_within_budget,
@@ -22,7 +23,6 @@ from triton_relattn.testing import (
     make_inputs,
     with_different_strides,
 )
-from triton_relattn.validation import resolve
 
 
 def zero_gradients(results: dict[str, torch.Tensor]) -> bool:

@@ -12,10 +12,12 @@ import torch
 
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
-from triton_relattn import blocks, blockwise, ops
-from triton_relattn.blocks import Call
+from triton_relattn._blockwise import attention as blockwise
+from triton_relattn._blockwise import partition
+from triton_relattn._blockwise.partition import Call
+from triton_relattn._core.validation import resolve
+from triton_relattn._operators import ops
 from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
-from triton_relattn.validation import resolve
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # terms, arguments
@@ -181,7 +183,7 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
         alive.append(weakref.ref(self))
         make(self, *arguments)
 
-    for kind in (blocks.Call, blocks.Frame):
+    for kind in (partition.Call, partition.Frame):
         monkeypatch.setattr(kind, "__init__", functools.partialmethod(watched, make=kind.__init__))
     inputs = make_inputs(1, 2, 100, 100, 8, num_rows=199 if table else None, dtype=torch.float32, seed=0)
     gc.disable()

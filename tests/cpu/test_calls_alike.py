@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton_relattn import RelativePositions, validation
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
 from triton_relattn.kernels.arguments import Call, fixed
 from triton_relattn.testing import make_inputs
 

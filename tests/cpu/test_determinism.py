@@ -12,14 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import random_case, random_varlen_case
-from triton_relattn import (
-    RelativePositions,
-    fused_relative_attention,
-    fused_relative_attention_varlen,
-    merge_attention,
-    ops,
-    tables,
-)
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, merge_attention, tables
+from triton_relattn._operators import ops
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 

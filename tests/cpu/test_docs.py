@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
-from triton_relattn.backends import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
-from triton_relattn.demo import run
+from triton_relattn.__main__ import main
+from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.nn import attention, table
 
@@ -88,6 +88,17 @@ def test_map_of_the_house() -> None:
     ]
     places = [where.strip("`") for where, _ in rows]
     assert len(places) > 20 and not [place for place in places if not (ROOT / place).exists()]
+    package = {path.stem if path.suffix == ".py" else path.name for path in (ROOT / "triton_relattn").iterdir()}
+    found = {Path(place).parts[1].removesuffix(".py") for place in places if place.startswith("triton_relattn/")}
+    assert found == package - {"__init__", "__pycache__", "py.typed"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """As seen from the repository, from the package, or from the page."""
+    named = set(re.findall(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|md|txt|csv|ipynb))`", page.read_text()))
+    seen_from = (ROOT, ROOT / "triton_relattn", page.parent)
+    assert not [name for name in named if not any((folder / name).exists() for folder in seen_from)]
 
 
 def test_make_targets_exist() -> None:
@@ -151,11 +162,18 @@ def test_tables_have_the_columns_of_their_headings() -> None:
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--families"]) == 0
+    assert main(["--families"]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split() == ["family", "adds", "to", "q", "·", "k", "since"]
     for line, family in zip(lines, supported_families(), strict=True):
         assert line.startswith(f"{family.name} ") and f" {family.adds} " in line and line.endswith(f" {family.since}")
+
+
+def test_environment_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in printed and "device: " in printed and "implementation: " in printed
+    assert all(family.name in printed for family in supported_families())
 
 
 @pytest.mark.parametrize("name", ["query", "value", "rel_query"])

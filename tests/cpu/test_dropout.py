@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
-from triton_relattn.dropout import ROUNDS, keep_mask, largest_dropped
+from triton_relattn._core.dropout import ROUNDS, keep_mask, largest_dropped
 from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")

@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench.cases.features import call
 from bench.compiled import recorded_launches
-from bench.features import call
-from triton_relattn.cache import cache_folder
+from triton_relattn._core.cache import cache_folder
 from triton_relattn.kernels import configs, fitting, profiles
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
@@ -127,8 +127,9 @@ def test_no_home(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
 TUNER = """
 import argparse, sys
 from pathlib import Path
-from bench import cases, tune
-from bench.rows import Table
+from bench import tune
+from bench.cases import attention as cases
+from bench.report.rows import Table
 
 def compile_one(task, config):
     return {"status": "ok", "instructions_per_score": 1.0}
@@ -151,7 +152,8 @@ for task in tasks[int(sys.argv[2]) :: 2] + tasks[:3]:
 
 def test_two_processes_tune_at_once(tmp_path: Path) -> None:
     """What each finds, and what both find, is in the profile."""
-    from bench import cases, tune
+    from bench import tune
+    from bench.cases import attention as cases
 
     path = tmp_path / "of" / "both.json"
     children = [

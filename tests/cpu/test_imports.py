@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,50 @@ from triton_relattn import fused_relative_attention
 from triton_relattn.testing import make_inputs, with_different_strides
 inputs = with_different_strides(make_inputs(2, 3, 17, 19, 8, num_rows=7, dtype=torch.float32, seed=0))
 """
+
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("positions",),
+    ("_core",),
+    ("_reference", "_blockwise", "kernels"),
+    ("_operators",),
+    ("functional",),
+    ("tables", "merging", "testing", "plots"),
+    ("nn",),
+    ("integrations",),
+    ("__init__", "__main__"),
+)
+"""Modules and folders of the package. Each imports, when it is imported, only from its own layer and from those before."""
+
+
+def imports_of(path: Path, root: Path) -> set[str]:
+    """Return the names within the package of the modules that a module imports when it is imported, dots between them."""
+    folder = path.relative_to(root).parent.parts
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
+            name = ".".join(filter(None, base))
+            for alias in node.names:
+                inner = root.joinpath(*filter(None, name.split(".")), alias.name)
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                found.add(".".join(filter(None, (name, alias.name))) if is_module else name or "__init__")
+    return found
+
+
+def test_layers() -> None:
+    """No module imports from a layer above its own, and none imports itself by way of others."""
+    root = Path(__file__).parents[2] / "triton_relattn"
+    layer_of = {name: number for number, names in enumerate(LAYERS) for name in names}
+    graph = {}
+    for path in root.rglob("*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        graph[module.removesuffix(".__init__")] = imports_of(path, root) - {module}
+    assert {name.partition(".")[0] for name in graph} == set(layer_of)
+    for module, imported in graph.items():
+        upward = {name for name in imported if layer_of[name.partition(".")[0]] > layer_of[module.partition(".")[0]]}
+        assert not upward, (module, upward)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def run(program: str) -> str:
@@ -217,7 +263,7 @@ import sys
 sys.modules["numpy"] = None
 {ON_A_GPU}
 call()
-from triton_relattn.backends import can_run_triton
+from triton_relattn import can_run_triton
 print(can_run_triton(torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1)))
 """
     assert run(program) == "triton\nFalse\n"

@@ -6,8 +6,6 @@ import dataclasses
 import importlib
 import math
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,15 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("music21")
 pytest.importorskip("tqdm")
 
-from triton_relattn.demo.music import HOLD, REST, VOCABULARY
+from examples.music.tokens import HOLD, REST, VOCABULARY
 
 SMALL = {"chorales": 17, "length": 32, "distances": 16, "width": 16, "heads": 2, "layers": 2, "batch": 2, "steps": 6, "every": 2}
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    """The script, imported as it is when it is run: with its folder first on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-        before = set(sys.modules)
-        yield importlib.import_module("music_transformer")
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] in ("music", "music_transformer"):
-                del sys.modules[name]
+def example() -> Any:
+    return importlib.import_module("examples.music_transformer")
 
 
 @pytest.fixture(scope="module")

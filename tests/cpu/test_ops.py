@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from triton_relattn._core.validation import resolve
 from triton_relattn.testing import (
     Inputs,
     dense_gradients,
@@ -23,7 +24,6 @@ from triton_relattn.testing import (
     make_inputs,
     with_different_strides,
 )
-from triton_relattn.validation import resolve
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
 BACKWARD = torch.ops.triton_relattn.attention_backward.default

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from triton_relattn import RelativePositions
+from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
-from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from triton_relattn import results
+from triton_relattn._core import dtypes
 
 
 def test_the_package_gets_poisoned_memory() -> None:
     query = torch.zeros(2, 3, 5, 4)
-    assert results.new_like(query, 6).isnan().all()
-    assert results.new_like(query.transpose(1, 2), 6).isnan().all()
+    assert dtypes.new_like(query, 6).isnan().all()
+    assert dtypes.new_like(query.transpose(1, 2), 6).isnan().all()
 
 
 def test_every_way_to_create_it_is_covered() -> None:

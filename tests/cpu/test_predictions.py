@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import predictions
-from bench.cases import CLIPPED, Case
+from bench.cases.attention import CLIPPED, Case
+from bench.cases.methods import OURS
 from bench.cycles.machine import MACHINES
 from bench.cycles.predict import Prediction
-from bench.methods import OURS
 from bench.predictions import KEYS, PATH, Kernel, Wanted, beside, largest_deviations, row_of, seconds_of, wanted
-from bench.rows import read
+from bench.report.rows import read
 from triton_relattn.kernels.configs import TileConfig
 
 MAKE = "the file is old: python -m bench predictions"

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton_relattn import validation
+from triton_relattn._core import validation
 from triton_relattn.kernels import configs, profiles
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.configs import TileConfig

@@ -7,8 +7,9 @@ import torch
 
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import attend
-from triton_relattn import blockwise, validation
-from triton_relattn.reference import resolved_reference
+from triton_relattn._blockwise import attention as blockwise
+from triton_relattn._core import validation
+from triton_relattn._reference import resolved_reference
 from triton_relattn.testing import dense_gradients, forward_backward, make_inputs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     SHARP_FACTOR,
     SHARP_SHIFT,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> Checkpoi
 @pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "selective"])
 def test_activation_checkpointing(kind: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same results and gradients, dropout included; a selective policy that saves the operator does not run it again."""
-    from triton_relattn import blockwise
+    from triton_relattn._blockwise import attention as blockwise
 
     tensors, count, forward = leaves(), [0], blockwise.forward
 
@@ -337,42 +336,40 @@ def test_flop_counter() -> None:
     assert count(lambda: fused_relative_attention_varlen(packed, packed, packed, **packing)) == 2 * 2 * 2 * 12 * 4 * 8
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 @pytest.mark.parametrize("first", ["triton_relattn", "torch.utils.flop_counter"])
-def test_flop_counter_whatever_is_imported_first(first: str) -> None:
-    """The formula is there, and our import alone brings in neither the counter nor triton."""
+def test_flop_counter_whatever_is_imported_first(first: str, mode: str) -> None:
+    """The first call is counted, and our import alone brings in neither the counter nor triton nor what compiles."""
     program = f"""
 import sys, torch, {first}
 import triton_relattn
 if {first!r} == "triton_relattn":
-    assert "torch.utils.flop_counter" not in sys.modules and "triton" not in sys.modules
-import torch.utils.flop_counter
-assert torch.ops.triton_relattn.attention_forward in torch.utils.flop_counter.flop_registry
-assert torch.ops.triton_relattn.attention_backward in torch.utils.flop_counter.flop_registry
+    assert not sys.modules.keys() & {{"torch.utils.flop_counter", "triton", "torch._dynamo", "torch.distributed.tensor"}}
+from torch.utils.flop_counter import FlopCounterMode
+query = torch.zeros(1, 1, 4, 8)
+with torch.{mode}(), FlopCounterMode(display=False) as counter:
+    triton_relattn.fused_relative_attention(query, query, query)
+assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_work_after_an_import(tmp_path: Path) -> None:
-    """Once, of that module alone, and only when it is imported: not when somebody looks whether it is there."""
-    with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:  # whose modules share a loader
-        for name in ("first", "second"):
-            archive.writestr(f"{name}_of_zip.py", "value = 1")
+def test_flop_counter_of_an_exported_call(tmp_path: Path) -> None:
+    """A program that calls the operator, and none of our functions, is counted."""
+    query = torch.zeros(1, 1, 4, 8)
+
+    class Attend(nn.Module):
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            return attend(query, query, query)
+
+    torch.export.save(torch.export.export(Attend(), (query,)), tmp_path / "attend.pt2")
     program = f"""
-import sys, importlib.util
-sys.path.insert(0, {str(tmp_path / "modules.zip")!r})
-from triton_relattn.when_imported import when_imported
-count = []
-when_imported("first_of_zip", lambda: count.append(sys.modules["first_of_zip"].value))
-finders = len(sys.meta_path)
-assert importlib.util.find_spec("first_of_zip") is not None and not count
-import second_of_zip
-assert not count
-import first_of_zip
-assert count == [1] and len(sys.meta_path) == finders - 1
-when_imported("first_of_zip", lambda: count.append(2))
-assert count == [1, 2]
-importlib.reload(first_of_zip)
-assert count == [1, 2] and first_of_zip.__spec__.loader.get_source("first_of_zip") == "value = 1"
+import torch, triton_relattn
+from torch.utils.flop_counter import FlopCounterMode
+attend = torch.export.load({str(tmp_path / "attend.pt2")!r}).module()
+with FlopCounterMode(display=False) as counter:
+    attend(torch.zeros(1, 1, 4, 8))
+assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -76,7 +76,7 @@ def test_other_models_stay_as_they_are(name: str) -> None:
     model, other = build(name), build(name)
     given = arguments(name, model, PADDED)
     stock = output(model, given)
-    sharing = copy.deepcopy(model) if FAMILIES[name].model in families.ALONE else type(model)(model.config)
+    sharing = copy.deepcopy(model) if FAMILIES[name].alone else type(model)(model.config)
     sharing.load_state_dict(model.state_dict())
     sharing.eval()
     before = classes(other)

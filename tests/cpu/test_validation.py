@@ -13,13 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from triton_relattn import (
     RelativePositions,
-    backends,
     can_run_triton,
     functional,
     fused_relative_attention,
     fused_relative_attention_varlen,
-    warn,
 )
+from triton_relattn._core import implementations, warn
 from triton_relattn.testing import make_inputs, with_different_strides
 
 
@@ -535,13 +534,13 @@ def test_triton_in_the_interpreter_says_what_it_cannot_do(
     kernels = pytest.importorskip("triton_relattn.kernels")
     monkeypatch.setattr(kernels, "kernels_are_interpreted", lambda: True)
     with pytest.raises(NotImplementedError, match=reason):
-        backends.choose_implementation("triton", tensor, tensor)
+        implementations.choose_implementation("triton", tensor, tensor)
     with pytest.raises(NotImplementedError, match=r"got 8 \(query\), 8 \(value\), 272 \(rel_query\)"):
-        backends.choose_implementation("triton", zeros(1, 1, 1, 8), zeros(1, 1, 1, 8), zeros(1, 1, 1, 272))
+        implementations.choose_implementation("triton", zeros(1, 1, 1, 8), zeros(1, 1, 1, 8), zeros(1, 1, 1, 272))
 
 
 def test_default_never_picks_triton_on_the_cpu() -> None:
     tensor = zeros(1, 1, 1, 8)
-    assert backends.choose_implementation(None, tensor, tensor) == "blockwise"
+    assert implementations.choose_implementation(None, tensor, tensor) == "blockwise"
     for name in ("blockwise", "reference"):
-        assert backends.choose_implementation(name, tensor, tensor) == name
+        assert implementations.choose_implementation(name, tensor, tensor) == name

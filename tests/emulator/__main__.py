@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from bench.options import add_jobs, add_list
-from bench.processes import processes
-from bench.rows import progress
+from bench.measure.processes import processes
+from bench.report.progress import progress
+from bench.verbs.options import add_jobs, add_list
 from triton_relattn.kernels.tile_config import KERNELS, TileConfig
 
 from .calls import CALLS, unknown_words

@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 
-from bench.rows import in_one_line
-from triton_relattn import backends
+from bench.report.rows import in_one_line
+from triton_relattn._core import implementations
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 
@@ -89,7 +89,7 @@ def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None
         return tiles.get(kernel) or select(kernel, *call, **others)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(backends, "choose_implementation", lambda *_: "triton"))
+        stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: "triton"))
         stack.enter_context(mock.patch.object(configs, "select", selected))
         stack.callback(torch.set_float32_matmul_precision, precision)
         stack.callback(torch.use_deterministic_algorithms, deterministic)

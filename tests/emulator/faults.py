@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from bench.rows import progress
+from bench.report.progress import progress
 
 from .check import DTYPES, Checked, Subject, check
 from .device import TARGETS

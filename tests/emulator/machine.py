@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import ROOT
+from bench.report.rows import ROOT
 
 from .decode import CORE, SHARED_BASE, Instruction, Operand, Program
 

@@ -14,8 +14,8 @@ import torch
 
 from tests.cases import unpacked
 from triton_relattn import RelativePositions
-from triton_relattn.dropout import keep_scale
-from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn._core.dropout import keep_scale
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs, dense_gradients
 
 UNITS = 16

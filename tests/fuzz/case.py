@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import SHARP_FACTOR, SHARP_SHIFT, in_memory_order
 
 Layout = tuple[str, tuple[int, ...], int, tuple[int, ...]]

@@ -17,8 +17,8 @@ import torch
 from tests.conftest import cut_blocks, poisoned
 from tests.fuzz.budget import assert_within, expected
 from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.tile_config import TileConfig
-from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)

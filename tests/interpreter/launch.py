@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from triton_relattn import RelativePositions, validation
-from triton_relattn.dropout import keep_mask
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
+from triton_relattn._core.dropout import keep_mask
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.reference import reference_attention
-from triton_relattn.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,

@@ -21,11 +21,12 @@ from tests.interpreter.launch import (
     run,
     run_backward,
 )
-from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, validation
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._core import validation
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels import backward as launcher
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,

@@ -12,10 +12,10 @@ import torch
 from tests.cases import one_hot_case
 from tests.interpreter.launch import check, resolve, run
 from triton_relattn import fused_relative_attention
+from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,

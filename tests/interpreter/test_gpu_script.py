@@ -19,15 +19,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench import timing, tune
-from bench.cases import choose
+from bench import tune
+from bench.cases.attention import choose
 from bench.gpu import __main__ as gpu
 from bench.gpu import measurements
 from bench.gpu.__main__ import PARTS, main
 from bench.gpu.measurements import TINY
 from bench.gpu.report import COLUMNS, PACKED, RESULTS, Outcome, Report, outcome_of
 from bench.gpu.variants import Group
-from bench.rows import Table, read, stamp
+from bench.measure import timing
+from bench.report.rows import Table, read, stamp
 from triton_relattn.kernels import profiles
 from triton_relattn.kernels.configs import TileConfig
 

@@ -28,11 +28,12 @@ from tests.interpreter.guard import (
     recorded,
 )
 from tests.interpreter.launch import GRADIENTS, SEED, resolve, tensors_of
-from triton_relattn import RelativePositions, validation
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import AttentionSpec, AttentionTensors
 from triton_relattn.testing import Inputs, make_inputs
 
 

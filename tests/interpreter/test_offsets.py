@@ -17,12 +17,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.interpreter.test_survivors import far_apart
-from triton_relattn import RelativePositions, validation
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.spec import DIFFERENTIABLE
 from triton_relattn.testing import make_inputs
 
 TABLES = {"rel_keys", "rel_values", "rel_bias"}

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.interpreter.launch import resolve
 from triton_relattn import fused_relative_attention
-from triton_relattn.spec import DIFFERENTIABLE
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,

@@ -14,11 +14,11 @@ import torch
 
 from tests.interpreter.launch import GRADIENTS, all_gradients, resolve
 from triton_relattn import RelativePositions
+from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
     assert_within_budget,

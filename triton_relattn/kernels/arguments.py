@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime.errors import OutOfResources
 
-from ..dropout import keep_scale, largest_dropped
-from ..spec import AttentionSpec, AttentionTensors
+from .._core.dropout import keep_scale, largest_dropped
+from .._core.spec import AttentionSpec, AttentionTensors
 from . import configs
 from .fitting import DoesNotFit, Place, current
 

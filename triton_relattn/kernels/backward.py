@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..results import gradient_like
-from ..spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._core.dtypes import gradient_like
+from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs, workspace
 from .arguments import LAUNCH_OPTIONS, Call, aligned, cdiv, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_columns import columns_kernel

@@ -77,19 +77,24 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
 # though at width 128 it spills some hundred bytes; with 168 registers three programs share a multiprocessor.
 _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward", 64): TileConfig(64, 64, 4, 2, max_registers=168),
+    ("forward", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=128),
     ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 3),
+    ("forward", 64, "mma", None): TileConfig(64, 64, 4, 3, max_registers=168),
     ("forward", 128): TileConfig(128, 64, 8, 3),
-    ("forward", 128, "wgmma", None): TileConfig(64, 64, 4, 3),
+    ("forward", 128, "wgmma", None): TileConfig(128, 64, 8, 1, max_registers=128),
     ("rows", 64): TileConfig(64, 64, 4, 2, "both"),
     ("rows", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 2, None),
-    ("rows", 64, "wgmma", None): TileConfig(64, 64, 4, 3),
+    ("rows", 64, "wgmma", None): TileConfig(128, 64, 8, 3, max_registers=128),
+    ("rows", 64, "mma", None): TileConfig(64, 64, 4, 3, max_registers=168),
     ("rows", 128): TileConfig(64, 64, 4, 1, "both"),
     ("rows", 128, "mma"): TileConfig(64, 32, 4, 2, "both"),
     ("rows", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
-    ("columns", 64): TileConfig(64, 64, 4, 2),
-    ("columns", 64, "wgmma", None): TileConfig(64, 64, 4, 1),
+    ("rows", 128, "mma", None): TileConfig(128, 64, 8, 3),
+    ("columns", 64): TileConfig(64, 64, 4, 1),
+    ("columns", 64, "mma", None): TileConfig(64, 64, 4, 3),
+    ("columns", 64, "small mma", None): TileConfig(64, 64, 4, 2),
+    ("columns", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=168),
     ("columns", 128): TileConfig(64, 64, 4, 1),
-    ("columns", 128, "mma"): TileConfig(64, 32, 4, 2),
     ("columns", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
     ("table", 64): TileConfig(64, 64, 4, 2),
     ("table", 128): TileConfig(64, 64, 4, 1),
@@ -98,7 +103,6 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
     ("rows, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
     ("rows, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("columns, rel_bias", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
     ("forward, rel_query", 128): TileConfig(128, 64, 8, 2),
     ("rows, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
@@ -238,7 +242,7 @@ def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and rotates_in_registers(arch)
 
 
-def candidates(kernel: str, arch: str, dtype: torch.dtype, has_table: bool) -> list[TileConfig]:
+def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
     carries = {"forward": ("scores", None), "rows": ("both", "scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and rotates_in_registers(arch) else ("gather",)
@@ -297,7 +301,7 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     if rotates_in_registers(arch) and not _lacks_registers(kernel, width, unit, special):
         config = _find(_CONFIGS, calls)
         if config is not None:
-            return replace(config, rotation="gather" if outside is None else "registers")
+            return replace(config, rotation="gather" if outside is None or kernel == "diagonals" else "registers")
     if special == "rel_value":  # a second band: nothing else would fit
         calls = calls[:1]
     return _find(_GATHERED, calls) or TileConfig(16, 16, 4, 1)
@@ -308,7 +312,8 @@ def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) ->
     if unit == "wgmma":
         return False
     if width == 128:
-        return special is not None or kernel == "table" or unit == "small mma"
+        has_large_terms = special is not None and (kernel != "columns" or special == "rel_value")
+        return has_large_terms or kernel == "table" or unit == "small mma"
     return special == "rel_value" and kernel != "forward"  # two bands
 
 

@@ -1,9 +1,9 @@
-"""Which probabilities are dropped; triton_relattn/dropout.py says how, and is the same in torch."""
+"""Which probabilities are dropped; triton_relattn/_core/dropout.py says how, and is the same in torch."""
 
 import triton
 import triton.language as tl
 
-from ..dropout import ROUNDS
+from .._core.dropout import ROUNDS
 
 NUM_ROUNDS = tl.constexpr(ROUNDS)
 

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..results import new_like
-from ..spec import AttentionSpec, AttentionTensors
+from .._core.dtypes import new_like
+from .._core.spec import AttentionSpec, AttentionTensors
 from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
 from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig

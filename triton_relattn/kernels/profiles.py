@@ -18,7 +18,7 @@ from typing import Any
 
 import triton
 
-from ..cache import cache_folder
+from .._core.cache import cache_folder
 from .tile_config import KERNELS, TileConfig
 
 try:

@@ -8,6 +8,7 @@ KERNELS = ("forward", "rows", "columns", "table", "diagonals")
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8
+REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class TileConfig:
     carry: str | None = "scores"
     rotation: str = "gather"
     max_registers: int | None = None
+
+    @property
+    def programs_at_once(self) -> int:
+        """Return how many programs registers let run on one multiprocessor of NVIDIA's, at least."""
+        return max(1, REGISTERS // (32 * self.num_warps * (self.max_registers or 255)))
 
     def smaller(self) -> TileConfig | None:
         """What needs less of a multiprocessor: a stage less, or half the tile; None: nothing does. Still valid with a table."""

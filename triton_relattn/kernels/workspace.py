@@ -7,11 +7,12 @@ so the columns kernel's programs run in parts, one part after the other through 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..spec import AttentionSpec, AttentionTensors
+from .._core.spec import AttentionSpec, AttentionTensors
 from .arguments import Call, cdiv
 from .tile_config import TileConfig
 from .walk import clamp_margin
@@ -117,13 +118,28 @@ def plan(
         most_blocks = most_words // (group * rows * block_n)
     if max(min(most_units, units) * blocks, most_blocks) < max(1, min(multiprocessors, units * blocks)):
         return None
-    if most_units > 0:  # and all parts as large as each other
-        at_once = cdiv(units, cdiv(units, most_units))
+    slots = multiprocessors * tiles["columns"].programs_at_once
+    if most_units > 0:
+        at_once = _part_size(units, min(most_units, units), blocks, slots)
         items, step, part_of_unit = at_once * group, at_once * blocks, blocks
     else:
-        step = part_of_unit = cdiv(blocks, cdiv(blocks, most_blocks))
+        step = part_of_unit = _part_size(blocks, most_blocks, 1, slots)
         items, columns = group, part_of_unit * block_n
     return Plan(items, rows, columns, skew, lowest, highest, _parts(units, blocks, group, block_n, step, part_of_unit))
+
+
+@functools.lru_cache(maxsize=256)
+def _part_size(count: int, most: int, programs: int, slots: int) -> int:
+    """Return how many of count things, of so many programs each, make a part: as few waves of slots programs in all as can be.
+
+    Of sizes that take as many waves, the one with the fewest parts, and of those the smallest: parts as large as each other.
+    """
+
+    def waves_and_parts(size: int) -> tuple[int, int]:
+        parts, rest = divmod(count, size)
+        return parts * cdiv(size * programs, slots) + cdiv(rest * programs, slots), parts + (rest > 0)
+
+    return min(range(1, most + 1), key=waves_and_parts)
 
 
 def _parts(units: int, blocks: int, group: int, block_n: int, step: int, part_of_unit: int) -> list[Part]:

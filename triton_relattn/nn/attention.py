@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.dtypes import compute_dtype
 from ..functional import fused_relative_attention
-from ..results import compute_dtype
 from . import encodings
 
 

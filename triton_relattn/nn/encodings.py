@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from .. import tables
+from .._core.dtypes import compute_dtype
 from ..positions import RelativePositions
-from ..results import compute_dtype
 from .parallel import local
 from .table import RelativePositionTable
 

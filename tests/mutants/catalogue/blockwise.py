@@ -7,6 +7,7 @@ from .places import (
     BANDS,
     BLOCKS,
     BLOCKWISE,
+    DTYPES,
     ON_BLOCKWISE,
     ON_DELTA,
     ON_DROPOUT,
@@ -19,7 +20,6 @@ from .places import (
     OPS,
     RANDOM,
     RANDOM_PACKED,
-    RESULTS,
 )
 
 OF_BLOCKWISE = (
@@ -336,7 +336,7 @@ OF_BLOCKWISE = (
         "sums-in-the-inputs-dtype",
         "scores and sums have the dtype of the inputs",
         (f"{ON_BLOCKWISE}::test_error_rule", f"{ON_OPS}::test_return_lse"),
-        (Change(RESULTS, "return torch.float64 if dtype == torch.float64 else torch.float32", "return dtype"),),
+        (Change(DTYPES, "return torch.float64 if dtype == torch.float64 else torch.float32", "return dtype"),),
     ),
     Fault(
         "gradients-collected-in-the-inputs-dtype",

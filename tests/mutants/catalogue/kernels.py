@@ -316,8 +316,8 @@ OF_COLUMNS = (
         (
             Change(
                 COLUMNS,
-                "near_keys(key_start, -last, -first, -place.query_offset,",
-                "near_keys(key_start, first, last, -place.query_offset,",
+                "near_keys(key_start, -near_last, -near_first, -place.query_offset,",
+                "near_keys(key_start, near_first, near_last, -place.query_offset,",
             ),
         ),
     ),

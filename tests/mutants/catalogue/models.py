@@ -107,6 +107,22 @@ OF_MODELS = (
         change("granite_speech", "        lengths[:, -1] = length - (len(blocks) // batch - 1) * self.context_size\n", ""),
     ),
     Fault(
+        "parakeets-padding-forgets-u",
+        "the gradient of the bias u lacks what padding adds",
+        (SAME, "-k", "parakeet"),
+        change("parakeet", "query = (query + self.bias_u[:, None]).to(query.dtype)", "query = query.to(query.dtype)"),
+    ),
+    Fault(
+        "a-cache-forgets-what-it-gets",
+        "only the first keys and values that a decoder with a cache meets are seen",
+        (f"{ON_DECODERS}::test_pieces_of_a_sequence",),
+        change(
+            "heads",
+            "    offset = first_position(cache, layer)\n    if cache is not None:",
+            "    offset = first_position(cache, layer)\n    if cache is not None and offset == 0:",
+        ),
+    ),
+    Fault(
         "nemotron-remembers-everything",
         "keys of a cache that has forgotten some count as the first ones",
         (f"{ON_NUMBERS}::test_streaming",),

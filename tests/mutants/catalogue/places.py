@@ -24,10 +24,10 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
     )
 )
 DIAGONALS, WORDS, WORKSPACE = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_diagonals", "words", "workspace"))
-BLOCKWISE, BLOCKS, BANDS, DROPOUT, SPEC, OPS, FUNCTIONAL, REFERENCE, RESULTS, POSITIONS = (
-    f"triton_relattn/{name}.py"
-    for name in ("blockwise", "blocks", "bands", "dropout", "spec", "ops", "functional", "reference", "results", "positions")
-)
+BLOCKWISE, BLOCKS, BANDS = (f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands"))
+DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
+OPS = "triton_relattn/_operators/ops.py"
+FUNCTIONAL, REFERENCE, POSITIONS = (f"triton_relattn/{name}.py" for name in ("functional", "_reference", "positions"))
 
 # Tests of the kernels, and those of the rest.
 ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import ON_OPS, ON_TORCH, OPS
+from .places import OF_KERNELS, ON_OPS, ON_TORCH, OPS
 
-BACKENDS, CACHE, DOUBTS, INTERPRETED, PROFILES, VALIDATION, WARN = (
-    f"triton_relattn/{name}.py"
-    for name in ("backends", "cache", "doubts", "kernels/__init__", "kernels/profiles", "validation", "warn")
+IMPLEMENTATIONS, CACHE, DOUBTS, VALIDATION, WARN = (
+    f"triton_relattn/_core/{name}.py" for name in ("implementations", "cache", "doubts", "validation", "warn")
 )
+INTERPRETED, PROFILES = (f"{OF_KERNELS}/{name}.py" for name in ("__init__", "profiles"))
 ON_FAULTS, ON_IMPORTS, ON_PROFILES, ON_VALIDATION = (
     f"tests/cpu/test_{name}.py" for name in ("faults", "imports", "profiles", "validation")
 )
@@ -30,7 +30,7 @@ OF_USE = (
         "a-gpu-gets-blockwise-silently",
         "nobody is told that the kernels do not serve a GPU",
         (f"{ON_IMPORTS}::test_a_gpu_that_gets_blockwise_is_told_why",),
-        (Change(BACKENDS, "        _warn_of_blockwise(reason)\n", ""),),
+        (Change(IMPLEMENTATIONS, "        _warn_of_blockwise(reason)\n", ""),),
     ),
     Fault(
         "a-gpu-needs-the-interpreter",

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers.models.bloom import modeling_bloom as stock
 
 from .encoder import Encoder
-from .heads import attend_to_past, first_position, join_heads, refuse_weights
+from .heads import attend_to_past, join_heads, refuse_weights, with_past
 from .masks import SHOWN
 
 
@@ -43,9 +43,7 @@ class BloomAttention(stock.BloomAttention):
         """hidden_states and residual (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk)."""
         refuse_weights({"output_attentions": output_attentions})
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        offset = first_position(layer_past, self.layer_idx)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        key, value, offset = with_past(layer_past, self.layer_idx, key, value)
         out = attend_to_past(
             query,
             key,

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .heads import added, attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
+from .transformer_xl import folded
 
 
 class ConformerAttention:
@@ -48,10 +48,8 @@ class ConformerAttention:
             term["positions"] = RelativePositions(-self.left_max_position_embeddings, self.right_max_position_embeddings)
         elif self.position_embeddings_type == "relative":
             rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
-            query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.pos_bias_u, self.pos_bias_v, self.scaling)
             last = hidden_states.shape[1] - 1
-            # u's gradient sums the query's over all queries: its rounding errors would add up (docs/numerics.md).
-            term = {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(-last, last), "exact_delta": True}
+            query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, (-last, last), self.scaling)
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
         if chunks is None or chunks[0] >= query.shape[2]:

@@ -10,7 +10,7 @@ from transformers.models.falcon import modeling_falcon as stock
 
 from .bloom import bias_of_keys
 from .encoder import Encoder
-from .heads import attend_to_past, first_position, join_heads, refuse_weights
+from .heads import attend_to_past, join_heads, refuse_weights, with_past
 from .masks import SHOWN
 
 
@@ -38,9 +38,7 @@ class FalconAttention(stock.FalconAttention):
         refuse_weights({"output_attentions": output_attentions})
         states = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (each.transpose(1, 2) for each in states)
-        offset = first_position(layer_past, self.layer_idx)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        key, value, offset = with_past(layer_past, self.layer_idx, key, value)
         to_past = attention_mask.dim() == 2
         if to_past:
             bias = alibi.unflatten(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)

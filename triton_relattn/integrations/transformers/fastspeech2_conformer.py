@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from transformers.models.fastspeech2_conformer import modeling_fastspeech2_conformer as stock
 
-from ... import tables
 from ...functional import fused_relative_attention
-from ...positions import RelativePositions
 from .heads import join_heads, refuse_weights, split_heads
+from .transformer_xl import folded
 
 
 class FastSpeech2ConformerAttention(stock.FastSpeech2ConformerAttention):
@@ -28,17 +27,14 @@ class FastSpeech2ConformerAttention(stock.FastSpeech2ConformerAttention):
         last = hidden_states.shape[1] - 1
         rel_key = split_heads(self.linear_pos(pos_emb), self.head_dim)[0]
         query = split_heads(self.linear_q(hidden_states), self.head_dim)
-        query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.pos_bias_u, self.pos_bias_v)
+        query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, (-last, last))
         out: Any = fused_relative_attention(
             query,
             split_heads(self.linear_k(hidden_states), self.head_dim),
             split_heads(self.linear_v(hidden_states), self.head_dim),
-            rel_key,
-            rel_bias=rel_bias,
-            positions=RelativePositions(-last, last),
             attn_mask=None if attention_mask is None else attention_mask[:, None].ne(0),
             dropout_p=self.dropout.p if self.training else 0.0,
-            exact_delta=True,  # u's gradient sums the query's over all queries: its rounding errors would add up
+            **term,
         )
         return self.linear_out(join_heads(out)), None
 

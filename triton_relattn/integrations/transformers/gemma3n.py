@@ -8,7 +8,7 @@ from transformers.models.gemma3n import modeling_gemma3n as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .heads import sees_a_key, split_heads
+from .heads import query_key_value, sees_a_key, split_heads
 
 
 class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
@@ -19,9 +19,7 @@ class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """hidden_states (B, N, C), mask bool (B, N), True of padding; returns (B, N, H, D)."""
-        query, key, value = (
-            split_heads(projection(hidden_states), self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = query_key_value(self, hidden_states)
         out, lse = fused_relative_attention(
             query * self.q_scale * functional.softplus(self.per_dim_scale),
             key,

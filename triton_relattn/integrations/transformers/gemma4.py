@@ -9,7 +9,7 @@ from transformers.models.gemma4 import modeling_gemma4 as stock
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import join_heads, sees_a_key, split_heads
+from .heads import join_heads, query_key_value, sees_a_key, split_heads
 from .masks import PADDING
 
 
@@ -23,10 +23,7 @@ class Gemma4AudioAttention(stock.Gemma4AudioAttention):
         self, hidden_states: torch.Tensor, position_embeddings: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_embeddings (1, R, C), attention_mask bool (B, 1, 1, N): what is no padding."""
-        query, key, value = (
-            split_heads(projection(hidden_states).float(), self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (each.float() for each in query_key_value(self, hidden_states))
         rel_key = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)[0].to(query.dtype)
         first = -self.max_past_horizon
         if first > -1:

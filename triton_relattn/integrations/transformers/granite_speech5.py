@@ -10,7 +10,7 @@ from transformers.models.granite_speech5 import modeling_granite_speech5 as stoc
 from ...functional import fused_relative_attention
 from .chunks import from_blocks, in_blocks
 from .granite_speech import rows_of
-from .heads import attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
+from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, sees_a_key
 
 
 class GraniteSpeech5EncoderAttention(stock.GraniteSpeech5EncoderAttention):
@@ -29,9 +29,7 @@ class GraniteSpeech5EncoderAttention(stock.GraniteSpeech5EncoderAttention):
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(batch, length, dtype=torch.bool)
         blocks, seen = in_blocks(hidden_states, self.context_size), in_blocks(attention_mask, self.context_size)
-        query, key, value = (
-            split_heads(projection(blocks), self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = query_key_value(self, blocks)
         out, lse = fused_relative_attention(
             query,
             key,

@@ -18,6 +18,13 @@ def split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
     return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
+def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B, H, N, D) each, by the module's projections of states (B, N, C)."""
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (split_heads(projection(states), module.head_dim) for projection in projections)
+    return query, key, value
+
+
 def join_heads(out: torch.Tensor) -> torch.Tensor:
     """(B, H, N, D) to (B, N, H * D)."""
     return out.transpose(1, 2).flatten(2)
@@ -65,6 +72,14 @@ def first_position(cache: Any, layer: int) -> Any:
     """
     seen = 0 if cache is None else cache.get_query_offset(layer)
     return seen.clone() if isinstance(seen, torch.Tensor) else seen
+
+
+def with_past(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """New keys and values behind those that a layer's cache has, which keeps them, and the position of the first new query."""
+    offset = first_position(cache, layer)
+    if cache is not None:
+        key, value = cache.update(key, value, layer)
+    return key, value, offset
 
 
 def is_causal(attention_mask: torch.Tensor | None, asked: dict[str, Any], config: Any) -> bool:

@@ -11,7 +11,7 @@ from transformers.models.inkling import modeling_inkling as stock
 from ... import tables
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import attend_to_past, first_position, is_causal, join_heads, refuse_weights, split_heads
+from .heads import attend_to_past, first_position, is_causal, join_heads, refuse_weights, split_heads, with_past
 
 
 class InklingAttention(stock.InklingAttention):
@@ -58,10 +58,8 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a layer with new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one."""
-    first_query, first_key = first_position(cache, module.layer_idx), 0
-    if cache is not None:
-        _, first_key = cache.get_mask_sizes(query.shape[2], module.layer_idx)
-        key, value = cache.update(key, value, module.layer_idx)
+    first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], module.layer_idx)[1]
+    key, value, first_query = with_past(cache, module.layer_idx, key, value)
     to_past = is_causal(attention_mask, asked, module.config)
     return attend_to_past(
         query,

@@ -10,7 +10,7 @@ from transformers.models.mpt import modeling_mpt as stock
 
 from .bloom import bias_of_keys
 from .encoder import Encoder
-from .heads import attend_to_past, first_position, join_heads, refuse_weights, split_heads
+from .heads import attend_to_past, join_heads, refuse_weights, split_heads, with_past
 from .masks import HIDDEN
 
 
@@ -30,9 +30,7 @@ class MptAttention(stock.MptAttention):
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (split_heads(each, self.head_dim) for each in mixed.chunk(3, dim=2))
-        offset = first_position(past_key_values, self.layer_idx)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        key, value, offset = with_past(past_key_values, self.layer_idx, key, value)
         to_past = attention_mask is not None and attention_mask.dim() == 2
         mask = None if attention_mask is None else ~attention_mask
         if position_bias is not None:

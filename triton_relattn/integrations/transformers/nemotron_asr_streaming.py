@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_streaming as stock
 
-from ... import tables
-from ...functional import fused_relative_attention
-from ...positions import RelativePositions
 from .chunks import Chunks
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights, split_heads
+from .heads import join_heads, query_key_value, refuse_weights, split_heads
 from .masks import PADDING
+from .transformer_xl import attend
 
 
 class NemotronAsrStreamingEncoderAttention(stock.NemotronAsrStreamingEncoderAttention):
@@ -34,49 +32,22 @@ class NemotronAsrStreamingEncoderAttention(stock.NemotronAsrStreamingEncoderAtte
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames."""
         refuse_weights(kwargs)
-        query, key, value = (
-            split_heads(projection(hidden_states), self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = query_key_value(self, hidden_states)
         cut = Chunks(chunks, past_key_values, self.layer_idx, query.shape[2])
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         if attention_mask is None:
             attention_mask = key.new_ones(len(key), 1, 1, key.shape[2], dtype=torch.bool)
         states = cut.of_queries(query), cut.of_keys(key), cut.of_keys(value), cut.of_keys(attention_mask.mT).mT
+        query, key, value, mask = (each.flatten(0, 1) for each in states)
 
-        # Dropout of the positions leaves each sequence a table of its own.
         differ = self.training and self.config.dropout_positions > 0
         last = (position_embeddings.shape[1] - 1) // 2
         ends = max(-last, 1 - cut.seen), min(last, cut.size - 1)
         rows = position_embeddings[slice(None) if differ else slice(1), last + ends[0] : last + ends[1] + 1]
-        parts = [slice(b, b + 1) for b in range(len(query))] if differ else [slice(None)]
         rel_keys = split_heads(self.relative_k_proj(rows), self.head_dim)
-        out = torch.cat(
-            [
-                self._attend([each[b].flatten(0, 1) for each in states], rel_key, ends, cut.left * cut.size)
-                for b, rel_key in zip(parts, rel_keys, strict=True)
-            ]
-        )
+        out = attend(self, query, key, value, rel_keys, ends, mask, cut.left * cut.size)
         return self.o_proj(join_heads(cut.joined(out))), None
-
-    def _attend(self, states: list[torch.Tensor], rel_key: torch.Tensor, ends: tuple[int, int], offset: int) -> torch.Tensor:
-        query, key, value, mask = states
-        query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.bias_u, self.bias_v, self.scaling)
-        out: Any = fused_relative_attention(
-            query,
-            key,
-            value,
-            rel_key,
-            rel_bias=rel_bias,
-            positions=RelativePositions(*ends),
-            attn_mask=mask,
-            query_offset=offset,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            scale=self.scaling,
-            enable_gqa=True,
-            exact_delta=True,  # u's gradient sums the query's over all queries: its rounding errors would add up
-        )
-        return out
 
 
 class NemotronAsrStreamingEncoderBlock(stock.NemotronAsrStreamingEncoderBlock):

@@ -10,11 +10,9 @@ from transformers.models.parakeet import modeling_parakeet as stock
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ... import tables
-from ...functional import fused_relative_attention
-from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import attend_evenly, join_heads, refuse_weights, split_heads
+from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, split_heads
+from .transformer_xl import attend
 
 
 class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
@@ -32,49 +30,16 @@ class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
         attention_mask: bool, (B, 1, 1, N), True of what is no padding, neither as a key nor as a query; or (B, 1, N, N).
         """
         refuse_weights(kwargs)
-        query = split_heads(self.q_proj(hidden_states), self.head_dim)
-        key = split_heads(self.k_proj(hidden_states), self.head_dim)
-        value = split_heads(self.v_proj(hidden_states), self.head_dim)
+        query, key, value = query_key_value(self, hidden_states)
         rel_keys = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)
-
-        # Dropout of the positions leaves each sequence a table of its own.
-        batches = [slice(None)] if len(rel_keys) == 1 else [slice(b, b + 1) for b in range(len(rel_keys))]
-        out = torch.cat(
-            [
-                self._attend(query[b], key[b], value[b], rel_key, None if attention_mask is None else attention_mask[b])
-                for b, rel_key in zip(batches, rel_keys, strict=True)
-            ]
-        )
-        return self.o_proj(join_heads(out)), None
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rel_key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
         last = query.shape[2] - 1
-        query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.bias_u, self.bias_v, self.scaling)
-        out: Any = fused_relative_attention(
-            query,
-            key,
-            value,
-            rel_key,
-            rel_bias=rel_bias,
-            positions=RelativePositions(-last, last),
-            attn_mask=attention_mask,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            scale=self.scaling,
-            enable_gqa=True,
-            exact_delta=True,  # u's gradient sums the query's over all queries: its rounding errors would add up
-        )
-        if attention_mask is None:
-            return out
-        attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
-        key, value = (stock.repeat_kv(each, self.num_key_value_groups) for each in (key, value))
-        return torch.where(attends, out, attend_evenly(query, key, value, self.scaling))
+        out = attend(self, query, key, value, rel_keys, (-last, last), attention_mask)
+        if attention_mask is not None:
+            attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
+            query = (query + self.bias_u[:, None]).to(query.dtype)
+            key, value = (stock.repeat_kv(each, self.num_key_value_groups) for each in (key, value))
+            out = torch.where(attends, out, attend_evenly(query, key, value, self.scaling))
+        return self.o_proj(join_heads(out)), None
 
 
 class ParakeetEncoder(Encoder, stock.ParakeetEncoder):

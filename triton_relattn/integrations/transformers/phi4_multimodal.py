@@ -10,7 +10,7 @@ from transformers.models.phi4_multimodal import modeling_phi4_multimodal as stoc
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights, split_heads
+from .heads import join_heads, query_key_value, refuse_weights
 
 
 class Bias(NamedTuple):
@@ -36,9 +36,7 @@ class Phi4MultimodalAudioAttention(stock.Phi4MultimodalAudioAttention):
             raise ValueError("attention_mask (B, H, N, N) is of a stock encoder: enable or disable the model as a whole")
         rows = attention_mask.table.shape[1]
         out: Any = fused_relative_attention(
-            split_heads(self.q_proj(hidden_states), self.head_dim),
-            split_heads(self.k_proj(hidden_states), self.head_dim),
-            split_heads(self.v_proj(hidden_states), self.head_dim),
+            *query_key_value(self, hidden_states),
             rel_bias=attention_mask.table,
             positions=RelativePositions(-(rows // 2), (rows - 1) // 2),
             attn_mask=None if attention_mask.mask is None else attention_mask.mask.to(hidden_states.dtype),

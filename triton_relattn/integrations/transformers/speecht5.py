@@ -10,7 +10,7 @@ from transformers.models.speecht5 import modeling_speecht5 as stock
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import added, join_heads, refuse_weights, split_heads
+from .heads import added, join_heads, query_key_value, refuse_weights
 
 
 class SpeechT5Attention(stock.SpeechT5Attention):
@@ -40,9 +40,7 @@ class SpeechT5Attention(stock.SpeechT5Attention):
             last = len(position_bias) // 2
             term = {"rel_key": position_bias, "positions": RelativePositions(1 - last, last)}
         out: Any = fused_relative_attention(
-            split_heads(self.q_proj(hidden_states), self.head_dim),
-            split_heads(self.k_proj(hidden_states), self.head_dim),
-            split_heads(self.v_proj(hidden_states), self.head_dim),
+            *query_key_value(self, hidden_states),
             attn_mask=added(attention_mask, hidden_states.dtype),
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,

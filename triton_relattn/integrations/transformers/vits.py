@@ -10,7 +10,7 @@ from transformers.models.vits import modeling_vits as stock
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import added, join_heads, refuse_weights, split_heads
+from .heads import added, join_heads, query_key_value, refuse_weights
 
 
 class VitsAttention(stock.VitsAttention):
@@ -30,9 +30,7 @@ class VitsAttention(stock.VitsAttention):
             term = {"rel_key": self.emb_rel_k[0], "rel_value": self.emb_rel_v[0]}
             term["positions"] = RelativePositions(-self.window_size, self.window_size, outside="zero")
         out: Any = fused_relative_attention(
-            split_heads(self.q_proj(hidden_states), self.head_dim),
-            split_heads(self.k_proj(hidden_states), self.head_dim),
-            split_heads(self.v_proj(hidden_states), self.head_dim),
+            *query_key_value(self, hidden_states),
             attn_mask=added(attention_mask, hidden_states.dtype),
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,

@@ -10,7 +10,7 @@ from transformers.models.wavlm import modeling_wavlm as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights, split_heads
+from .heads import join_heads, query_key_value, refuse_weights, split_heads
 
 
 class WavLMAttention(stock.WavLMAttention):
@@ -31,9 +31,7 @@ class WavLMAttention(stock.WavLMAttention):
         elif position_bias.dim() != 2:
             raise ValueError("position_bias (B * H, N, N) is of stock attention: enable or disable the model as a whole")
         out: Any = fused_relative_attention(
-            split_heads(self.q_proj(hidden_states), self.head_dim),
-            split_heads(self.k_proj(hidden_states), self.head_dim),
-            split_heads(self.v_proj(hidden_states), self.head_dim),
+            *query_key_value(self, hidden_states),
             position_bias[..., None],
             rel_query=self._gate(hidden_states),
             rel_scale=1.0,

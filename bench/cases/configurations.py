@@ -1,0 +1,66 @@
+"""Which configurations the kernels of a case run in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from unittest import mock
+
+from triton_relattn import can_run_triton
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn.kernels import configs, workspace
+from triton_relattn.kernels.arguments import Call
+
+from .attention import Case
+
+TILE_COLUMNS = tuple(field.name for field in fields(configs.TileConfig))
+"""Columns of a configuration."""
+OF_DIRECTION = {
+    "forward": configs.KERNELS[:1],
+    "backward": configs.KERNELS[1:],
+    "forward+backward": configs.KERNELS,
+    "backward of query": configs.KERNELS[1:2],
+    "backward of all but the table": configs.KERNELS[1:3],
+}
+
+
+def shown(config: configs.TileConfig) -> str:
+    """Describe a configuration in a few words: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
+    rotation = "" if config.rotation == "gather" else f" {config.rotation}"
+    limit = "" if config.max_registers is None else f" r{config.max_registers}"
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
+
+
+@contextmanager
+def way_of(kernel: str) -> Iterator[None]:
+    """Within, calls use no workspace if this is the table kernel, which then makes the tables' gradients."""
+    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "table" else {}):
+        yield
+
+
+def kernels_of(
+    direction: str,
+    call: Call,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    tiles: Mapping[str, configs.TileConfig],
+    multiprocessors: int,
+) -> list[str]:
+    """Return the kernels that a direction of a call launches, first to last."""
+    has_workspace = workspace.plan(call, tensors, spec, tiles, multiprocessors) is not None
+    of_tables = {"table": tensors.has_table and not has_workspace, "diagonals": has_workspace}
+    return [kernel for kernel in OF_DIRECTION[direction] if of_tables.get(kernel, True)]
+
+
+def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:
+    """Return the configurations of the kernels that run, first to last; "blockwise" where no kernels do."""
+    inputs = case.empty(device)
+    if device != "cuda" or not can_run_triton(inputs.query, inputs.value):
+        return "blockwise"
+    tensors, spec = case.resolved(inputs, has_table)
+    call = Call(tensors, spec)
+    tiles = {kernel: call.tile(kernel) for kernel in configs.KERNELS}
+    names = kernels_of(direction, call, tensors, spec, tiles, configs.multiprocessors(inputs.query.device))
+    return ", ".join(f"{kernel} {shown(tiles[kernel])}" for kernel in names)

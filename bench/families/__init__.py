@@ -1,0 +1,14 @@
+"""Models of Hugging Face transformers, randomly initialised, whose relative attention ``integrations.transformers`` runs.
+
+A family is an entry of the file of its group: its classes, its sizes, and a function of ``inputs.py`` that makes its arguments.
+"""
+
+from __future__ import annotations
+
+from . import conformers, speech, t5, text
+from .family import Family, output
+
+__all__ = ["EVERY", "FAMILIES", "Family", "output"]
+
+EVERY = (*conformers.EVERY, *speech.EVERY, *t5.EVERY, *text.EVERY)
+FAMILIES = {family.name: family for family in EVERY}

@@ -1,0 +1,204 @@
+"""Calls that are checked first and then timed in turn, and the peak of their memory."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cases.attention import DTYPES, Case, Inputs
+from ..cases.methods import METHODS, OURS, Function, ours
+from ..report.rows import in_one_line
+from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
+
+DIRECTIONS = ("forward", "backward", "forward+backward")
+PARTS = {"backward of query": 1, "backward of all but the table": 3}
+"""Backward for the first so many inputs alone: of our kernels, rows, and rows and columns."""
+TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}
+"""Relative distance in norm at which a method counts as wrong. Dense methods in 16 bits round every score; a wrong formula is
+off by about 1. How good ours are is for the tests, which run before."""
+LARGEST_GOLDEN = {"cpu": 8 * 4096**2, "cuda": 1 << 62}
+"""Pairs of query and key, times heads and batch, up to which a float64 result is worth its time."""
+FLUSH_BYTES = 256 << 20  # more than any L2 cache
+HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
+
+
+class Step(NamedTuple):
+    """One measured call, and what has to be there before: ``call(before())``."""
+
+    before: Callable[[], Any]
+    call: Callable[[Any], Sequence[torch.Tensor]]
+
+    def run(self) -> Sequence[torch.Tensor]:
+        return self.call(self.before())
+
+
+_NOTHING = Step(lambda: None, lambda _: ())
+
+
+@dataclass
+class Timed:
+    """One direction of a method, and what is found out about it: columns of a row."""
+
+    method: str
+    direction: str
+    found: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
+    milliseconds: list[float] = field(default_factory=list)
+    step: Step = _NOTHING
+
+    @property
+    def is_ok(self) -> bool:
+        return bool(self.found["status"] == "ok")
+
+
+def steps(function: Function, inputs: Inputs, d_out: torch.Tensor, has_table: bool) -> dict[str, Step]:
+    """One for each of DIRECTIONS and PARTS; they return the output, or the gradients, or both."""
+
+    def wanting(count: int) -> Inputs:
+        """The inputs, of which only the first so many want gradients."""
+        return Inputs._make((*inputs[:count], *inputs.map(torch.Tensor.detach)[count:]))
+
+    def forward(_: None) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return (function(inputs),)
+
+    def backward(count: int) -> Step:
+        leaves = [tensor for tensor in inputs[:count] if tensor is not None]
+        return Step(lambda: function(wanting(count)), lambda out: torch.autograd.grad(out, leaves, d_out))
+
+    every = len(inputs) if has_table else 3
+
+    def both(_: None) -> Sequence[torch.Tensor]:
+        before, call = backward(every)
+        out = before()
+        return (out.detach(), *call(out))
+
+    return {
+        "forward": Step(_NOTHING.before, forward),
+        "backward": backward(every),
+        "forward+backward": Step(_NOTHING.before, both),
+        **{part: backward(count) for part, count in PARTS.items()},
+    }
+
+
+def golden(case: Case, inputs: Inputs, d_out: torch.Tensor, device: str, has_table: bool) -> tuple[Sequence[torch.Tensor], str]:
+    """Output and gradients to compare with, and what they are: float64, or for large cases those of this package."""
+    large = case.batch * case.heads * case.length**2 > LARGEST_GOLDEN[device]
+    dtype = DTYPES[case.dtype] if large else torch.float64
+    exact = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_())
+    function = ours(case, has_table, None if large else "blockwise")
+    return steps(function, exact, d_out.to(dtype), has_table)["forward+backward"].run(), OURS if large else "float64"
+
+
+def distance(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest relative distance in norm; infinite if anything is not finite or the shapes differ."""
+    if [result.shape for result in results] != [each.shape for each in expected]:
+        return float("inf")
+    apart = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(results, expected, strict=True)]
+    return max(float("inf") if each != each else each for each in apart)
+
+
+def check(timed: Timed, expected: Sequence[torch.Tensor], against: str, case: Case) -> None:
+    """Run once, which also warms up, and compare; ``expected`` is the output and the gradients."""
+    of_direction = {"forward": expected[:1], "backward": expected[1:], "forward+backward": expected}
+    of_direction |= {part: expected[1 : 1 + count] for part, count in PARTS.items()}
+    apart = distance(timed.step.run(), of_direction[timed.direction])
+    timed.found |= {"error": apart, "checked_against": against}
+    if not apart <= TOLERANCE[case.dtype]:
+        timed.found["status"] = f"wrong: differs from {against} by {apart:.3g}"
+
+
+def attempt(work: Callable[[], object], found: dict[str, Any]) -> None:
+    """Do something; what goes wrong becomes the status."""
+    try:
+        work()
+    except (ImportError, NotImplementedError) as error:
+        found["status"] = f"cannot run: {in_one_line(error)}"
+    except Exception as error:
+        found["status"] = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {in_one_line(error)}"
+
+
+def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], device: str, not_tried: dict[str, str]) -> list[Timed]:
+    """Every direction of every method, checked; the status says which cannot be timed, and why.
+
+    Args:
+        not_tried: methods that have failed before, and why they are not tried again.
+    """
+    inputs, d_out = case.inputs(device)
+    every: list[Timed] = []
+    expected: dict[bool, tuple[Sequence[torch.Tensor], str]] = {}
+    for name in methods:
+        method = METHODS[name]
+        reason = method.why_not(case, device)
+        status = f"does not apply: {reason}" if reason else not_tried.get(name, "ok")
+        of_method = [Timed(name, direction, {"status": status}) for direction in directions]
+        every += of_method
+        if status != "ok":
+            continue
+        if method.has_table not in expected:
+            expected[method.has_table] = golden(case, inputs, d_out, device, method.has_table)
+        for timed in of_method:
+            attempt(partial(_make_and_check, timed, case, inputs, d_out, device, *expected[method.has_table]), timed.found)
+    return every
+
+
+def _make_and_check(
+    timed: Timed, case: Case, inputs: Inputs, d_out: torch.Tensor, device: str, expected: Sequence[torch.Tensor], against: str
+) -> None:
+    method = METHODS[timed.method]
+    timed.step = steps(method.make(case), inputs, d_out, method.has_table)[timed.direction]
+    check(timed, expected, against, case)
+    if timed.is_ok and device == "cuda":
+        before = timed.step.before()
+        timed.found["peak_bytes"] = peak_cuda(lambda: timed.step.call(before))
+
+
+def _start(step: Step, flush: torch.Tensor | None) -> Callable[[], float]:
+    """Run a step; what is returned gives the milliseconds once the GPU is done."""
+    before = step.before()
+    if flush is None:
+        started = time.perf_counter()
+        step.call(before)
+        elapsed = 1e3 * (time.perf_counter() - started)
+        return lambda: elapsed
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    start.record()
+    step.call(before)
+    stop.record()
+    return lambda: start.elapsed_time(stop)
+
+
+def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
+    """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few.
+
+    They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work.
+    """
+    warm_up = 1 if device == "cuda" else 0
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
+    order, shuffle, started = [timed for timed in every if timed.is_ok], random.Random(0).shuffle, time.monotonic()
+    for number in range(-warm_up, rounds):
+        shuffle(order)
+        readings = [(timed, _start(timed.step, flush)) for timed in order]
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number >= 0:
+            for timed, reading in readings:
+                timed.milliseconds.append(reading())
+        if number + 1 >= fewest and time.monotonic() - started > seconds:
+            break
+
+
+def percentiles(milliseconds: Sequence[float]) -> dict[str, Any]:
+    """p20_ms, p50_ms, p80_ms and rounds: columns of a row."""
+    times = sorted(milliseconds)
+    if not times:
+        return {}
+    found = {f"p{percent}_ms": times[round(percent / 100 * (len(times) - 1))] for percent in (20, 50, 80)}
+    return {**found, "rounds": len(times)}

@@ -1,0 +1,1 @@
+"""Reports: rows and their files, tables of text, figures, progress."""

@@ -1,0 +1,36 @@
+"""Progress on stderr: a bar in a terminal, a short line for each finished step in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def progress(
+    items: Iterable[Item], label: Callable[[Item], str], work: Callable[[Item], float] = lambda _: 1.0
+) -> Iterator[Item]:
+    """Yield the items and show which one is at work; a bar also shows the time left, if time goes with ``work``."""
+    items = list(items)
+    return _bar(items, label, work) if sys.stderr.isatty() else _lines(items, label)
+
+
+def _bar(items: Sequence[Item], label: Callable[[Item], str], work: Callable[[Item], float]) -> Iterator[Item]:
+    from tqdm import tqdm
+
+    form = "{desc:<40.40}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+    with tqdm(total=sum(map(work, items)), bar_format=form, dynamic_ncols=True, leave=False) as bar:
+        for item in items:
+            bar.set_description_str(label(item))
+            yield item
+            bar.update(work(item))
+
+
+def _lines(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
+    for number, item in enumerate(items, 1):
+        started = time.monotonic()
+        yield item
+        print(f"[{number}/{len(items)}] {label(item)}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

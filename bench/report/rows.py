@@ -1,0 +1,112 @@
+"""Rows of results: the columns that all of them have, and the files that they go to as they are measured."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triton_relattn import __version__
+
+ROOT = Path(__file__).parents[2]
+STAMP = ("commit", "date", "device", "threads", "torch", "triton", "package")
+"""Columns of every row, its last ones: where it comes from."""
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints, nothing if it cannot run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, cwd=ROOT).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def commit() -> str:
+    """Return the commit of the code that is measured, with a "+" if files differ from it."""
+    return output_of("git", "rev-parse", "--short=12", "HEAD") + "+" * bool(output_of("git", "status", "--porcelain"))
+
+
+def device_name(device: str) -> str:
+    """Return the name of the device "cuda" or "cpu"."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    models = [line.split(":")[1].strip() for line in output_of("cat", "/proc/cpuinfo").splitlines() if "model name" in line]
+    return f"CPU, {(models or [platform.processor() or platform.machine()])[0]}"
+
+
+def installed(package: str) -> str:
+    """The version of a package, nothing if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def stamp(device: str) -> dict[str, str]:
+    """The columns of STAMP, for "cuda", "cpu", or a device that is not there, by its name."""
+    return {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device) if device in ("cuda", "cpu") else device,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "package": __version__,
+    }
+
+
+def shown(value: Any) -> Any:
+    """Four digits of a float, other values as they are."""
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+class Table:
+    """Rows with the same columns, kept and appended to a CSV file as they come, so that an interrupted run has them."""
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        stamp: dict[str, str],
+        csv_path: Path | None = None,
+        json_path: Path | None = None,
+        append: bool = False,
+    ) -> None:
+        """append: what the CSV file has already stays."""
+        self.columns, self.rows = [*columns, *STAMP], list[dict[str, Any]]()
+        self.stamp, self.csv_path, self.json_path = stamp, csv_path, json_path
+        for path in (csv_path, json_path):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not append:
+                    path.unlink(missing_ok=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Raises ValueError for a column that there is not."""
+        row = {**dict.fromkeys(self.columns), **{name: shown(value) for name, value in row.items()}, **self.stamp}
+        self.rows.append(row)
+        if self.csv_path is not None:
+            with self.csv_path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, self.columns)
+                if file.tell() == 0:
+                    writer.writeheader()
+                writer.writerow(row)
+        if self.json_path is not None:
+            self.json_path.write_text(json.dumps(self.rows, indent=1) + "\n")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

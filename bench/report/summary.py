@@ -1,0 +1,150 @@
+"""Tables for the terminal, from rows of speed or memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..cases.methods import METHODS, OURS
+from .text import short_bytes, short_time
+from .text import table as text_table
+
+Row = dict[str, Any]
+DIRECTIONS = ("forward", "forward+backward")
+NO_REMARK = ("ok", "does not apply", "not tried")
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> float | None:
+    """Return the p of value ~ length^p, by least squares of the logarithms over the longer half of the points: not the slope
+    between the last two, and not over short lengths. None for fewer than two points."""
+    longest = sorted(points)[-max(2, math.ceil(len(points) / 2)) :]
+    logs = [(math.log(length), math.log(value)) for length, value in longest if value > 0]
+    if len({x for x, _ in logs}) < 2:
+        return None
+    mean_x, mean_y = (sum(values) / len(logs) for values in zip(*logs, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
+
+
+def points(rows: Sequence[Row], method: str, direction: str, column: str) -> list[tuple[int, float]]:
+    """Length and value of what was measured, shortest first; without peaks so small that they drown in other memory."""
+    of_method = (row for row in rows if (row["method"], row["direction"]) == (method, direction) and row[column])
+    values = ((int(row["seqlen"]), float(row[column])) for row in of_method)
+    return sorted((length, value) for length, value in values if value > 0)
+
+
+def across_methods(rows: Sequence[Row], direction: str, column: str, show: Callable[[float, float | None], str]) -> str:
+    """Cases down, methods across. ``show`` makes a cell of a value and of ours."""
+    rows = [row for row in rows if row["direction"] == direction]
+    values = {(row["case"], row["method"]): float(row[column]) for row in rows if row[column]}
+    methods = [name for name in METHODS if any(name == method for _, method in values)]
+    body = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ours = values.get((case, OURS))
+        body.append((case, *(show(values[case, name], ours) if (case, name) in values else "-" for name in methods)))
+    if column == "peak_bytes":
+        powers = [exponent(points(rows, name, direction, column)) for name in methods]
+        body.append(("grows with", *("-" if power is None else f"n^{power:.2f}" for power in powers)))
+    return text_table((direction, *methods), body)
+
+
+def remarks(rows: Sequence[Row]) -> str:
+    """A line for everything that could not be measured, except what was not even tried."""
+    lines = (f"{row['method']}, {row['direction']}, {row['case']}: {row['status']}" for row in rows)
+    wanted = [line for line, row in zip(lines, rows, strict=True) if not row["status"].startswith(NO_REMARK)]
+    return "".join(f"  {line}\n" for line in dict.fromkeys(wanted))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Time and memory of one kind of case, lengths down and methods across, a table for each direction."""
+    methods = [name for name in METHODS if any(row["method"] == name and (row["p50_ms"] or row["peak_bytes"]) for row in rows)]
+    shown = {"p50_ms": short_time, "peak_bytes": short_bytes}
+    parts = []
+    for direction in DIRECTIONS:
+        cells: dict[tuple[int, str], list[str]] = {}
+        for column, show in shown.items():
+            for method in methods:
+                for length, value in points(rows, method, direction, column):
+                    cells.setdefault((length, method), []).append(show(value))
+        lines = [[direction, *methods], ["---"] * (len(methods) + 1)]
+        for length in sorted({length for length, _ in cells}):
+            lines.append([str(length), *("<br>".join(cells.get((length, method), ["-"])) for method in methods)])
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def models(rows: Sequence[Row]) -> str:
+    """Single sequences and batches of models, a table for each that there is, as Markdown."""
+    single = [row for row in rows if is_single(row)]
+    batches = [row for row in rows if row["batch"] and not is_single(row)]
+    return "\n".join([longest(single)] * bool(single) + [ratios(batches)] * bool(batches))
+
+
+def is_single(row: Row) -> bool:
+    """Whether a row of models is of one sequence."""
+    return str(row["batch"]) == "1"
+
+
+def longest(rows: Sequence[Row], direction: str = "forward+backward") -> str:
+    """Time and memory of every model at its longest length, a line for each, as Markdown."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = [["model", "length", *methods], ["---"] * (len(methods) + 2)]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = [row for row in rows if row["case"] == case and row["direction"] == direction]
+        length = max((int(row["seqlen"]) for row in of_case if row["method"] == OURS), default=0)
+        cells = []
+        for method in methods:
+            row = next((row for row in of_case if (row["method"], int(row["seqlen"])) == (method, length)), None)
+            ok = row is not None and row["status"] == "ok"
+            cells.append(f"{short_time(float(row['p50_ms']))}<br>{short_bytes(float(row['peak_bytes']))}" if row and ok else "-")
+        lines.append([case, str(length), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def ratios(rows: Sequence[Row]) -> str:
+    """How many times as long as ours a stock model takes, a line for each model and size, and their geometric mean."""
+    lines = [["model", "length", "batch", "stock", *DIRECTIONS], ["---"] * (4 + len(DIRECTIONS))]
+    every: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    times = {(*size_of(row), row["method"], row["direction"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
+    for size in dict.fromkeys(size_of(row) for row in rows):
+        for method in dict.fromkeys(row["method"] for row in rows if size_of(row) == size and row["method"] != OURS):
+            cells = []
+            for direction in DIRECTIONS:
+                stock, ours = (times.get((*size, name, direction)) for name in (method, OURS))
+                cells.append(f"{stock / ours:.2f} ({short_time(stock)} / {short_time(ours)})" if stock and ours else "-")
+                every[direction] += [stock / ours] if stock and ours else []
+            if cells != ["-"] * len(DIRECTIONS):
+                lines.append([*size, method, *cells])
+    means = [f"{math.exp(sum(map(math.log, each)) / len(each)):.2f}" if each else "-" for each in every.values()]
+    lines.append(["geometric mean", "", "", "", *means])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\nTime of the stock model over ours, medians.\n"
+
+
+def size_of(row: Row) -> tuple[str, str, str]:
+    """Model, length and batch of a row of models."""
+    return row["case"], str(row["seqlen"]), str(row["batch"])
+
+
+def show_time(milliseconds: float, ours: float | None) -> str:
+    return short_time(milliseconds) + (f" ({milliseconds / ours:.2g})" if ours else "")
+
+
+def show_bytes(count: float, _ours: float | None) -> str:
+    return short_bytes(count)
+
+
+def directions_of(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["direction"] for row in rows))
+
+
+def speed(rows: Sequence[Row]) -> str:
+    """Medians and how many times ours."""
+    tables = [across_methods(rows, direction, "p50_ms", show_time) for direction in directions_of(rows)]
+    return "\n\n".join([*tables, "Medians; in brackets, how many times ours.\n" + remarks(rows)])
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Peaks and how they grow."""
+    tables = [across_methods(rows, direction, "peak_bytes", show_bytes) for direction in directions_of(rows)]
+    note = "Peak above the inputs; the last line of each: fitted to the longer half of the lengths.\n"
+    return "\n\n".join([*tables, note + remarks(rows)])

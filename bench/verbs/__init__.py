@@ -1,0 +1,1 @@
+"""Verbs of ``python -m bench``: each module has ``add_arguments(parser)`` and ``run(options)``."""

@@ -1,0 +1,130 @@
+"""Errors against float64, of this package and of what people write today in the same precision."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from triton_relattn import fused_relative_attention
+from triton_relattn._core.implementations import choose_implementation
+from triton_relattn.testing import Inputs, dense_gradients, make_inputs
+
+from ..cases.attention import DTYPES
+from ..cases.baselines import BASELINES
+from ..cases.methods import OURS
+from ..report.progress import progress
+from ..report.rows import Table, in_one_line, stamp
+from .options import add_files, add_list, add_machine
+
+RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
+COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
+"""Columns named as RESULTS hold the norm of the error over that of the result."""
+EAGER, SDPA = "eager", "sdpa"
+METHODS = (OURS, EAGER, SDPA)
+"""Ours; S by skewing, then the formula as it stands; S as the attn_mask of scaled_dot_product_attention."""
+OUTLIERS = {"logits near 12800": (320.0, 320.0, 0.0), "logits near -200": (40.0, -40.0, 0.0)}
+"""Values of query, key and table in one channel: a constant in all logits, which changes nothing but what roundings are relative
+to. 320 * 320 is beyond float16."""
+SHARED = "64 heads, one table"
+CASES = ("normal", "sharp", *OUTLIERS, SHARED)
+LENGTH = 200  # no multiple of a block
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_list(parser, "cases", CASES, CASES)
+    add_list(parser, "dtypes", tuple(DTYPES), tuple(DTYPES))
+    add_list(parser, "methods", METHODS, METHODS)
+    parser.add_argument("--implementation", choices=("triton", "blockwise"), help="of ours (default: the device's)")
+    parser.add_argument("--length", type=int, default=LENGTH, help="of the sequences (%(default)s)")
+    add_machine(parser)
+    add_files(parser)
+    parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
+
+
+def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
+    """Full attention with a table of 2 length - 1 rows, normally distributed but for what the case says."""
+    heads = (4, 16) if case == SHARED else (1, 8)
+    made = make_inputs(
+        *heads, length, length, 64, num_rows=2 * length - 1, dtype=DTYPES[dtype], device=device, seed=0, sharp=case == "sharp"
+    )
+    for tensor, outlier in zip((made.query, made.key, made.rel_key), OUTLIERS.get(case, ()), strict=False):
+        assert tensor is not None
+        tensor[..., 0] = outlier
+    return made._replace(d_lse=torch.zeros_like(made.d_lse))
+
+
+def function_of(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:
+    """From query, key, value and table to out."""
+    if method == OURS:
+        return partial(fused_relative_attention, implementation=options.implementation)
+    baseline = BASELINES["skewing" if method == EAGER else "dense_bias"]
+    return lambda query, key, value, table: baseline(query, key, value, table, False)
+
+
+def results(function: Callable[..., torch.Tensor], given: Inputs) -> list[torch.Tensor]:
+    """RESULTS of one method."""
+    assert given.rel_key is not None
+    leaves = [tensor.detach().requires_grad_() for tensor in (given.query, given.key, given.value, given.rel_key)]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
+
+
+def errors(actual: Sequence[torch.Tensor], golden: Sequence[torch.Tensor]) -> dict[str, float]:
+    pairs = zip(RESULTS, actual, golden, strict=True)
+    return {name: float((result.double() - exact).norm() / exact.norm()) for name, result, exact in pairs}
+
+
+def name_of(method: str, given: Inputs, options: argparse.Namespace) -> str:
+    """A method as rows have it: ours with the implementation that computes it."""
+    return f"{method} ({choose_implementation(options.implementation, given.query, given.value)})" if method == OURS else method
+
+
+def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every method."""
+    given = inputs(case, dtype, options.length, options.device)
+    dense = dense_gradients(given)
+    assert dense.d_rel_key is not None
+    golden = (dense.out, dense.d_query, dense.d_key, dense.d_value, dense.d_rel_key)
+    rows = []
+    for method in options.methods:
+        row: dict[str, Any] = {"verb": "accuracy", "case": case, "dtype": dtype, "length": options.length, "method": method}
+        try:
+            row["method"] = name_of(method, given, options)
+            actual = results(function_of(method, options), given)
+            finite = all(result.isfinite().all() for result in actual)
+            row |= errors(actual, golden) | {"status": "ok" if finite else "not finite"}
+        except (NotImplementedError, RuntimeError) as error:
+            row["status"] = f"failed: {in_one_line(error)}"
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Cases down, methods across; in a cell the errors of out and of the gradients of query, key, value and table."""
+    methods = sorted(dict.fromkeys(row["method"] for row in rows), key=lambda name: not name.startswith(OURS))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        of_line = cells.setdefault((row["case"], row["dtype"]), {})
+        if row["status"] == "ok":
+            of_line[row["method"]] = " ".join(f"{float(row[name]):.1e}" for name in RESULTS)
+        else:
+            of_line[row["method"]] = row["status"]
+    lines = [["inputs", "", *methods], ["---"] * (len(methods) + 2)]
+    lines += [[*line, *(of_line.get(method, "-") for method in methods)] for line, of_line in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def run(options: argparse.Namespace) -> int:
+    table = Table(COLUMNS, stamp(options.device), options.csv, options.json, options.append)
+    try:
+        for case, dtype in progress([(c, d) for c in options.cases for d in options.dtypes], " ".join):
+            for row in measure(case, dtype, options):
+                table.add(row)
+    except KeyboardInterrupt:
+        print("interrupted; what has been measured is kept")
+    print(markdown(table.rows))
+    return 0

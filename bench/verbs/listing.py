@@ -1,0 +1,41 @@
+"""List what there is to measure: cases, methods, and configurations of the kernels. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from triton_relattn.kernels import configs
+
+from ..cases import attention as cases
+from ..cases.configurations import shown
+from ..cases.methods import METHODS
+from ..report.text import table as text_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--configs", metavar="TARGET", help='all valid configurations for one, such as "sm_90"')
+
+
+def run(options: argparse.Namespace) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, group in cases.GROUPS.items():
+        print(f"{name}{' (default here)' if name in cases.default_groups(device) else ''}")
+        print("".join(f"  {case}\n" for case in group))
+    probe = cases.GROUPS["cpu"][0]
+    body = [(name, method.kind, method.what, method.why_not(probe, device) or "yes") for name, method in METHODS.items()]
+    print(text_table(("method", "kind", "what", "runs here"), body))
+    target = options.configs or "sm_90"
+    body = []
+    for kernel in configs.KERNELS:
+        for has_table in (False, True):
+            if kernel not in ("table", "diagonals") or has_table:
+                valid = configs.candidates(kernel, target, has_table)
+                default = configs.select(kernel, target, torch.bfloat16, 64, "none" if has_table else None)
+                body.append((kernel, "full table" if has_table else "no table", str(len(valid)), shown(default)))
+    print("\n" + text_table(("kernel", target, "valid configurations", "default, bf16, width 64"), body))
+    if options.configs:
+        for kernel in configs.KERNELS:
+            print(f"\n{kernel}\n" + "\n".join(f"  {shown(config)}" for config in configs.candidates(kernel, target, True)))
+    return 0

@@ -1,0 +1,100 @@
+"""Command-line options that several verbs have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ..cases import attention as cases
+from ..cases.methods import METHODS
+from ..measure.memory import SHARE, available_bytes
+
+Name = TypeVar("Name", str, int)
+
+
+def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
+    """A parser of a list with commas between its values, all of which must be known."""
+
+    def parse(text: str) -> list[Name]:
+        names = {str(value): value for value in known}
+        values = [value.strip() for value in text.split(",")]
+        if unknown := [value for value in values if value not in names]:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+        return [names[value] for value in values]
+
+    return parse
+
+
+def add_list(
+    parser: argparse.ArgumentParser, name: str, known: Sequence[Name], default: Sequence[Name] | None, what: str = ""
+) -> None:
+    """An option ``--name`` that takes some of what is known."""
+    usual = "all" if default is not None and set(default) == set(known) else ", ".join(map(str, default or ()))
+    text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
+    parser.add_argument(
+        f"--{name}", type=some_of(known), default=None if default is None else list(default), metavar="A,B", help=text
+    )
+
+
+def available_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def existing_device(name: str) -> str:
+    if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f'must be "cpu", or "cuda" where torch finds a GPU, got "{name}"')
+    return name
+
+
+def positive_numbers(text: str) -> list[int]:
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return numbers
+
+
+def gibibytes(text: str) -> int:
+    return int(float(text) * 2**30)
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="file for the rows, written as they come")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="the same as JSON")
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile (default: one per core)")
+
+
+def add_no_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-verify", action="store_true", help="leave out the tests; the rows then say so")
+
+
+def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
+    """``--cases`` and ``--lengths``; choose_cases reads them."""
+    add_list(parser, "cases", tuple(cases.GROUPS), default, "groups of cases")
+    lengths = sorted({case.length for group in cases.GROUPS.values() for case in group})
+    parser.add_argument("--lengths", type=some_of(lengths), default=[], metavar="A,B", help="only these sequence lengths of them")
+
+
+def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
+    """Add the options that speed and memory have in common."""
+    add_cases(parser, default)
+    add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
+    add_machine(parser)
+    add_no_verify(parser)
+    add_files(parser)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """``--device`` and ``--memory-limit``."""
+    parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
+    limit = int(SHARE * available_bytes())
+    parser.add_argument(
+        "--memory-limit", type=gibibytes, default=limit, metavar="GiB", help="of a CPU (default: most of what is free)"
+    )

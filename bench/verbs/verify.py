@@ -1,0 +1,42 @@
+"""The tests of what is going to be measured: no number is printed while one of them fails."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+
+from ..report.rows import ROOT
+from .options import available_device, existing_device
+
+TESTS = [f"tests/cpu/test_{name}.py" for name in ("blockwise", "identities", "delta", "baselines")]
+"""Tests of the implementation that a CPU has, against the reference, and of the baselines."""
+
+
+def command(device: str, folder: str) -> list[str]:
+    """Runs the tests; its exit status is 0 if all pass."""
+    if device == "cuda":
+        return [sys.executable, "-m", "bench.gpu", "--parts", "correctness", "--seconds", "120", "--results", folder]
+    return [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *TESTS]
+
+
+def gate(device: str) -> int:
+    """Exit status of the tests of what runs on "cpu" or "cuda"; their output if they fail."""
+    what = "the kernels against float64" if device == "cuda" else ", ".join(TESTS)
+    print(f"verifying: {what}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tests = subprocess.run(command(device, folder), cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = (tests.stdout + tests.stderr).strip().splitlines()
+    print("\n".join(lines[-1:] if tests.returncode == 0 else lines[-40:]), flush=True)
+    return tests.returncode
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    status = gate(options.device)
+    print("all pass" if status == 0 else "The tests fail: nothing should be measured.")
+    return status

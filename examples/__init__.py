@@ -1,0 +1,1 @@
+"""Examples, run from a clone: ``python -m examples.demo``, ``python -m examples.music_transformer``."""

@@ -1,0 +1,74 @@
+"""Peak memory and time of all methods over all lengths, within limits of memory and time; what is left out says why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.cases.attention import Case
+from bench.cases.configurations import used_configurations
+from bench.cases.methods import METHODS, OURS
+from bench.measure import point
+from bench.report.progress import progress
+from bench.verbs.speed import Failures
+
+# One sequence through a layer of width 512, as in the Music Transformer and the base Transformer.
+BATCH, HEADS, HEAD_DIM = 1, 8, 64
+COMPARED = (OURS, *(name for name, method in METHODS.items() if method.kind == "baseline" and name != "flex_attention"))
+"""Ours first, then what people write today. FlexAttention needs a GPU."""
+DIRECTION = "forward+backward"
+SECONDS_PER_POINT = 0.4  # a few passes at 1024, the longest length where a pass takes about 0.1 s on two cores
+
+
+def case_of(length: int, dtype: str) -> Case:
+    """Full attention with a table of 2n - 1 rows."""
+    return Case(BATCH, HEADS, length, HEAD_DIM, dtype=dtype)
+
+
+def why_skip(last: tuple[int, dict[str, Any]] | None, length: int, memory_limit: int, seconds_left: float) -> str | None:
+    """Return why a point is not measured, predicted from the last length and row of its method; None if it is.
+
+    Time grows with the square of the length, and so does the memory of the baselines; for ours that overestimates it.
+    """
+    if seconds_left <= 0:
+        return "skipped: no time left"
+    if last is None:
+        return None
+    growth = (length / last[0]) ** 2
+    pass_seconds = growth * last[1]["p50_ms"] / 1e3
+    if growth * last[1]["peak_bytes"] > memory_limit:
+        pass_seconds /= 2  # it ends on the way
+    seconds = pass_seconds * (1 if pass_seconds > point.LONG else 2)
+    if seconds > seconds_left:
+        return f"skipped: would take about {seconds:.0f} s, {seconds_left:.0f} s are left"
+    return None
+
+
+def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, budget: float) -> Iterator[dict[str, Any]]:
+    """Yield rows as they are measured, in about ``budget`` seconds, from the shortest length on.
+
+    What runs out of memory is not tried at longer lengths.
+    """
+    end = time.monotonic() + budget
+    last: dict[str, tuple[int, dict[str, Any]]] = {}
+    failures = Failures()
+    points = [(length, method) for length in lengths for method in COMPARED]
+    # The constant part of a point, its process and its repeats, takes about as long as the growing one does at 1024.
+    for length, method in progress(points, lambda each: f"{each[1]}, {each[0]}", lambda each: 1024**2 + each[0] ** 2):
+        case = case_of(length, dtype)
+        row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
+        if method == OURS:
+            row["config"] = used_configurations(case, DIRECTION, device, has_table=True)
+        seconds_left = end - time.monotonic()
+        not_tried = failures.of(case).get(method) or why_skip(last.get(method), length, memory_limit, seconds_left)
+        if not_tried is not None:
+            row["status"] = not_tried
+        elif device == "cuda":
+            row |= point.measure(case, method, DIRECTION, device, SECONDS_PER_POINT)
+        else:
+            row |= point.measure_in_own_process(case, method, DIRECTION, memory_limit, SECONDS_PER_POINT, seconds_left)
+        if row["status"] == "ok":
+            last[method] = (length, row)
+        failures.remember(case, [row])
+        yield row

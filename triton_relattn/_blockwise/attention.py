@@ -1,0 +1,270 @@
+"""Linear-memory attention in plain torch, forward and hand-written backward, for any device.
+
+A call is cut into blocks (partition.py): batches of matrices of scores, one for each sequence and head. A block has few queries
+or many, and always all keys that they see, so that every step is one call of torch on a contiguous batch, and softmax is torch's
+own. The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
+
+    P  = softmax(scale * Q K^T + terms of rel_key and rel_bias)      out = P V + term of rel_value
+    dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
+
+dV and the gradient of rel_value are products with P, all others products with dS. The rows are whole in the backward, too: it
+does not need lse, and P sums to one however large the logits are, where exp(logits - lse) would not. Short sequences keep P from
+the forward, where it takes no more memory than query, key, value and out. The working set is about ELEMENTS_PER_THREAD numbers a
+thread, a few times over; or of long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from .._core.dtypes import compute_dtype, gradient_like, new_like
+from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .bands import Packed
+from .partition import Block, Call, Frame, matrices, of_heads, stacked
+
+SHORT_ROW, SHORT_ROW_BACKWARD = 32, 16
+"""Keys below which torch's softmax and its derivative, made for rows that fill vectors, are slower than written out."""
+
+
+def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
+    """Pack what rel_key is multiplied with: rel_query, or query, given as matrices."""
+    tensors, band = block.call.tensors, block.frame.rel_key
+    if band is None:
+        return None
+    return band.pack(block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype))
+
+
+def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
+    """Compute the logits, masked, in the frame's scores; return the derivative of softcap, None without."""
+    frame, spec = block.frame, block.call.spec
+    frame.scores.baddbmm_(query, block.key.mT, beta=0, alpha=spec.scale)
+    if frame.rel_key is not None and packed is not None:
+        frame.rel_key.add_terms(packed)
+    if frame.rel_bias is not None:
+        frame.rel_bias.add_terms()
+    slope = None
+    if spec.softcap is not None:
+        limited = frame.scores.div_(spec.softcap).tanh_()
+        slope = 1 - limited.square()
+        limited.mul_(spec.softcap)
+    block.mask()
+    return slope
+
+
+def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
+
+    Args:
+        lse: where the log-sum-exp of each row goes, (sequences, heads, queries).
+    """
+    scores = block.frame.scores
+    largest, total = scores.amax(-1, keepdim=True), None
+    if scores.shape[-1] < SHORT_ROW:
+        total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
+        probs.div_(total)
+    else:
+        torch.softmax(scores, -1, out=probs)
+    blind = largest == -math.inf if block.has_blind else None
+    if blind is not None:
+        probs.masked_fill_(blind, 0)
+    if lse is not None:
+        total = (
+            probs.amax(-1, keepdim=True).reciprocal_() if total is None else total
+        )  # the largest probability is exp(0) / total
+        lse.copy_(total.log_().add_(largest).view(lse.shape))
+        if blind is not None:
+            lse.masked_fill_(blind.view(lse.shape), -math.inf)
+    return probs
+
+
+def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
+    """probs * (d_probs - delta), in the place of d_probs.
+
+    delta_i = sum_j P[i, j] dP[i, j] is that of the block itself. The usual shortcut, rowsum(out * d_out), uses an out that was
+    rounded to the input dtype; every dS of the row then carries the same small error, and the table's gradient, a sum over all
+    rows, adds these errors up.
+    """
+    if (
+        probs.shape[-1] < SHORT_ROW_BACKWARD or probs.device.type != "cpu"
+    ):  # elsewhere a row may be written before all of it is read
+        return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
+    return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
+
+
+def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
+    """Whether the forward should keep the probabilities for the backward: they take no more than query, key, value and out."""
+    query, value = tensors.query, tensors.value
+    size = value.shape[2] * compute_dtype(query.dtype).itemsize
+    of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
+    return size <= of_inputs and spec.softcap is None and tensors.cu_seqlens_q is None
+
+
+def forward(
+    tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, Hq, Nq, Dv) in the inputs' dtype and lse (B, Hq, Nq) in the compute dtype.
+
+    Args:
+        kept: where the probabilities go, before dropout, for the backward.
+    """
+    out = new_like(tensors.query, tensors.value.shape[-1])
+    lse = tensors.query.new_empty(tensors.query.shape[:3], dtype=compute_dtype(tensors.query.dtype))
+    for block in Call(tensors, spec).blocks():
+        place, lse_place, frame = block.rows(out), block.rows(lse), block.frame
+        if block.num_keys == 0:
+            place.zero_()
+            lse_place.fill_(-math.inf)
+            continue
+        query = block.matrices(tensors.query)
+        logits(block, query, pack_query(block, query))
+        probs = softmax(block, frame.probs if kept is None else block.destination(block.pairs_of(kept), "probs"), lse_place)
+        if kept is not None:
+            block.store(block.pairs_of(kept), probs)
+        if block.dropout is not None:
+            probs = torch.mul(probs, block.dropout, out=frame.probs)
+        result = torch.bmm(probs, block.value, out=block.destination(place))
+        if frame.rel_value is not None:
+            frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
+        block.store(place, result)
+    return out, lse
+
+
+class Gradients(NamedTuple):
+    """Where the gradients are collected, None where not wanted. Rows of query and rel_query are written once, in their dtype;
+    the others are sums in the compute dtype, and tables are stacked.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    rel_query: torch.Tensor | None
+    rel_key: torch.Tensor | None
+    rel_value: torch.Tensor | None
+    rel_bias: torch.Tensor | None
+
+    @staticmethod
+    def new(tensors: AttentionTensors, wanted: Iterable[bool]) -> Gradients:
+        dtype = compute_dtype(tensors.query.dtype)
+
+        def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if name in ("query", "rel_query"):
+                return gradient_like(tensor)
+            if name in ("key", "value"):
+                return new_like(tensor, tensor.shape[-1], dtype).zero_()
+            return stacked(torch.zeros(tensor.shape, dtype=dtype, device=tensor.device), name)
+
+        named = zip(DIFFERENTIABLE, tensors, wanted, strict=False)
+        return Gradients(*(new(name, tensor) if want and tensor is not None else None for name, tensor, want in named))
+
+    @property
+    def need_scores(self) -> bool:
+        """Whether any is wanted that depends on the gradient of the scores."""
+        return any(getattr(self, name) is not None for name in DIFFERENTIABLE if name not in ("value", "rel_value"))
+
+    def add_values(self, block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None) -> None:
+        """Add a block's part to the gradients of value and rel_value."""
+        band = block.frame.rel_value
+        if self.value is not None:
+            add_transposed_product(block.rows_of_keys(self.value), probs, d_out)
+        if self.rel_value is not None and band is not None and packed is not None:
+            band.collect(band.fold(block.by_pair(probs)), packed)
+
+    def add_scores(self, block: Block, query: torch.Tensor, packed: Packed | None, d_scores: torch.Tensor) -> None:
+        """Add a block's part to the other gradients."""
+        spec, frame, band = block.call.spec, block.frame, block.frame.rel_key
+        own_query = block.call.tensors.rel_query is not None
+        if self.key is not None:
+            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)
+        if self.rel_bias is not None and frame.rel_bias is not None:
+            frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads))
+        folded = None
+        if band is not None and packed is not None:
+            folded = band.fold(frame.pairs)
+            if self.rel_key is not None:
+                band.collect(folded, packed)
+            if self.rel_query is not None:
+                result = torch.zeros_like(packed.rows)
+                band.add_rows(result, folded)
+                block.rows(self.rel_query).copy_(result)
+        if self.query is not None:
+            place = block.rows(self.query)
+            result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
+            if band is not None and folded is not None and not own_query:
+                band.add_rows(block.by_pair(result), folded)
+            block.store(place, result)
+
+    def add_tables(self, frame: Frame) -> None:
+        """Add what the blocks of a frame have collected to the gradients of rel_key and rel_value."""
+        for band, total in ((frame.rel_key, self.rel_key), (frame.rel_value, self.rel_value)):
+            if band is not None and total is not None:
+                band.add_gradient(of_heads(total, frame.heads))
+
+
+def add_transposed_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
+    """total (sequences, heads, keys, width) += scale * left^T @ right."""
+    if total.is_contiguous():
+        total.flatten(0, 1).baddbmm_(left.mT, right, alpha=scale)
+    else:
+        total.add_(torch.bmm(left.mT, right).view(total.shape), alpha=scale)
+
+
+def backward(
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    wanted: Iterable[bool] = (True,) * 7,
+    kept: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the tensors that spec.DIFFERENTIABLE names, None where not wanted or not there.
+
+    Args:
+        kept: the probabilities that the forward has kept; None: they are computed again.
+    """
+    totals = Gradients.new(tensors, wanted)
+    for frame, blocks in groupby(Call(tensors, spec).blocks(), lambda block: block.frame):
+        for block in blocks:
+            add_block(totals, block, d_out, d_lse, kept)
+        totals.add_tables(frame)
+    return tuple(
+        None if total is None or tensor is None else (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
+        for total, tensor in zip(totals, tensors, strict=False)
+    )
+
+
+def add_block(
+    totals: Gradients, block: Block, d_out: torch.Tensor, d_lse: torch.Tensor | None, kept: torch.Tensor | None
+) -> None:
+    """Add a block's part to all gradients."""
+    if block.num_keys == 0:
+        for rows in (totals.query, totals.rel_query):
+            if rows is not None:
+                block.rows(rows).zero_()
+        return
+    frame, band, slope = block.frame, block.frame.rel_value, None
+    query, rows = block.matrices(block.call.tensors.query), block.matrices(d_out)
+    packed_query = pack_query(block, query)
+    packed = None if band is None else band.pack(block.by_pair(rows))
+    if kept is None:
+        slope = logits(block, query, packed_query)
+        probs = softmax(block, frame.probs)
+    else:
+        probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
+    totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
+    if totals.need_scores:
+        d_probs = torch.bmm(rows, block.value.mT, out=frame.scores)
+        if band is not None and packed is not None:
+            band.add_terms(packed)
+        if block.dropout is not None:
+            d_probs.mul_(block.dropout)
+        d_scores = softmax_backward(probs, d_probs)
+        if d_lse is not None:
+            d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
+        if slope is not None:
+            d_scores.mul_(slope)
+        totals.add_scores(block, query, packed_query, d_scores)

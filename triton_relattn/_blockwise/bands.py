@@ -1,0 +1,270 @@
+"""Products of queries with table rows for all pairs of a block, without a gather: the skewed view of a band.
+
+Query m and key n of a block need the table row of the relative position ``first_position + n - m``. Some successive queries, a
+*panel* of M, need the rows of successive positions, a *window* of the table. ``band[m, c] = q_m . window[c]`` is one matrix
+product, and query m and key n find their term in ``band[m, n - m + M - 1]``. Read with a row stride that is one shorter, the same
+memory holds the terms in the order of the scores:
+
+    address(m, n) = m * width + n - m + M - 1 = m * (width - 1) + n + M - 1
+
+So terms are added to scores from that view; and gradients of scores, copied into it with zeros around them, are the gradient of
+the band, which multiplies the table. No gather, no scatter. The same holds for the table of the values: the band of the
+probabilities times its rows is its part of out, and ``dO . A`` is added to ``dO . v`` as ``p . E`` is to ``q . k``.
+
+A band is wider than the scores by M - 1 columns that are computed for nothing. The queries of all sequences and heads that share
+a table are rows of one product; the more they are, the fewer queries of each a panel needs to be efficient.
+
+Keys beyond the table are *far*: they have one of its end rows, one number for each query, or none.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .partition import Frame
+
+PANEL_ROWS = 64
+"""Rows of a product with a window, at least: with fewer it is slow, with more bands are wider than they need to be."""
+PANEL_SHARE = 32
+"""A panel's queries are at least the keys divided by this: a band that is so little wider costs less than more panels."""
+PANEL_COLUMNS = 12
+"""Columns of a band, at least: products with fewer are slow."""
+
+TableRows = slice | None
+"""Table rows that some positions have: one each, one for all, or none."""
+
+
+class Reach:
+    """The relative positions of a frame's queries and keys, and the table rows that they have."""
+
+    def __init__(self, frame: Frame, num_tables: int, num_queries: int) -> None:
+        """num_queries: of the frame, or more if panels go beyond them."""
+        self.frame: Frame = weakref.proxy(frame)  # a cycle would keep its memory until the next garbage collection
+        self.num_tables, self.sharing = num_tables, frame.num_heads // num_tables
+        spec, first = frame.spec, frame.first_position
+
+        # Near are the keys that some query sees at a position from spec.first to spec.last.
+        start = min(max(spec.first - first, 0), frame.num_keys)
+        stop = min(max(spec.last - first + frame.num_queries, start), frame.num_keys)
+        self.near, self.num_near = slice(start, stop), stop - start
+        ends = ((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))
+        self.far = [(keys, row) for keys, row in ends if spec.clamp and keys.start < keys.stop]
+
+        # Of the near positions, those from low to high are those of a pair.
+        self.positions = range(first + start - num_queries + 1, first + stop)
+        low, high = first + start - frame.num_queries + 1, first + stop - 1
+        self.low = low if spec.window_left < 0 else max(low, min(-spec.window_left, high + 1))
+        self.high = high if spec.window_right < 0 else min(high, max(spec.window_right, self.low - 1))
+
+    @cached_property
+    def parts(self) -> list[tuple[slice, TableRows]]:
+        """The near positions, counted from the first, with the table rows that they have; none if no pair has them."""
+        spec = self.frame.spec
+        start, stop = (min(max(position, self.low), self.high + 1) for position in (spec.first, spec.last + 1))
+        last = spec.last - spec.first
+        before, after = (slice(0, 1), slice(last, last + 1)) if spec.clamp else (None, None)
+        rows = (None, before, slice(start - spec.first, stop - spec.first), after, None)
+        borders = (self.positions.start, self.low, start, stop, self.high + 1, self.positions.stop)
+        parts = [slice(start - borders[0], stop - borders[0]) for start, stop in pairwise(borders)]
+        return [(part, row) for part, row in zip(parts, rows, strict=True) if part.start < part.stop]
+
+    def window(self, table: torch.Tensor) -> torch.Tensor:
+        """Table rows of the near positions, (tables, positions, width). Rows that no pair has are not read: they may hold NaN."""
+        pieces = []
+        for part, rows in self.parts:
+            size = (table.shape[0], part.stop - part.start, table.shape[2])
+            pieces.append(table.new_zeros(size) if rows is None else table[:, rows].expand(size))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def add_to_table(self, total: torch.Tensor, of_window: torch.Tensor) -> None:
+        """total, the gradient of the table, += the gradient of its window."""
+        for part, rows in self.parts:
+            if rows is not None:
+                piece = of_window[:, part]
+                is_end = rows.stop - rows.start < part.stop - part.start
+                total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
+
+
+class Packed(NamedTuple):
+    """A vector for each query."""
+
+    rows: torch.Tensor  # (sequences, heads, queries, width)
+    panels: torch.Tensor  # the same as (tables * panels, rows of a panel, width), for products with windows
+
+
+class Folded(NamedTuple):
+    """What each query has for each table row: for near keys a band, for far keys one sum."""
+
+    band: torch.Tensor | None  # (tables * panels, rows, width)
+    far: list[torch.Tensor]  # (sequences, heads, queries, 1), for each of Reach.far
+
+
+class Band(Reach):
+    """A table of vectors, (tables, R, width), as the pairs of a frame see it."""
+
+    def __init__(self, frame: Frame, table: torch.Tensor, scale: float) -> None:
+        num_tables = table.shape[0]
+        rows = frame.num_sequences * (frame.num_heads // num_tables)
+        fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
+        self.panel = frame.num_queries  # queries of each; the last may have fewer
+        if fewest < frame.num_queries:
+            sizes = range(fewest, 2 * fewest)
+            self.panel = next((size for size in sizes if frame.num_queries % size == 0), fewest)
+        self.num_panels = -(-frame.num_queries // self.panel)
+        super().__init__(frame, num_tables, self.num_panels * self.panel)
+        self.table, self.scale, self.width = table, scale, self.num_near + self.panel - 1
+        self.num_full = frame.num_queries // self.panel
+        self._of_windows: torch.Tensor | None = None
+        self._of_ends: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def windows(self) -> torch.Tensor:
+        """The window of each panel, (tables * panels, width of the table, self.width)."""
+        windows = self.window(self.table).unfold(1, self.width, self.panel)
+        return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
+
+    def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): full, then a rest."""
+        rows = rows.unflatten(1, (self.num_tables, self.sharing))
+        full = self.num_full * self.panel
+        pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))]
+        if self.num_full < self.num_panels:
+            pieces.append(rows[:, :, :, full:].unsqueeze(3))
+        return [piece.permute(1, 3, 0, 2, 4, 5) for piece in pieces]
+
+    def in_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Views of (tables, panels, sequences, sharing, self.panel, ...) as panels() returns them."""
+        if self.num_full == self.num_panels:
+            return [packed]
+        rest = packed[:, self.num_full :, :, :, : self.frame.num_queries - self.num_full * self.panel]
+        return [packed[:, : self.num_full], rest]
+
+    def shape(self, width: int) -> tuple[int, int, int, int, int, int]:
+        return self.num_tables, self.num_panels, self.frame.num_sequences, self.sharing, self.panel, width
+
+    def pack(self, rows: torch.Tensor) -> Packed:
+        """Put (sequences, heads, queries, width) in panels; zero where the last has fewer queries."""
+        pieces = self.panels(rows)
+        packed = pieces[0]
+        if len(pieces) > 1:
+            packed = rows.new_zeros(self.shape(rows.shape[-1]))
+            for place, piece in zip(self.in_panels(packed), pieces, strict=True):
+                place.copy_(piece)
+        return Packed(rows, packed.reshape(self.num_tables * self.num_panels, -1, rows.shape[-1]))
+
+    @cached_property
+    def band(self) -> torch.Tensor:
+        """Memory for a band, (tables * panels, rows of a panel, self.width): that of the probabilities, if they need none."""
+        name = "band" if "rel_value" in self.frame.call.tables else "probs"
+        return self.frame.call.buffer(name, self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
+
+    @cached_property
+    def skewed(self) -> list[torch.Tensor]:
+        """The band in the order of the scores, as panels() returns them."""
+        *sizes, width = self.shape(self.num_near)
+        strides = [self.width * math.prod(sizes[dim + 1 :]) for dim in range(4)]
+        return self.in_panels(self.band.as_strided((*sizes, width), (*strides, self.width - 1, 1), self.panel - 1))
+
+    @cached_property
+    def scores(self) -> list[torch.Tensor]:
+        """The near keys' part of the frame's scores as panels() returns them."""
+        return self.panels(self.frame.pairs[..., self.near])
+
+    def add_terms(self, packed: Packed) -> None:
+        """The frame's scores += scale * rows . table."""
+        if self.num_near:
+            self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
+            for place, terms in zip(self.scores, self.skewed, strict=True):
+                place.add_(terms)
+        for keys, row in self.far:
+            self.frame.pairs[..., keys].add_(packed.rows @ self.table[:, row].mT, alpha=self.scale)
+
+    def fold(self, pairs: torch.Tensor) -> Folded:
+        """Sum what is by pair for each query and table row."""
+        if self.num_near:
+            if self.panel > 1:
+                self.band.zero_()
+            pieces = self.scores if pairs is self.frame.pairs else self.panels(pairs[..., self.near])
+            for place, piece in zip(self.skewed, pieces, strict=True):
+                place.copy_(piece)
+        return Folded(self.band if self.num_near else None, [pairs[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
+
+    def add_rows(self, total: torch.Tensor, folded: Folded) -> None:
+        """total (sequences, heads, queries, width) += scale * folded @ table."""
+        if folded.band is not None:
+            product = self.frame.call.buffer("products", self.shape(self.table.shape[2]))
+            torch.bmm(folded.band, self.windows.mT, out=product.view(*folded.band.shape[:2], -1))
+            for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
+                place.add_(piece, alpha=self.scale)
+        for sums, (_, row) in zip(folded.far, self.far, strict=True):
+            total.add_(sums * self.table[:, row], alpha=self.scale)
+
+    def collect(self, folded: Folded, packed: Packed) -> None:
+        """Add folded^T @ rows to what add_gradient() will add to the gradient of the table."""
+        if folded.band is not None:
+            if self._of_windows is None:
+                self._of_windows = torch.bmm(folded.band.mT, packed.panels)
+            else:
+                self._of_windows.baddbmm_(folded.band.mT, packed.panels)
+        for number, sums in enumerate(folded.far):
+            of_end = (sums * packed.rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
+            self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
+
+    def add_gradient(self, total: torch.Tensor) -> None:
+        """total, the gradient of the table, += what has been collected, once."""
+        if self._of_windows is not None:
+            self.add_to_table(total, self._overlapped(self._of_windows).mul_(self.scale))
+        for number, of_end in self._of_ends.items():
+            total[:, self.far[number][1]] += of_end.mul_(self.scale)
+
+    def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
+        """The gradient of the window of all near positions from those of the panels' windows, which overlap."""
+        if self.num_panels == 1:
+            return of_windows
+        count, length, width = self.num_panels, len(self.positions), of_windows.shape[2]
+        apart = of_windows.new_zeros(self.num_tables, count, length, width)
+        # Panels of later queries begin at earlier positions.
+        strides = (count * length * width, (length - self.panel) * width, width, 1)
+        places = apart.as_strided((self.num_tables, count, self.width, width), strides, (count - 1) * self.panel * width)
+        places.copy_(of_windows.view(places.shape))
+        return apart.sum(1)
+
+
+class Bias(Reach):
+    """A table of numbers, (tables, R, 1), as the pairs of a frame see it."""
+
+    def __init__(self, frame: Frame, table: torch.Tensor) -> None:
+        super().__init__(frame, table.shape[0], frame.num_queries)
+        self.table = table
+
+    @cached_property
+    def by_query(self) -> torch.Tensor:
+        """The numbers of near keys, (tables, queries, keys)."""
+        return self.window(self.table)[..., 0].unfold(1, self.num_near, 1).flip(1)
+
+    def add_terms(self) -> None:
+        """The frame's scores += the number of each pair."""
+        pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing))
+        if self.num_near:
+            pairs[..., self.near].add_(self.by_query[:, None])
+        for keys, row in self.far:
+            pairs[..., keys].add_(self.table[:, row, None])
+
+    def add_gradient(self, total: torch.Tensor) -> None:
+        """total, the gradient of the table, += the frame's scores, summed over the pairs of each row."""
+        pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing)).sum((0, 2))
+        if self.num_near:
+            num_queries, width = self.frame.num_queries, len(self.positions)
+            band = pairs.new_zeros(self.num_tables, num_queries, width)
+            strides = (num_queries * width, width - 1, 1)
+            band.as_strided((self.num_tables, num_queries, self.num_near), strides, num_queries - 1).copy_(pairs[..., self.near])
+            self.add_to_table(total, band.sum(1)[..., None])
+        for keys, row in self.far:
+            total[:, row] += pairs[..., keys].sum((1, 2)).view(-1, 1, 1)

@@ -1,0 +1,348 @@
+"""How attention.py cuts a call: groups of sequences and heads, and blocks of their queries with the keys that those can see.
+
+A block is a batch of matrices, one for each sequence and head, whose scores fit the working set: many short sequences, or some
+queries of a few heads of a long one. The sequences of a group have as many queries and the same query_offset, so that relative
+positions are the same in all its matrices; they may differ in the number of their keys.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from .._core.dropout import keep_mask, keep_scale
+from .._core.dtypes import compute_dtype
+from .._core.spec import AttentionSpec, AttentionTensors
+from .bands import Band, Bias
+
+BLOCK_QUERIES = 128
+"""Queries of a block, unless the scores of more of them fit the working set: products with few rows are slow."""
+ELEMENTS_PER_THREAD = 1 << 18
+"""Scores of a block for each thread: a megabyte, about what a core keeps in its own cache."""
+
+
+class Stack(NamedTuple):
+    """Sequences that lie behind one another in the batch and have as many queries and the same query_offset."""
+
+    batch: range
+    """Their numbers in the batch: what dropout and attn_mask know them by."""
+    num_queries: int
+    num_keys: int
+    """Keys of the longest."""
+    query_offset: int
+    lengths: list[int] | None = None
+    """Keys of each; None: all have num_keys."""
+    starts: tuple[int, int] | None = None
+    """Where the queries and the keys of the first begin, if the batch is packed."""
+
+    def part(self, sequences: slice) -> Stack:
+        """Some of its sequences."""
+        part = self._replace(batch=self.batch[sequences])
+        if self.lengths is not None:
+            lengths = self.lengths[sequences]
+            longest = max(lengths, default=0)
+            part = part._replace(num_keys=longest, lengths=None if min(lengths, default=0) == longest else lengths)
+        if self.starts is not None:
+            start_q, start_k = self.starts
+            part = part._replace(starts=(start_q + sequences.start * self.num_queries, start_k + sequences.start * self.num_keys))
+        return part
+
+    def of_queries(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Their part of a (B, Hq, Nq, ...) tensor: (sequences, heads, num_queries, ...)."""
+        return self._of(tensor, heads, self.num_queries, 0)
+
+    def of_keys(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Their part of a (B, Hk, Nk, width) tensor: (sequences, heads, num_keys, width)."""
+        return self._of(tensor, heads, self.num_keys, 1)
+
+    def _of(self, tensor: torch.Tensor, heads: slice, length: int, which: int) -> torch.Tensor:
+        if self.starts is None:
+            return part(part(part(tensor, 0, self.batch), 1, heads), 2, slice(0, length))
+        start = self.starts[which]
+        rows = part(part(tensor[0], 0, heads), 1, slice(start, start + len(self.batch) * length))
+        return rows.unflatten(1, (len(self.batch), length)).transpose(0, 1)
+
+
+def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
+    """All sequences of the batch. Reads the tensors of lengths and offsets: waits for a GPU."""
+    batch, num_queries, num_keys = range(tensors.num_sequences), tensors.query.shape[2], tensors.key.shape[2]
+    lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
+    whole = Stack(batch, num_queries, num_keys, spec.query_offset, lengths).part(slice(0, len(batch)))
+    if tensors.query_offsets is None and tensors.cu_seqlens_q is None:
+        yield whole
+        return
+    offsets = [spec.query_offset] * len(batch) if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    starts: list[Any] = [None] * len(batch)
+    sizes = [(num_queries, num_keys)] * len(batch)
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
+        sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in pairwise(starts)]
+    for ((queries, keys), offset), alike in groupby(batch, lambda number: (sizes[number], offsets[number])):
+        first, *others = alike
+        run = slice(first, first + 1 + len(others))
+        yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first])
+
+
+class Call:
+    """One call: its tensors, its tables as (1 or Hq, R, width) in the compute dtype, and memory that its blocks share."""
+
+    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
+        self.tensors, self.spec = tensors, spec
+        self.dtype = compute_dtype(tensors.query.dtype)
+        self.tables = {
+            name: stacked(table.to(self.dtype).contiguous(), name)
+            for name, table in zip(AttentionTensors._fields[4:7], tensors[4:7], strict=True)
+            if table is not None
+        }
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._frame: tuple[Any, Frame] | None = None
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory of that name, which blocks use one after the other; holds anything."""
+        size, buffer = math.prod(shape), self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            self._buffers[name] = buffer = self.tensors.query.new_empty(size, dtype=self.dtype)
+        return buffer[:size].view(shape)
+
+    def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
+        """That of the block before, if it fits."""
+        per_head = any(table.shape[0] > 1 for table in self.tables.values())
+        heads = group.heads.start if per_head else None
+        kind = (len(group.sequences.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        if self._frame is None or self._frame[0] != kind:
+            self._frame = kind, Frame(group, num_queries, num_keys, first_position)
+        return self._frame[1]
+
+    def blocks(self) -> Iterator[Block]:
+        """All queries of all sequences and heads."""
+        for stack in stacks(self.tensors, self.spec):
+            num_queries, num_heads = self._block_size(stack)
+            for sequences, heads, key_heads in self._groups(stack, num_heads):
+                group = Group(self, sequences, heads, key_heads)
+                # From the end: with a causal mask the last queries see the most keys, and need the largest buffers.
+                for start in reversed(range(0, stack.num_queries, max(num_queries, 1))):
+                    yield Block(group, slice(start, min(start + num_queries, stack.num_queries)))
+
+    def _block_size(self, stack: Stack) -> tuple[int, int]:
+        """Queries of a block, and heads, those of all its sequences together."""
+        num_threads = torch.get_num_threads()
+        elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
+        num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
+        fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
+        most = BLOCK_QUERIES
+        if left < 0 and right < 0:  # else more queries of a block see more keys
+            most = max(most, elements // (fewest_heads * num_keys))
+        num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
+        if left >= 0 and right >= 0:
+            num_keys = min(num_keys, num_queries + left + right)
+        return num_queries, max(elements // max(num_queries * num_keys, 1), fewest_heads)
+
+    def _groups(self, stack: Stack, num_heads: int) -> Iterator[tuple[Stack, slice, slice]]:
+        """The stack in parts of at most so many heads: several sequences, or one of them and heads that share a key or do not."""
+        heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
+        if heads == 0:
+            return
+        if num_heads >= heads:
+            for some in evenly(len(stack.batch), num_heads // heads):
+                yield stack.part(some), slice(0, heads), slice(0, key_heads)
+            return
+        sharing = heads // key_heads
+        for number in range(len(stack.batch)):
+            sequence = stack.part(slice(number, number + 1))
+            for keys in evenly(key_heads, max(num_heads // sharing, 1)):
+                for some in evenly(sharing * (keys.stop - keys.start), num_heads):
+                    yield sequence, slice(sharing * keys.start + some.start, sharing * keys.start + some.stop), keys
+
+
+class Group:
+    """Sequences and heads that are computed together, with keys and values ready for matrix products."""
+
+    def __init__(self, call: Call, sequences: Stack, heads: slice, key_heads: slice) -> None:
+        self.call, self.sequences, self.heads, self.key_heads = call, sequences, heads, key_heads
+        self.num_heads = heads.stop - heads.start
+        self.sharing = self.num_heads // (key_heads.stop - key_heads.start)
+        """Heads that share one of the keys'."""
+        self.key, self.value = self._of_keys(call.tensors.key), self._of_keys(call.tensors.value)
+
+    def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Key or value as (matrices, keys, width); of sequences that are shorter than the longest, the rest is zero."""
+        rows = self.sequences.of_keys(tensor, self.key_heads)
+        padding = self.padding(slice(0, self.sequences.num_keys))
+        return matrices(rows if padding is None else rows.masked_fill(padding.mT, 0), 1, self.call.dtype)
+
+    def padding(self, keys: slice) -> torch.Tensor | None:
+        """Which of some keys a sequence has not, (sequences, 1, 1, keys); None if all have the same."""
+        lengths = self.sequences.lengths
+        if lengths is None:
+            return None
+        device = self.call.tensors.key.device
+        return torch.arange(keys.start, keys.stop, device=device) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+
+
+class Frame:
+    """What blocks of one shape and place have in common: memory for their scores, their window, and their tables.
+
+    Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
+    """
+
+    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
+        self.call: Call = weakref.proxy(group.call)  # which keeps the frame
+        self.spec = group.call.spec
+        self.num_sequences, self.num_heads, self.sharing = len(group.sequences.batch), group.num_heads, group.sharing
+        self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
+        self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
+        self.scores = group.call.buffer("scores", self.shape)
+        self.pairs = self.by_pair(self.scores)
+        of_heads = {name: t if t.shape[0] == 1 else t[group.heads] for name, t in group.call.tables.items()}
+        self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale) if "rel_key" in of_heads else None
+        self.rel_value = Band(self, of_heads["rel_value"], 1.0) if "rel_value" in of_heads else None
+        self.rel_bias = Bias(self, of_heads["rel_bias"]) if "rel_bias" in of_heads else None
+        self.heads = group.heads
+
+    @cached_property
+    def probs(self) -> torch.Tensor:
+        """Memory for the probabilities."""
+        return self.call.buffer("probs", self.shape)
+
+    def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
+        """A view of matrices by sequence, head, query, and key or column."""
+        return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
+
+    @cached_property
+    def hidden(self) -> list[tuple[slice, torch.Tensor]]:
+        """Keys that the window hides from some of the queries, and from which: (queries, keys)."""
+        left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
+        hidden = []
+        if left >= 0:  # key n from query m where first + n - m < -left
+            stop = min(self.num_queries - 1 - left - first, self.num_keys)
+            if stop > 0:
+                hidden.append((slice(0, stop), self._pairs(stop).tril_(-1 - left - first)))
+        if right >= 0:  # where first + n - m > right
+            start = max(right + 1 - first, 0)
+            if start < self.num_keys:
+                hidden.append((slice(start, self.num_keys), self._pairs(self.num_keys - start).triu_(right + 1 - first - start)))
+        return hidden
+
+    def _pairs(self, num_keys: int) -> torch.Tensor:
+        return self.scores.new_ones(self.num_queries, num_keys, dtype=torch.bool)
+
+    @property
+    def has_blind(self) -> bool:
+        """Whether the window hides all keys from some query."""
+        left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
+        return (right >= 0 and first > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
+
+
+class Block:
+    """Some queries of a group, and the keys that they can see."""
+
+    def __init__(self, group: Group, queries: slice) -> None:
+        sequences, spec, num_queries = group.sequences, group.call.spec, queries.stop - queries.start
+        self.group, self.call, self.queries = group, group.call, queries
+        position = queries.start + sequences.query_offset  # of the first query among the keys
+        first, stop = 0, sequences.num_keys
+        if spec.window_left >= 0:
+            first = min(max(position - spec.window_left, 0), stop)
+        if spec.window_right >= 0:
+            stop = min(position + num_queries + spec.window_right, stop)
+        self.keys = slice(first, max(stop, first))
+        self.num_keys = self.keys.stop - first
+        self.key, self.value = (part(tensor, 1, self.keys) for tensor in (group.key, group.value))
+        self.frame = group.call.frame(group, num_queries, self.num_keys, first - position)
+        self.by_pair = self.frame.by_pair
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
+        return part(self.group.sequences.of_queries(tensor, self.group.heads), 2, self.queries)
+
+    def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
+        return part(self.group.sequences.of_keys(tensor, self.group.key_heads), 2, self.keys)
+
+    def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The queries' part of a (B, Hq, Nq, width) tensor for products with key or value."""
+        return matrices(self.rows(tensor), self.group.sharing, self.call.dtype)
+
+    @property
+    def has_blind(self) -> bool:
+        """Whether a query may see none of the keys."""
+        return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
+
+    def pairs_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block's part of a (B, Hq, Nq, Nk) tensor, (sequences, heads, queries, keys)."""
+        return part(self.rows(tensor), 3, self.keys)
+
+    def mask(self) -> None:
+        """Add a mask of numbers to the logits, and make those of hidden pairs -inf."""
+        mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
+        if mask is not None:
+            wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
+            for dim, places in enumerate(wanted):
+                mask = mask if mask.shape[dim] == 1 else part(mask, dim, places)
+            if mask.dtype == torch.bool:
+                pairs.masked_fill_(~mask, -math.inf)
+            else:
+                pairs.add_(mask)
+        for keys, hidden in self.frame.hidden:
+            pairs[..., keys].masked_fill_(hidden, -math.inf)
+        padding = self.group.padding(self.keys)
+        if padding is not None:
+            pairs.masked_fill_(padding, -math.inf)
+
+    @cached_property
+    def dropout(self) -> torch.Tensor | None:
+        """What the probabilities are multiplied by, as matrices; None without dropout."""
+        seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
+        if seed is None:
+            return None
+        parts = (sequences.batch, self.group.heads, self.queries)
+        sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
+        keep = keep_mask(seed, dropout_p, sequence[:, None, None, None], head[:, None, None], query[:, None], self.keys)
+        return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
+
+    def destination(self, place: torch.Tensor, name: str = "rows") -> torch.Tensor:
+        """Matrices to compute rows of queries in: in their place if it is contiguous, else the buffer of that name."""
+        shape = *self.frame.shape[:2], place.shape[3]
+        return place.view(shape) if place.dtype == self.call.dtype and place.is_contiguous() else self.call.buffer(name, shape)
+
+    def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
+        """Copy what was computed in a destination to its place, unless it is there."""
+        if result.data_ptr() != place.data_ptr():
+            place.copy_(self.by_pair(result))
+
+
+def part(tensor: torch.Tensor, dim: int, rows: slice | range) -> torch.Tensor:
+    """tensor from rows.start to rows.stop of a dimension."""
+    length = rows.stop - rows.start
+    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, rows.start, length)
+
+
+def evenly(count: int, most: int) -> Iterator[slice]:
+    """0 .. count in slices of about the same size, at most the given one."""
+    num_parts = -(-count // most)
+    for number in range(num_parts):
+        yield slice(number * count // num_parts, (number + 1) * count // num_parts)
+
+
+def stacked(table: torch.Tensor, name: str) -> torch.Tensor:
+    """A table as (Hq, R, width), or (1, R, width) if the heads share it; rel_bias has width 1."""
+    table = table[..., None] if name == "rel_bias" else table
+    return table if table.dim() == 3 else table[None]
+
+
+def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
+    """The stacked tables of a range of heads: (1, R, width) if all share it."""
+    return table if table.shape[0] == 1 else table[heads]
+
+
+def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """(sequences, heads, rows, width) as (sequences * heads / group, group * rows, width): matrices of heads that share a key."""
+    sequences, heads, length, width = rows.shape
+    rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)
+    return rows if rows.stride(2) == 1 else rows.contiguous()

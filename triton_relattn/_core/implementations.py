@@ -1,0 +1,98 @@
+"""Which implementation serves a call. One predicate decides, and says why not."""
+
+from __future__ import annotations
+
+import torch
+
+from .untraced import untraced
+from .warn import warn_once
+
+IMPLEMENTATIONS = ("triton", "blockwise", "reference")
+MAX_TRITON_WIDTH = 256
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@untraced
+def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why the Triton kernels cannot serve a device and a dtype, with what to do about it; None if they can."""
+    try:
+        from ..kernels import kernels_are_interpreted
+
+        interpreted = kernels_are_interpreted()
+    except Exception as error:  # of a damaged or an old triton, whatever it is
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return "the package triton is not installed (pip install triton; it exists for Linux)"
+        return f"the kernels cannot be loaded: {type(error).__name__}: {error}"
+    if interpreted:
+        if dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there, or a GPU"
+    elif device.type != "cuda":
+        return (
+            f"the tensors are on {device}, not on a GPU; move them there, or set TRITON_INTERPRET=1 before the first "
+            "import of triton and triton_relattn.kernels to run the kernels in Triton's (slow) interpreter"
+        )
+    elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has no bfloat16 matrix units; compute capability 8.0 is needed"
+    if dtype not in TRITON_DTYPES:
+        return f"the kernels compute in float16, bfloat16 and float32, not in {dtype}"
+    return None
+
+
+def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None) -> str | None:
+    """The reason why the Triton kernels cannot serve these tensors, with what to do about it; None if they can."""
+    if reason := _why_no_kernels(query.device, query.dtype):
+        return reason
+    widths = {"query": query.shape[-1], "value": value.shape[-1]}
+    if rel_query is not None:
+        widths["rel_query"] = rel_query.shape[-1]
+    if max(widths.values()) > MAX_TRITON_WIDTH:
+        got = ", ".join(f"{width} ({name})" for name, width in widths.items())
+        return f"the kernels take head widths up to {MAX_TRITON_WIDTH}, got {got}"
+    return None
+
+
+@untraced
+def _warn_of_blockwise(reason: str) -> None:
+    """Say that a GPU gets blockwise: float64 may be meant, a triton that does not load hardly is."""
+    text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
+    warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
+
+
+def can_run_triton(
+    query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, *, raise_error: bool = False
+) -> bool:
+    """Whether the Triton kernels can serve tensors of this device, dtype and width.
+
+    Raises:
+        NotImplementedError: with ``raise_error=True``, if they cannot; the message says why and what to do.
+    """
+    reason = _why_not_triton(query, value, rel_query)
+    if reason is not None and raise_error:
+        raise NotImplementedError(f'implementation="triton" cannot run here: {reason}. implementation=None picks one that can.')
+    return reason is None
+
+
+def choose_implementation(
+    implementation: str | None, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None
+) -> str:
+    """The implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
+
+    A GPU that cannot run it gets a warning that says why.
+
+    Raises:
+        ValueError: an unknown name.
+        NotImplementedError: "triton" was asked for and cannot run; there is no silent fallback.
+    """
+    if implementation is None:
+        if query.device.type != "cuda":
+            return "blockwise"
+        reason = _why_not_triton(query, value, rel_query)
+        if reason is None:
+            return "triton"
+        _warn_of_blockwise(reason)
+        return "blockwise"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation == "triton":
+        can_run_triton(query, value, rel_query, raise_error=True)
+    return implementation

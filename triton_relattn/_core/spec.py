@@ -1,0 +1,88 @@
+"""One attention call, resolved: what every implementation gets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionTensors(NamedTuple):
+    """All tensors of a call, those that have gradients first. Field names are also the operator's schema (see _operators/ops.py).
+
+    With cu_seqlens the batch is packed: query, key, value and rel_query hold all sequences one after the other in a single
+    batch entry.
+    """
+
+    query: torch.Tensor  # (B, Hq, Nq, D)
+    key: torch.Tensor  # (B, Hk, Nk, D)
+    value: torch.Tensor  # (B, Hk, Nk, Dv)
+    rel_query: torch.Tensor | None = None  # (B, Hq, Nq, Dr); None: query
+    rel_key: torch.Tensor | None = None  # (R, Dr) or (Hq, R, Dr)
+    rel_value: torch.Tensor | None = None  # (R, Dv) or (Hq, R, Dv)
+    rel_bias: torch.Tensor | None = None  # (R,) or (Hq, R)
+    attn_mask: torch.Tensor | None = None  # 4-d, sizes as (B, Hq, Nq, Nk) or 1
+    key_lengths: torch.Tensor | None = None  # (B,)
+    query_offsets: torch.Tensor | None = None  # (B,); instead of AttentionSpec.query_offset
+    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,)
+    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,)
+    dropout_seed: torch.Tensor | None = None  # (1,) int64
+
+    @property
+    def has_table(self) -> bool:
+        return not (self.rel_key is None and self.rel_value is None and self.rel_bias is None)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.query.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+
+DIFFERENTIABLE = AttentionTensors._fields[:7]
+"""Names of the tensors that have gradients, in their order."""
+
+
+class AttentionSpec(NamedTuple):
+    """All that is not a tensor. Field names and types are also the operator's schema (see _operators/ops.py)."""
+
+    scale: float
+    """Factor of q.k."""
+    rel_scale: float
+    """Factor of p.E."""
+    first: int
+    """Relative position of the tables' row 0."""
+    last: int
+    """Relative position of the tables' last row."""
+    clamp: bool
+    """Beyond first and last: the end row (True) or no relative term (False)."""
+    window_left: int
+    """Keys with a relative position below -window_left are hidden; -1: none are."""
+    window_right: int
+    """Keys with a relative position above window_right are hidden; -1: none are. A causal mask is 0."""
+    query_offset: int
+    """Query i stands at key position i + query_offset."""
+    max_seqlen_q: int
+    """Queries of the longest sequence."""
+    max_seqlen_k: int
+    """Keys of the longest sequence."""
+    softcap: float | None = None
+    """Logits are limited smoothly to +-softcap."""
+    dropout_p: float = 0.0
+    """Probability that a probability is dropped."""
+    exact_delta: bool = False
+    """d_query, too, shall use the exact delta."""
+
+    def outside(self, offset_is_known: bool = True) -> str:
+        """What lies beyond the tables: "clamp", "zero", or "none" if they have a row for every visible pair.
+
+        Args:
+            offset_is_known: false if each sequence has a query_offset of its own.
+        """
+        farthest_past = -(self.max_seqlen_q - 1) - self.query_offset if offset_is_known else -(2**31)
+        farthest_future = self.max_seqlen_k - 1 - self.query_offset if offset_is_known else 2**31
+        if self.window_left >= 0:
+            farthest_past = max(farthest_past, -self.window_left)
+        if self.window_right >= 0:
+            farthest_future = min(farthest_future, self.window_right)
+        if self.first <= farthest_past and farthest_future <= self.last:
+            return "none"
+        return "clamp" if self.clamp else "zero"

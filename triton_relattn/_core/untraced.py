@@ -1,0 +1,17 @@
+"""Functions that torch.compile calls while it traces, instead of tracing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Have torch.compile take what the function returns as a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports torch._dynamo for it, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,1 @@
+"""Registration with torch: operators and their derivatives, FLOP formulas, sharding strategies."""

@@ -1,0 +1,58 @@
+"""Floating-point operations for ``torch.utils.flop_counter``, counted as torch counts scaled_dot_product_attention.
+
+A multiplication and an addition are two; masks do not reduce the count. Softmax and the rotation of the tables' products are not
+counted. Of a table, rows are counted that a query can reach.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .._core.spec import AttentionTensors
+
+_NUM_TENSORS = len(AttentionTensors._fields)
+
+
+def _operations(shapes: Any) -> tuple[int, int, int, int]:
+    """Of one product each: queries with keys, probabilities with values, queries with rel_key, probabilities with rel_value."""
+    tensors: Any = AttentionTensors(*shapes)
+    batch, heads, num_queries, width = tensors.query
+    num_keys, value_width = tensors.key[2], tensors.value[3]
+    if tensors.cu_seqlens_k is not None:  # the sequences are counted as if equally long: their lengths may be on a GPU
+        num_keys //= max(tensors.cu_seqlens_k[0] - 1, 1)
+    rel_width = (tensors.rel_query or tensors.query)[3]
+    rows = 2 * batch * heads * num_queries
+    rel_key = 0 if tensors.rel_key is None else rows * min(tensors.rel_key[-2], num_keys) * rel_width
+    rel_value = 0 if tensors.rel_value is None else rows * min(tensors.rel_value[-2], num_keys) * value_width
+    return rows * num_keys * width, rows * num_keys * value_width, rel_key, rel_value
+
+
+def _forward_flops(*arguments: Any, **_: Any) -> int:
+    return sum(_operations(arguments[:_NUM_TENSORS]))
+
+
+def _backward_flops(*arguments: Any, **_: Any) -> int:
+    scores, values, rel_key, rel_value = _operations(arguments[5 : 5 + _NUM_TENSORS])
+    return 3 * scores + 2 * values + 3 * rel_key + 2 * rel_value
+
+
+def register() -> None:
+    """Register the formulas with torch.utils.flop_counter."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.triton_relattn.attention_forward)(_forward_flops)
+    register_flop_formula(torch.ops.triton_relattn.attention_backward)(_backward_flops)
+
+
+def add_to_counters() -> None:
+    """Give the formulas to the counters at work: each has copied those that there were when it was made."""
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, FlopCounterMode):
+            for operator in (torch.ops.triton_relattn.attention_forward, torch.ops.triton_relattn.attention_backward):
+                counter.flop_registry.setdefault(operator, flop_registry[operator])

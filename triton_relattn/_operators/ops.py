@@ -1,0 +1,228 @@
+"""Registration with torch: two opaque operators, their fakes, and the derivative of the first by the second.
+
+The tensors of AttentionTensors and the scalars of AttentionSpec are the schema, in the order of their fields.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, get_type_hints
+
+import torch
+from torch.autograd import forward_ad
+
+from .._blockwise import attention as blockwise
+from .._core.dtypes import compute_dtype, gradient_like, new_like, without_autocast
+from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._core.untraced import untraced
+from . import flops, sharding
+
+_SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
+_SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
+_TENSORS = ", ".join(
+    f"{'Tensor?' if name in AttentionTensors._field_defaults else 'Tensor'} {name}" for name in AttentionTensors._fields
+)
+_NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
+_GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
+
+KEEPING = "blockwise keeping probabilities"
+"""The implementation that, where it is differentiated, returns the probabilities as statistics."""
+
+_library = torch.library.Library("triton_relattn", "DEF")
+_library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {_TENSORS}, {_SCALARS}, "
+    f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
+)
+
+
+def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str]:
+    """Tensors, scalars and implementation from arguments in the order of the schema."""
+    *scalars, implementation = arguments[_NUM_TENSORS:]
+    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), implementation
+
+
+def _forward(*arguments):  # type: ignore[no-untyped-def]
+    tensors, spec, implementation = _split(arguments)
+    if implementation == "triton":
+        from ..kernels.forward import forward
+
+        with torch.cuda.device_of(tensors.query):
+            return forward(tensors, spec)
+    with without_autocast(tensors.query.device):
+        kept = _statistics(tensors, implementation)
+        return *blockwise.forward(tensors, spec, kept if implementation == KEEPING else None), kept
+
+
+def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
+    """The empty third result, what is kept for the backward: two numbers of each query by the kernels, nothing by "blockwise"."""
+    query, key = tensors.query, tensors.key
+    sizes = {"triton": (*query.shape[:2], 2, query.shape[2]), KEEPING: (*query.shape[:3], key.shape[2])}
+    return query.new_empty(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
+
+
+def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
+    tensors, _, implementation = _split(arguments)
+    query = tensors.query
+    out = new_like(query, tensors.value.shape[-1])
+    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+    return out, lse, _statistics(tensors, implementation)
+
+
+def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
+    *arguments, wanted = arguments
+    tensors, spec, implementation = _split(arguments)
+    if d_lse is not None:  # what merges partial results may have NaN for a query that sees nothing
+        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
+    if implementation == "triton":
+        from ..kernels.backward import backward
+
+        with torch.cuda.device_of(tensors.query):
+            gradients = backward(d_out, d_lse, out, statistics, tensors, spec, wanted)
+    else:
+        with without_autocast(tensors.query.device):
+            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, statistics)
+    return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, *arguments):  # type: ignore[no-untyped-def]
+    query, wanted = arguments[0], arguments[-1]
+    return tuple(
+        query.new_empty(0) if tensor is None or not want else gradient_like(tensor)
+        for tensor, want in zip(arguments[:_NUM_GRADIENTS], wanted, strict=True)
+    )
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    out, lse, statistics = output
+    ctx.implementation = inputs[-1]
+    ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
+    ctx.mark_non_differentiable(statistics)
+    # blockwise computes delta from its blocks and does not need out.
+    needed_out = out if ctx.implementation == "triton" else None
+    needed_statistics = None if ctx.implementation == "blockwise" else statistics
+    ctx.save_for_backward(needed_out, lse, needed_statistics, *inputs[:_NUM_TENSORS])
+    ctx.scalars = inputs[_NUM_TENSORS:-1]
+
+
+def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # once: checkpointing allows no more
+    _, _, _, query, _, value, *_ = saved
+    if d_out is None:
+        d_out = query.new_zeros(*query.shape[:3], value.shape[3])
+    wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
+    backward = torch.ops.triton_relattn.attention_backward.default
+    gradients = backward(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
+    others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
+    return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
+
+
+def _is_differentiated(arguments: Iterable[Any]) -> bool:
+    """Whether anybody may ask for a derivative by them, in reverse mode or (which is to be refused) in forward mode."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+
+
+class _Operator(torch.autograd.Function):
+    """One of the operators as autograd and torch.func see it. Subclasses say which, and how it is differentiated."""
+
+    operator: Any
+
+    @classmethod
+    def forward(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Run the operator below autograd."""
+        with torch._C._AutoDispatchBelowAutograd():
+            results: tuple[torch.Tensor, ...] = cls.operator(*arguments)
+        return results
+
+    @classmethod
+    def with_autograd(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Run the operator, as a node of autograd's graph if anybody differentiates; that only costs time otherwise."""
+        _register()
+        if not _is_differentiated(arguments):
+            return cls.forward(*arguments)
+        # Function.apply without its search for transforms, which are at work above this key.
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc, no-any-return]
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        raise NotImplementedError(
+            "triton_relattn::attention_forward and attention_backward have no forward-mode derivatives (jvp); "
+            'implementation="reference" has them'
+        )
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        """Run the operator for each index of the dimensions that vmap maps over, one call after the other."""
+        if info.batch_size == 0:
+            raise ValueError(f"{cls.operator}: vmap over a dimension of size 0")
+        mapped = [
+            [
+                argument.select(dim, index) if isinstance(dim, int) else argument
+                for argument, dim in zip(arguments, in_dims, strict=True)
+            ]
+            for index in range(info.batch_size)
+        ]
+        results = [cls.operator(*each) for each in mapped]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+
+class _Forward(_Operator):
+    """out, lse, statistics = f(tensors, scalars...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
+
+    operator = torch.ops.triton_relattn.attention_forward.default
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+
+
+class _Backward(_Operator):
+    """The gradients. Differentiating them raises; without this, terms would be dropped."""
+
+    operator = torch.ops.triton_relattn.attention_backward.default
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> None:
+        raise RuntimeError(
+            "triton_relattn::attention_backward cannot be differentiated: relative attention has first derivatives only; "
+            'implementation="reference" has all of them'
+        )
+
+
+# Not with torch.library.register_autograd: torch.func does not take the Functions that it makes, and their forward-mode tangents
+# are zero. The last key is torch.func's: apply hands the call from transform to transform, down to the operator without any.
+for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, _backward, _backward_fake)):
+    _name = _operator.operator._opname
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _operator.with_autograd, "Autograd")
+    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")
+    torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
+
+
+_REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed.tensor": sharding.register}
+"""What remains to be registered, by the module of torch that has to be imported first."""
+
+
+@untraced
+def _register() -> None:
+    """Register with those modules of torch that are imported by now. To import them for it takes a second, and imports triton."""
+    for name in [name for name in _REGISTRATIONS if name in sys.modules]:
+        _REGISTRATIONS.pop(name)()
+    if torch._C._len_torch_dispatch_stack() > 0 and "torch.utils.flop_counter" in sys.modules:
+        flops.add_to_counters()
+
+
+def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
+    _register()  # here too: inference mode has no autograd
+    # Not where torch.compile traces, which would have to know sizes.
+    differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
+    if differentiated and blockwise.keeps_probs(tensors, spec):
+        implementation = KEEPING
+    out, lse, _ = torch.ops.triton_relattn.attention_forward.default(*tensors, *spec, implementation)
+    return out, lse

@@ -1,0 +1,90 @@
+"""How the operators are distributed: by batch and by heads, for ``torch.distributed.tensor.DTensor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._core.spec import DIFFERENTIABLE, AttentionTensors
+
+_TABLES = ("rel_key", "rel_value", "rel_bias")
+_NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
+
+
+def register() -> None:
+    """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
+
+    Gradients of tables that the shards share are partial sums, which DTensor adds up. Packed batches are sharded by heads only,
+    heads of the key that are shared only if the mesh divides them, so that they stay with those of the query.
+    Dropout counts sequences and heads within a shard, so shards with the same seed drop alike.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    ops = torch.ops.triton_relattn
+
+    def by_batch(tensors: AttentionTensors) -> dict[str, Any]:
+        """The placement of each tensor if the batch is sharded."""
+        placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
+        placements |= dict.fromkeys(("query", "key", "value", "rel_query", "key_lengths", "query_offsets"), Shard(0))
+        if tensors.attn_mask is not None and tensors.attn_mask.shape[0] > 1:
+            placements["attn_mask"] = Shard(0)
+        return placements
+
+    def by_heads(tensors: AttentionTensors) -> dict[str, Any]:
+        """The placement of each tensor if the heads are sharded."""
+        placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
+        placements |= dict.fromkeys(("query", "key", "value", "rel_query"), Shard(1))
+        for name in _TABLES:
+            table = getattr(tensors, name)
+            if table is not None and table.ndim > 1 + (name != "rel_bias"):
+                placements[name] = Shard(0)
+        if tensors.attn_mask is not None and tensors.attn_mask.shape[1] > 1:
+            placements["attn_mask"] = Shard(1)
+        return placements
+
+    def kinds(tensors: AttentionTensors) -> list[tuple[Any, dict[str, Any]]]:
+        """The placement of results, and those of the tensors, for each way to distribute a call."""
+        found: list[tuple[Any, dict[str, Any]]] = [(Replicate(), dict.fromkeys(AttentionTensors._fields, Replicate()))]
+        if tensors.cu_seqlens_q is None:
+            found.append((Shard(0), by_batch(tensors)))
+        heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
+        if heads == key_heads or key_heads % tensors.query.mesh.size() == 0:  # type: ignore[attr-defined]
+            found.append((Shard(1), by_heads(tensors)))
+        return found
+
+    def of_tensors(tensors: AttentionTensors, placements: dict[str, Any]) -> list[Any]:
+        return [None if tensor is None else placements[name] for name, tensor in tensors._asdict().items()]
+
+    def forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
+        ways = []
+        for result, placements in kinds(tensors):
+            statistics = Replicate() if others[-1] == "blockwise" else result
+            ways.append(([result, result, statistics], [*of_tensors(tensors, placements), *(None for _ in others)]))
+        return ways
+
+    def backward(
+        d_out: Any, d_lse: Any, out: Any, lse: Any, statistics: Any, *arguments: Any
+    ) -> list[tuple[list[Any], list[Any]]]:
+        tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
+        wanted, implementation = others[-1], others[-2]
+        ways = []
+        for result, placements in kinds(tensors):
+            gradients = []
+            for name, want in zip(DIFFERENTIABLE, wanted, strict=True):
+                placement = placements[name]
+                is_sum = name in _TABLES and isinstance(placement, Replicate) and not isinstance(result, Replicate)
+                has_gradient = want and getattr(tensors, name) is not None
+                gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
+            of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]
+            of_statistics = Replicate() if implementation == "blockwise" else result
+            saved = [*of_results, None if statistics is None else of_statistics]
+            ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
+        return ways
+
+    strategies: dict[Any, Callable[..., Any]] = {ops.attention_forward.default: forward, ops.attention_backward.default: backward}
+    for operator, strategy in strategies.items():
+        register_sharding(operator)(strategy)

@@ -1,0 +1,162 @@
+"""Dense oracle in plain torch: O(Nq * Nk) memory, any dtype, differentiated by autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from ._core.dropout import draw_seed, keep_mask, keep_scale
+from ._core.spec import AttentionSpec, AttentionTensors
+from .positions import RelativePositions
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    rel_query: torch.Tensor | None = None,
+    rel_value: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
+    positions: RelativePositions | None = None,
+    attn_mask: torch.Tensor | None = None,
+    key_lengths: torch.Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: int | torch.Tensor = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    first_sequence: int = 0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    exact_delta: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse as :func:`triton_relattn.fused_relative_attention` defines them; it has the arguments and validates them.
+
+    Every step is one line of the formula, in the dtype of the inputs. dropout_seed and first_sequence, the number of the first
+    batch entry, say which probabilities are dropped.
+    """
+    batch, heads, num_queries, _ = query.shape
+    num_keys, device = key.shape[2], query.device
+    if key.shape[1] != heads:
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
+    i = torch.arange(num_queries, device=device)[:, None]
+    j = torch.arange(num_keys, device=device)[None, :]
+    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    relative_position = (j - i - offset).expand(batch, 1, num_queries, num_keys)
+    table = next((table for table in (rel_bias, rel_key, rel_value) if table is not None), None)
+    if table is not None:
+        positions = positions or RelativePositions.centred(table.shape[-1] if table is rel_bias else table.shape[-2])
+        row, inside = positions.rows(relative_position)
+        row = row.expand(batch, heads, num_queries, num_keys)
+
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * (query @ key.mT)
+    if rel_key is not None or rel_bias is not None:
+        rel_scale = scale if rel_scale is None else rel_scale
+        logits = logits + position_term(query if rel_query is None else rel_query, rel_key, rel_bias, row, inside, rel_scale)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+
+    left, right = window_size
+    visible = torch.ones_like(relative_position, dtype=torch.bool)
+    if left >= 0:
+        visible = visible & (relative_position >= -left)
+    if right >= 0:
+        visible = visible & (relative_position <= right)
+    if is_causal:
+        visible = visible & (relative_position <= 0)
+    if key_lengths is not None:
+        visible = visible & (j < key_lengths.view(-1, 1, 1, 1))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        visible = visible & attn_mask
+    elif attn_mask is not None:
+        # A finite number stays finite, also from a float32 mask for half precision.
+        smallest = max(torch.finfo(dtype).min for dtype in (logits.dtype, attn_mask.dtype))
+        logits = logits + attn_mask.clamp_min(smallest).to(logits.dtype)
+        visible = visible & (attn_mask != float("-inf"))
+    visible = visible.expand_as(logits)
+    sees_nothing = ~visible.any(-1, keepdim=True)
+
+    # A row that sees nothing has no softmax: it takes part as if it saw everything equally, and is cleared afterwards.
+    logits = logits.masked_fill(~visible, float("-inf")).masked_fill(sees_nothing, 0)
+    probs = torch.softmax(logits, dim=-1).masked_fill(sees_nothing, 0)
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    logits = logits.to(lse_dtype)
+    # Not torch.logsumexp: its derivative is exp(logits - lse), wrong where all logits are so large that lse rounds the sum away.
+    top = logits.detach().amax(-1, keepdim=True) if num_keys else logits.new_zeros(batch, heads, num_queries, 1)
+    lse = (top + (logits - top).exp().sum(-1, keepdim=True).log()).masked_fill(sees_nothing, float("-inf")).squeeze(-1)
+    if dropout_p > 0:
+        seed = draw_seed(device) if dropout_seed is None else dropout_seed
+        index = torch.arange(first_sequence, first_sequence + batch, device=device).view(-1, 1, 1, 1)
+        head = torch.arange(heads, device=device).view(-1, 1, 1)
+        keep = keep_mask(seed, dropout_p, index, head, i, slice(0, num_keys))
+        probs = torch.where(keep, probs, 0) * keep_scale(dropout_p)
+    out = probs @ value
+    if rel_value is not None:
+        by_row = probs.new_zeros(batch, heads, num_queries, rel_value.shape[-2])
+        out = out + by_row.scatter_add(-1, row, torch.where(inside, probs, 0)) @ rel_value
+    return out, lse
+
+
+def position_term(
+    rel_query: torch.Tensor,
+    rel_key: torch.Tensor | None,
+    rel_bias: torch.Tensor | None,
+    row: torch.Tensor,
+    inside: torch.Tensor,
+    rel_scale: float,
+) -> torch.Tensor:
+    """``rel_scale * (p_i . E[row]) + b[row]``, (B, H, Nq, Nk) as row is, and 0 where it does not apply (``inside`` is False)."""
+    term = torch.zeros(row.shape, dtype=rel_query.dtype, device=row.device)
+    if rel_key is not None:
+        term = rel_scale * (rel_query @ rel_key.mT).gather(-1, row)
+    if rel_bias is not None:
+        batch, heads, num_queries, _ = row.shape
+        bias = rel_bias.to(term.dtype).expand(batch, heads, -1)[:, :, None].expand(-1, -1, num_queries, -1)
+        term = term + bias.gather(-1, row)
+    return torch.where(inside, term, 0)
+
+
+def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a resolved call; the sequences of a packed batch are computed one after the other."""
+    query, key, value, rel_query = tensors[:4]
+
+    def attend(queries: slice, keys: slice, first_sequence: int, offset: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_attention(
+            query[:, :, queries],
+            key[:, :, keys],
+            value[:, :, keys],
+            tensors.rel_key,
+            rel_query=None if rel_query is None else rel_query[:, :, queries],
+            rel_value=tensors.rel_value,
+            rel_bias=tensors.rel_bias,
+            positions=RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero"),
+            attn_mask=tensors.attn_mask,
+            key_lengths=tensors.key_lengths,
+            window_size=(spec.window_left, spec.window_right),
+            query_offset=offset,
+            dropout_p=spec.dropout_p,
+            dropout_seed=tensors.dropout_seed,
+            first_sequence=first_sequence,
+            scale=spec.scale,
+            rel_scale=spec.rel_scale,
+            softcap=spec.softcap,
+        )
+
+    everything = slice(None)
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        offset = spec.query_offset if tensors.query_offsets is None else tensors.query_offsets
+        return attend(everything, everything, 0, offset)
+    starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+    offsets = [spec.query_offset] * tensors.num_sequences if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    parts = [
+        attend(slice(*starts_q[number : number + 2]), slice(*starts_k[number : number + 2]), number, offset)
+        for number, offset in enumerate(offsets)
+    ]
+    if not parts:
+        return attend(everything, everything, 0, 0)
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
