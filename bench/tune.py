@@ -46,8 +46,8 @@ COLUMNS = (
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
-WANTED = {"forward": (), "rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",), "diagonals": ("rel_key",)}
-"""Gradients for which the kernel runs, with the rows kernel before it if need be: its time is then in all of them alike."""
+WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
+"""Gradients for which the kernel runs, with the dq kernel before it if need be: its time is then in all of them alike."""
 LARGEST_GAIN_OF_NOISE = 0.02  # a configuration must be faster than the default by more
 CHECKED_LENGTH = 300  # of the call that a configuration is checked with
 ERROR_FACTOR, ERROR_FLOOR = 1.5, 1e-5  # of the default configuration's error, relative in norm

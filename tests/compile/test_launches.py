@@ -28,7 +28,7 @@ from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "rows", "columns", "table", "diagonals", "table_ends")
+KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dtable_ends")
 TABLES = ("rel_key", "rel_value", "rel_bias")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
 BUFFERS = {"lses", "statistics", "d_lses", "deltas", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
@@ -121,7 +121,7 @@ class Call:
         if not self.wanted or self.tensors["key"].numel() == 0:
             return ["forward"]
         clamped = self.outside() == "clamp"
-        # Besides d_query, the rows kernel makes delta, and of keys beyond a clamped table their scores, and what is kept of P.
+        # Besides d_query, the dq kernel makes delta, and of keys beyond a clamped table their scores, and what is kept of P.
         needs_delta = self.wanted - {"value", "rel_value"}
         needs_far_scores = clamped and "value" in self.wanted and self.tables.keys() & {"rel_key", "rel_bias"}
         rows = 1 if needs_delta or needs_far_scores or (clamped and "rel_value" in self.wanted) else 0
@@ -130,11 +130,11 @@ class Call:
         ends = [name for name in ("rel_key", "rel_value") if clamped and name in self.wanted]
         return [
             "forward",
-            *["rows"] * rows,
-            *["columns"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
-            *["table"] * (parts == 0 and bool(self.wanted & set(TABLES))),
-            *["columns", "diagonals"] * parts,
-            *["table_ends"] * len(ends),
+            *["dq"] * rows,
+            *["dkv"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
+            *["dtable"] * (parts == 0 and bool(self.wanted & set(TABLES))),
+            *["dkv", "dtable_words"] * parts,
+            *["dtable_ends"] * len(ends),
         ]
 
 
@@ -276,31 +276,31 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
     def blocks(length: int, block: str) -> int:
         return -(-length // launch[block])
 
-    if launch.name in ("forward", "rows"):
+    if launch.name in ("forward", "dq"):
         assert launch.grid == (blocks(num_queries, "BLOCK_M") * sequences * heads,), launch.grid
-    elif launch.name == "columns":
-        parts = [each for each in launches if each.name == "columns"]
+    elif launch.name == "dkv":
+        parts = [each for each in launches if each.name == "dkv"]
         assert sum(each.grid[0] for each in parts) == blocks(num_keys, "BLOCK_N") * sequences * key_heads, launch.grid
         if launch["words"] is not None:  # one part after the other
             assert launch["first_program"] == sum(each.grid[0] for each in parts[: parts.index(launch)])
     else:
-        table = next(each for each in launches if each.name in ("table", "diagonals"))
+        table = next(each for each in launches if each.name in ("dtable", "dtable_words"))
         table_heads = heads if call.per_head else 1
         splits, units = table.grid[1], sequences * heads // table_heads
         partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
         margin = 0
-        if table["OUTSIDE"] == "clamp":  # as many near keys as the rows kernel can have beyond the table
-            rows = next(each for each in launches if each.name == "rows")
+        if table["OUTSIDE"] == "clamp":  # as many near keys as the dq kernel can have beyond the table
+            rows = next(each for each in launches if each.name == "dq")
             margin = rows["BLOCK_M"] + rows["BLOCK_N"]
-            assert (table["ROWS_BLOCK_M"], table["ROWS_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
-        units = blocks(num_queries, "BLOCK_M") if launch.name == "diagonals" else units if table.name == "table" else splits
+            assert (table["DQ_BLOCK_M"], table["DQ_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
+        units = blocks(num_queries, "BLOCK_M") if launch.name == "dtable_words" else units if table.name == "dtable" else splits
         assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
         assert launch["PER_HEAD"] == call.per_head
-        if launch.name in ("table", "diagonals"):
+        if launch.name in ("dtable", "dtable_words"):
             programs = blocks(call.num_rows + 2 * margin, "BLOCK_N") * table_heads
             assert launch.grid == (programs, splits)
-            if launch.name == "table":
+            if launch.name == "dtable":
                 assert launch["num_sequences"] == sequences
             else:  # of the heads in the workspace
                 programs = programs // table_heads * min(table_heads, launch["words"][0].shape[1])
@@ -348,7 +348,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
 
 def check(target: str, call: Call, launches: list[Recorded]) -> None:
     """Everything that holds for the launches of one call."""
-    parts = sum(launch.name == "diagonals" for launch in launches)
+    parts = sum(launch.name == "dtable_words" for launch in launches)
     assert [launch.name for launch in launches] == call.kernels(parts), (target, sorted(call.wanted))
     assert parts == 0 or call.may_use_workspace(target)
     if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
@@ -358,7 +358,7 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
         check_grid(target, launch)
         check_programs(target, call, launch, launches)
         check_arguments(call, launch)
-        if launch.name != "table_ends":
+        if launch.name != "dtable_ends":
             assert launch["OUTSIDE"] == call.outside()
             assert launch.tile.why_invalid(target, bool(call.tables)) is None, (target, launch.tile)
 
@@ -405,7 +405,7 @@ def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> 
     with recorded(target) as (launches, _):
         call.run()
     check(target, call, launches)
-    assert [launch.grid[0] for launch in launches if launch.name in ("forward", "rows", "columns")] == [70_000] * 3
+    assert [launch.grid[0] for launch in launches if launch.name in ("forward", "dq", "dkv")] == [70_000] * 3
 
 
 def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
@@ -431,7 +431,7 @@ def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]
 
 def kernels_for(target: str) -> set[str]:
     """Return the kernels that calls can launch: none on AMD's GPUs has a workspace."""
-    return set(KERNELS) - ({"diagonals"} if target.startswith("gfx") else set())
+    return set(KERNELS) - ({"dtable_words"} if target.startswith("gfx") else set())
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -443,7 +443,7 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
     """Of every kernel, on one of the targets each."""
-    tables = {"table": ("none", "clamp", "zero"), "diagonals": ("none", "clamp", "zero"), "table_ends": ("clamp",)}
+    tables = {"dtable": ("none", "clamp", "zero"), "dtable_words": ("none", "clamp", "zero"), "dtable_ends": ("clamp",)}
     wanted = set[Any]()
     for name in KERNELS:
         targets = [each for each in TARGETS if name in kernels_for(each)]

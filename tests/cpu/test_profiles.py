@@ -91,7 +91,7 @@ def test_a_missing_file_is_empty(tmp_path: Path) -> None:
 
 def test_what_is_not_timed_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    untimed = {**ROW, "kernel": "rows", "timed": False, "milliseconds": None, "default_milliseconds": None}
+    untimed = {**ROW, "kernel": "dq", "timed": False, "milliseconds": None, "default_milliseconds": None}
     path.write_text(json.dumps({**DOCUMENT, "entries": [untimed, ROW]}))
     assert load_quietly(path) == {KEY: CONFIG}
 
@@ -133,8 +133,8 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert configs.profile_key("forward", ARCH, torch.bfloat16, 40, None, False, None, 100) == KEY
     for precision, name in (("highest", "float32"), ("high", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        key = configs.profile_key("rows", ARCH, torch.float32, 80, "zero", True, "rel_bias", 3000)
-        assert key == Key("rows", ARCH, name, 128, "zero", True, "rel_bias", 8192)
+        key = configs.profile_key("dq", ARCH, torch.float32, 80, "zero", True, "rel_bias", 3000)
+        assert key == Key("dq", ARCH, name, 128, "zero", True, "rel_bias", 8192)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
@@ -152,8 +152,8 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
             },
         )
     assert {call.tile(kernel) for kernel in configs.KERNELS} == {CONFIG}
-    assert call.tile("rows", OTHER) == OTHER
-    assert Call(*resolved, arch="interpreter").tile("rows") == TileConfig(64, 64, 4, 1)
+    assert call.tile("dq", OTHER) == OTHER
+    assert Call(*resolved, arch="interpreter").tile("dq") == TileConfig(64, 64, 4, 1)
 
 
 def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -265,11 +265,11 @@ def test_where_the_user_s_profiles_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_save_writes(tmp_path: Path) -> None:
     """New entries replace old ones, others stay, those that are not timed too."""
     path = tmp_path / "folder" / "of" / "profile.json"
-    untimed = replace(KEY, kernel="table")
+    untimed = replace(KEY, kernel="dtable")
     profiles.save(path, {KEY: replace(ENTRY, config=OTHER), untimed: Entry(OTHER, timed=False)}, device="a GPU", commit="a")
     profiles.save(path, {KEY: ENTRY}, device="a GPU", commit=None)
     written = json.loads(path.read_text())
-    kept = {**ROW, "kernel": "table", "config": vars(OTHER), "timed": False, "milliseconds": None, "default_milliseconds": None}
+    kept = {**ROW, "kernel": "dtable", "config": vars(OTHER), "timed": False, "milliseconds": None, "default_milliseconds": None}
     assert written == {**DOCUMENT, "commit": None, "entries": [ROW, kept]}
     assert load_quietly(path) == {KEY: CONFIG}
 

@@ -36,7 +36,7 @@ def tile(block_m: int, block_n: int) -> TileConfig:
 
 
 # Several tiles each way in short sequences.
-SMALL = {"forward": tile(32, 32), "rows": tile(32, 16), "columns": tile(32, 32), "table": tile(32, 32)}
+SMALL = {"forward": tile(32, 32), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
 FULL, CLAMP, ZERO = RelativePositions(-60, 60), RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 POSITIONS = {"full": FULL, "clamp": CLAMP, "zero": ZERO}
 
@@ -352,7 +352,7 @@ class CountedKernel:
         return self.kernel[grid]
 
 
-KERNELS = ("rows_kernel", "columns_kernel", "table_kernel", "table_ends_kernel")
+KERNELS = ("dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_ends_kernel")
 
 
 @pytest.mark.parametrize("kind", ["full", "clamp", "zero", None])
@@ -385,7 +385,7 @@ def test_gradients_that_nothing_asks_for_are_not_computed(monkeypatch: pytest.Mo
     for name in KERNELS:
         monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
     inputs = make_inputs(1, 1, 20, 20, 8, num_rows=39, dtype=torch.float32, seed=8)
-    for name, needed in (("rel_key", ("rows_kernel", "table_kernel")), ("value", ("columns_kernel",)), ("query", KERNELS[:1])):
+    for name, needed in (("rel_key", ("dq_kernel", "dtable_kernel")), ("value", ("dkv_kernel",)), ("query", KERNELS[:1])):
         launches.clear()
         tensors = {field: tensor.clone() for field, tensor in present(inputs).items()}
         tensors[name].requires_grad_()

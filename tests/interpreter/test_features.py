@@ -44,11 +44,11 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
 
 # Several tiles each way in short sequences; the second has the other shape everywhere, and carries nothing. The default, large,
 # carries scores.
-SMALL = {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)}
-OTHER = {"forward": tile(16, 16, None), "rows": tile(32, 32, None), "columns": tile(32, 16), "table": tile(32, 32)}
+SMALL = {"forward": tile(32, 16), "dq": tile(32, 16, "both"), "dkv": tile(16, 16), "dtable": tile(32, 16)}
+OTHER = {"forward": tile(16, 16, None), "dq": tile(32, 32, None), "dkv": tile(32, 16), "dtable": tile(32, 32)}
 # Two variants, of which the normal run takes one and the other in turn.
 BOTH, BOTH_NAMES = (False, pytest.param(True, marks=pytest.mark.slow)), ("", "other")
-KERNELS = ("rows_kernel", "columns_kernel", "table_kernel", "table_ends_kernel")
+KERNELS = ("dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_ends_kernel")
 POSITIONS = {
     "full": RelativePositions(-50, 50),
     "clamp": RelativePositions(-4, 6),
@@ -555,7 +555,7 @@ def test_windows_skip_tiles(kind: str | None) -> None:
     for kernel in short:
         assert 0 < long[kernel] - middle[kernel] <= 1.05 * (middle[kernel] - short[kernel]), kernel
     assert unbounded["forward_kernel"] > 1.2 * long["forward_kernel"]
-    assert unbounded["columns_kernel"] > 1.2 * long["columns_kernel"]
+    assert unbounded["dkv_kernel"] > 1.2 * long["dkv_kernel"]
 
 
 class CountedKernel:
@@ -593,10 +593,10 @@ def test_only_the_wanted_gradients_are_computed(kind: str, counted: Counter[str]
             assert (result is None) == (name not in wanted), (wanted, name)
             assert result is None or (expected is not None and torch.equal(result, expected)), (wanted, name)
         needed = {
-            "rows_kernel": int(kind == "clamp" or not {"d_value", "d_rel_value"}.issuperset(wanted)),
-            "columns_kernel": int(not {"d_key", "d_value"}.isdisjoint(wanted)),
-            "table_kernel": int(not set(tables).isdisjoint(wanted)),
-            "table_ends_kernel": len({"d_rel_key", "d_rel_value"} & set(wanted)) if kind == "clamp" else 0,
+            "dq_kernel": int(kind == "clamp" or not {"d_value", "d_rel_value"}.issuperset(wanted)),
+            "dkv_kernel": int(not {"d_key", "d_value"}.isdisjoint(wanted)),
+            "dtable_kernel": int(not set(tables).isdisjoint(wanted)),
+            "dtable_ends_kernel": len({"d_rel_key", "d_rel_value"} & set(wanted)) if kind == "clamp" else 0,
         }
         assert counted == Counter(needed), wanted
 
@@ -628,9 +628,9 @@ def test_exact_delta(own_query: bool, counted: Counter[str]) -> None:
     for exact in (False, True):
         counted.clear()
         results = all_gradients(inputs, exact_delta=exact)
-        assert counted["rows_kernel"] == 1 + exact
+        assert counted["dq_kernel"] == 1 + exact
         errors.append([float((results[name].double() - golden[name]).norm()) for name in names])
     assert all(after < 0.7 * before for before, after in zip(*errors, strict=True)), errors
     counted.clear()
     run_backward(inputs, wanted=("d_key", "d_rel_bias"), exact_delta=True)
-    assert counted["rows_kernel"] == 1
+    assert counted["dq_kernel"] == 1

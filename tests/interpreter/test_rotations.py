@@ -106,7 +106,7 @@ def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: st
 
 def tiles_of(config: TileConfig, carry: str | None) -> dict[str, TileConfig]:
     """The configuration for every kernel, with what each of them can carry."""
-    carries = {"forward": "scores" if carry == "both" else carry, "rows": carry}
+    carries = {"forward": "scores" if carry == "both" else carry, "dq": carry}
     return {kernel: replace(config, carry=carries.get(kernel, "scores")) for kernel in KERNELS}
 
 
@@ -190,7 +190,7 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs._replace(query=query, rel_key=table)
     monkeypatch.setattr(configs, "rounds_terms", lambda *_: True)
     tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"), "both")
-    results = all_gradients(inputs, {**tiles, "rows": TileConfig(32, 32, 4, 1), "table": TileConfig(32, 32, 4, 1)})
+    results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
 
 

@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def key_order(TILE: tl.constexpr):
-    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS), to load, mask, store keys.
+    """Logical index of each column of a tile, to load, mask and store keys.
 
     For rotations in registers (quads.py) columns of the tile's two chunks, its halves, take turns.
     """
-    BLOCK_N: tl.constexpr = TILE[1]
+    BLOCK_N: tl.constexpr = TILE.block_n
     n = tl.arange(0, BLOCK_N)
-    if TILE[2] == "gather":
+    if TILE.rotation == "gather":
         return n
     else:
         return n % 2 * (BLOCK_N // 2) + n // 2

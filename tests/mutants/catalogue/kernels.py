@@ -214,7 +214,7 @@ OF_ROWS = (
     ),
     Fault(
         "rows-dropout-unscaled",
-        "the scale of dropout is missing in dP, in the rows kernel",
+        "the scale of dropout is missing in dP, in the dq kernel",
         (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
         (Change(ROWS, "d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)", "d_probs, 0.0)"),),
     ),
@@ -403,7 +403,7 @@ OF_TABLE = (
     ),
     Fault(
         "far-keys-counted-twice",
-        "the first key behind the near tiles is counted by the rows kernel and by the table's",
+        "the first key behind the near tiles is counted by the dq kernel and by the table's",
         (f"{ON_BACKWARD}::test_tiles_of_rows_and_table_kernel[False-rows1-table1]",),
         (Change(TABLE, "near_stop - first_keys)", "near_stop + 1 - first_keys)"),),
     ),

@@ -92,8 +92,8 @@ OF_LAUNCHERS = (
         (
             Change(
                 BACKWARD,
-                "            run_rows(out, None, None)\n            run_rows(None, *rows_gradients)\n",
-                "            run_rows(out, *rows_gradients)\n",
+                "            run_dq(out, None, None)\n            run_dq(None, *dq_gradients)\n",
+                "            run_dq(out, *dq_gradients)\n",
             ),
         ),
     ),

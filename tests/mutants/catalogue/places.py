@@ -11,9 +11,9 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "walk",
         "quads",
         "forward",
-        "bwd_rows",
-        "bwd_columns",
-        "bwd_table",
+        "bwd_dq",
+        "bwd_dkv",
+        "bwd_dtable",
         "scores",
         "masking",
         "tiles",
@@ -23,7 +23,7 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "dropout",
     )
 )
-DIAGONALS, WORDS, WORKSPACE = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_diagonals", "words", "workspace"))
+DIAGONALS, WORDS, WORKSPACE = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace"))
 BLOCKWISE, BLOCKS, BANDS = (f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands"))
 DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
 OPS = "triton_relattn/_operators/ops.py"

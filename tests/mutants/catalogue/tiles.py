@@ -63,7 +63,7 @@ OF_QUADS = (
     ),
     Fault(
         "terms-in-the-other-chunk",
-        "in the table kernel terms are added to the products of keys W away, in every other group of W queries",
+        "in the dtable kernel terms are added to the products of keys W away, in every other group of W queries",
         (f"{ON_ROTATIONS}::test_kernels",),
         (Change(BAND, "odd = (m // W % 2 == 1) ^ wraps_around(TILE)", "odd = wraps_around(TILE)"),),
     ),

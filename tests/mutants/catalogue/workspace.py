@@ -20,7 +20,7 @@ OF_WORKSPACE = (
     ),
     Fault(
         "words-nobody-wrote",
-        "keys that a length hides are read, of tiles that the columns kernel never visits",
+        "keys that a length hides are read, of tiles that the dkv kernel never visits",
         (f"{ON_WORKSPACE}::test_calls[bias_alone-full-long-10000]",),
         (
             Change(
@@ -32,13 +32,13 @@ OF_WORKSPACE = (
     ),
     Fault(
         "words-of-far-keys",
-        "keys far beyond a clamped table count twice: as words, and in the sums of the rows kernel",
+        "keys far beyond a clamped table count twice: as words, and in the sums of the dq kernel",
         (f"{ON_WORKSPACE}::test_calls[plain-clamp-twice-None]",),
         (Change(DIAGONALS, "tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)", "key_low, key_high"),),
     ),
     Fault(
         "words-beside-a-clamped-table",
-        "the columns kernel leaves no words of keys that it takes for far and the rows kernel for near",
+        "the dkv kernel leaves no words of keys that it takes for far and the dq kernel for near",
         (f"{ON_WORKSPACE}::test_calls[lengths-clamp-square-None]",),
         (Change(COLUMNS, "tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)", "first, last"),),
     ),
