@@ -41,7 +41,7 @@ from .verbs import verify
 from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 
 COLUMNS = (
-    *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
+    *("kernel", "arch", "dtype", "width", "coverage", "is_causal", "special", "length_bucket", "case", "status"),
     *(*TILE_COLUMNS, "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
@@ -300,5 +300,5 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         what = next((name for name in ("p50_ms", "cycles") if best[name]), "instructions_per_score")
         tiles = (shown(TileConfig(*(row[field.name] for field in fields(TileConfig)))) for row in (default, best))
         values = (str(row[what] or row["status"]) for row in (default, best))
-        body.append((f"{best['kernel']}, {best['case']}, {best['outside']}", *tiles, *values, what))
+        body.append((f"{best['kernel']}, {best['case']}, {best['coverage']}", *tiles, *values, what))
     return text_table(("kernel", "default", "best", "default's", "best's", "which is"), body)

@@ -26,8 +26,8 @@ def of_call(
 ) -> float | None:
     """Return the cycles of a direction; None if one of its kernels is not known.
 
-    call: whatever its kernel. far: of scores beyond a bounded table, which neither of the last two kernels visits. The dtable_words
-    kernel takes at least as long as its words take from memory.
+    call: whatever its kernel. far: of scores beyond a bounded table, which neither of the last two kernels visits. dtable_words
+    takes at least as long as its words take from memory.
     """
     total = 0.0
     has_workspace = replace(call, kernel="dtable_words") in found

@@ -206,7 +206,7 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = {kernel: selected(kernel, "sm_90", *call("clamp", torch.float16, 16, length=4096)) for kernel in configs.KERNELS}
     skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
     band = -(-(9 + 2 * configs_margin(4096) + skew - 1 + 15) // 64) * 64
-    most = 2 * 4 * MULTIPROCESSORS["sm_90"] * tiles["dtable_words"].block_n * 16 * 4  # sums of programs that share a block of rows
+    most = 2 * 4 * MULTIPROCESSORS["sm_90"] * tiles["dtable_words"].block_n * 16 * 4  # partial sums
     assert all(0 <= more(length, "clamp") - length * min(band, length) * 2 <= most for length in lengths)
 
 

@@ -25,14 +25,14 @@ from triton_relattn.kernels.profiles import Entry, Key
 
 ARCH = "sm_90"
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "both"), TileConfig(16, 16, 2, 1, None)
-KEY = Key("forward", ARCH, "bfloat16", 64, None, False, None, 512)
+KEY = Key("forward", ARCH, "bfloat16", 64, "no table", False, None, 512)
 ENTRY = Entry(CONFIG, timed=True, milliseconds=0.5, default_milliseconds=1)
 ROW: dict[str, Any] = {
     "kernel": "forward",
     "arch": ARCH,
     "dtype": "bfloat16",
     "width": 64,
-    "outside": None,
+    "coverage": "no table",
     "is_causal": False,
     "special": None,
     "length_bucket": 512,
@@ -49,7 +49,7 @@ ROW: dict[str, Any] = {
     "milliseconds": 0.5,
     "default_milliseconds": 1,
 }
-DOCUMENT: dict[str, Any] = {"format": "triton_relattn profile", "version": 1, "device": "a GPU", "entries": [ROW]}
+DOCUMENT: dict[str, Any] = {"format": "triton_relattn profile", "version": 2, "device": "a GPU", "entries": [ROW]}
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +142,13 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
     query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
     resolved = validation.resolve(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1)
     call = Call(*resolved, arch=ARCH)
-    assert call.outside == "clamp"
+    assert call.coverage == "clamp"
     for kernel in configs.KERNELS:
         profiles.save(
             profiles.user_profile_path(ARCH),
             {
-                replace(KEY, kernel=kernel, outside="clamp", length_bucket=2048): ENTRY,
-                replace(KEY, kernel=kernel, outside="clamp"): replace(ENTRY, config=OTHER),
+                replace(KEY, kernel=kernel, coverage="clamp", length_bucket=2048): ENTRY,
+                replace(KEY, kernel=kernel, coverage="clamp"): replace(ENTRY, config=OTHER),
             },
         )
     assert {call.tile(kernel) for kernel in configs.KERNELS} == {CONFIG}
@@ -197,7 +197,7 @@ BAD = {
     "kernel": (row(kernel="sideways"), "sideways"),
     "length_bucket": (row(length_bucket=1000), "1000"),
     "not_a_power_of_two": (tile(block_m=48), "block_m must be a power of two"),
-    "too_wide_for_a_table": (row(outside="clamp", config={**ROW["config"], "block_m": 128}), "with a table"),
+    "too_wide_for_a_table": (row(coverage="clamp", config={**ROW["config"], "block_m": 128}), "with a table"),
     "miscompiled": (row(arch="sm_100", config={**ROW["config"], "num_warps": 4}), "sm_100"),
 }
 
@@ -330,7 +330,7 @@ from triton_relattn.kernels.tile_config import TileConfig
 print(flush=True)
 sys.stdin.readline()
 for i in range(20):
-    key = Key("forward", "sm_90", "bfloat16", 64, None, False, f"{sys.argv[2]} {i}", 512)
+    key = Key("forward", "sm_90", "bfloat16", 64, "no table", False, f"{sys.argv[2]} {i}", 512)
     save(Path(sys.argv[1]), {key: Entry(TileConfig(32, 32, 4, 1), True, 1.0, 1.0)})
 """
 
@@ -378,7 +378,7 @@ def test_shipped_profiles(path: Path | Callable[[Path], Path], tmp_path: Path) -
     for key in loaded:
         assert f"{key.arch}.json" == path.name
         assert key.dtype in ("float16", "bfloat16", "float32", "tf32") and key.width in (64, 128, 256)
-        assert key.outside in (None, "none", "clamp", "zero")
+        assert key.coverage in ("no table", "full", "clamp", "zero")
 
 
 def test_the_tests_do_not_read_the_user_s_profiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from triton_relattn.testing import (
 )
 
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
-OUTSIDE = (None, "none", "clamp", "zero")
+COVERAGE = ("no table", "full", "clamp", "zero")
 SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
 SEED = torch.tensor([0x1234_5678_9ABC_DEF0])
 """Of dropout, in all calls of this module."""
@@ -75,9 +75,9 @@ def selectable(kernel: str) -> list[TileConfig]:
         torch.set_float32_matmul_precision(precision)
         for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                for width, outside, is_causal in itertools.product((16, 64, 128, 256), OUTSIDE, (False, True)):
-                    for special in (None,) if outside is None else SPECIAL:
-                        config = configs.select(kernel, arch, dtype, width, outside, is_causal, special)
+                for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGE, (False, True)):
+                    for special in (None,) if coverage == "no table" else SPECIAL:
+                        config = configs.select(kernel, arch, dtype, width, coverage, is_causal, special)
                         warps = 4 if config.rotation == "gather" else config.num_warps
                         found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
     torch.set_float32_matmul_precision(before)

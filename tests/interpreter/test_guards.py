@@ -192,7 +192,7 @@ def test_guarded(name: str, kind: str, order: Order) -> None:
     launches, results = check_guarded(inputs, arguments, SMALL, order, seed=len(name))
     _, tensors, spec = resolved(inputs, arguments)
     tables = [name for name in ("rel_key", "rel_value", "rel_bias") if getattr(tensors, name) is not None]
-    clamps = bool(tables) and spec.outside(tensors.query_offsets is None) == "clamp"
+    clamps = bool(tables) and spec.coverage(tensors.query_offsets is None) == "clamp"
     kernels = ["forward_kernel", *["dq_kernel"] * (1 + spec.exact_delta), "dkv_kernel", *["dtable_kernel"] * bool(tables)]
     kernels += ["dtable_ends_kernel"] * (clamps * len({"rel_key", "rel_value"}.intersection(tables)))
     assert [launch.kernel for launch in launches] == kernels

@@ -13,6 +13,7 @@ import triton.language as tl
 from tests.interpreter.launch import all_gradients, check_every_term
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Tile
 from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
@@ -82,8 +83,8 @@ def test_words(saturate: bool) -> None:
 @triton.jit
 def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """target[m, p] = whether limits of row m hold the column that place p has after rotating."""
-    places = tl.arange(0, TILE[0])[:, None] * TILE[1] + tl.arange(0, TILE[1])[None, :]
-    m = tl.arange(0, TILE[0])
+    places = tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
+    m = tl.arange(0, TILE.block_m)
     tl.store(target + places, band_within(tl.load(low + m), tl.load(high + m), TILE).to(tl.int8))
 
 
@@ -92,7 +93,7 @@ def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-unt
 def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: str) -> None:
     """Limits anywhere, of every row its own, also where none or all columns lie within."""
     generator = torch.Generator().manual_seed(block_m + block_n)
-    tile = (block_m, block_n, rotation, warps, False)
+    tile = Tile(block_m, block_n, rotation, warps)
     width = chunk_width.fn(tile)
     m, place = torch.arange(block_m)[:, None], torch.arange(block_n)
     n = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2

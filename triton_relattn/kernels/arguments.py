@@ -97,7 +97,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How kernels are compiled to compute a tile and the products with a table: TileConfig, and what all kernels of a call share."""
+    """How kernels are compiled to compute a tile and the products with a table: TileConfig, and what kernels share."""
 
     block_m: int
     block_n: int

@@ -70,8 +70,8 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
 
 # 16-bit inputs on NVIDIA GPUs that rotate in registers. Of the entries of a call the longest wins: kernel (or kernel and what
 # is special about the call's terms, see select), padded width, kind of matrix unit, which pairs the table has rows for. Widths
-# below 64 go with 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma" (sm_86, sm_89,
-# sm_12x: 100 KB of shared memory) 16 rows of one.
+# below 64 go with 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma"
+# (sm_86, sm_89, sm_12x: 100 KB of shared memory) 16 rows of one.
 #
 # The model of cycles chose them (bench/cycles, bfloat16; float16 agrees): a tile of 64 x 64 is the fastest nearly everywhere,
 # though at width 128 it spills some hundred bytes; with 168 registers three programs share a multiprocessor.

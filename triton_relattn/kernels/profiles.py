@@ -26,7 +26,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None
 
-FORMAT, VERSION = "triton_relattn profile", 1
+FORMAT, VERSION = "triton_relattn profile", 2
 PACKAGE_FOLDER = Path(__file__).parent / "tuned"
 LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 

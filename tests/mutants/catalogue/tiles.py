@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..fault import Change, Fault
 from .places import (
+    ARGUMENTS,
     BAND,
     MASKING,
     ON_BACKWARD_EDGES,
@@ -71,7 +72,7 @@ OF_QUADS = (
         "gradients-in-float16",
         "products of d_out with a table for values are rounded to float16, which has nothing left for small gradients",
         (f"{ON_ROTATIONS}::test_tiny_gradients",),
-        (Change(BAND, "return *tile[:4], False", "return tile"),),
+        (Change(ARGUMENTS, "values = Tile(*of_config, False,", "values = Tile(*of_config, fixed.round_terms,"),),
     ),
     Fault(
         "columns-in-another-order",
@@ -120,8 +121,8 @@ OF_BAND = (
         (
             Change(
                 BAND,
-                "TILE[1], 0, -1):\n            behind = relative_position - ago * TILE[1]",
-                "TILE[1], 0, -1):\n            behind = relative_position - (ago - 1) * TILE[1]",
+                "TILE.block_n, 0, -1):\n            behind = relative_position - ago * TILE.block_n",
+                "TILE.block_n, 0, -1):\n            behind = relative_position - (ago - 1) * TILE.block_n",
             ),
         ),
     ),
