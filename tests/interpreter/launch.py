@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from triton_relattn import RelativePositions
@@ -256,3 +259,24 @@ def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = No
             if name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
                 assert_table_gradient(name, results[name], inputs, table=name.removeprefix("d_"), **dense)
     return results
+
+
+OF_BACKWARD = ("dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_ends_kernel")
+
+
+class CountedKernel:
+    """A kernel that counts its launches by name."""
+
+    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches[self.kernel.__name__] += 1
+        return self.kernel[grid]
+
+
+def count_launches(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the launches of the backward by kernel, from now on."""
+    for name in OF_BACKWARD:
+        module = importlib.import_module(f"triton_relattn.kernels.bwd_{name.removesuffix('_kernel')}")
+        monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), launches))

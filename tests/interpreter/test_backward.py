@@ -11,7 +11,8 @@ import torch
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
 from tests.interpreter.launch import all_gradients, check_backward, check_gradients, selectable
 from triton_relattn import RelativePositions
-from triton_relattn.kernels import backward as launcher
+from triton_relattn.kernels import bwd_dtable
+from triton_relattn.kernels.arguments import PerQuery
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import assert_table_gradient, make_inputs, with_different_strides
 
@@ -221,9 +222,9 @@ class WithDelta:
         self.kernel, self.delta = kernel, delta
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            *others, (delta, strides) = args
-            self.kernel[grid](*others, (self.delta(delta), strides), **kwargs)
+        def launch(*, per_query: PerQuery, **kwargs: Any) -> None:
+            delta, strides = per_query.deltas
+            self.kernel[grid](per_query=per_query._replace(deltas=(self.delta(delta), strides)), **kwargs)
 
         return launch
 
@@ -244,7 +245,7 @@ def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.Mon
         deltas.append(delta)
         return rounded
 
-    monkeypatch.setattr(launcher, "dtable_kernel", WithDelta(launcher.dtable_kernel, replaced))
+    monkeypatch.setattr(bwd_dtable, "dtable_kernel", WithDelta(bwd_dtable.dtable_kernel, replaced))
     spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
     (exact,) = deltas
     assert 0 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()

@@ -15,8 +15,10 @@ from tests.cases import by_sequence, random_case, random_varlen_case
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
+    OF_BACKWARD,
     all_gradients,
     check_every_term,
+    count_launches,
     kept,
     run,
     run_backward,
@@ -24,7 +26,6 @@ from tests.interpreter.launch import (
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels import backward as launcher
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import (
@@ -48,7 +49,6 @@ SMALL = {"forward": tile(32, 16), "dq": tile(32, 16, "both"), "dkv": tile(16, 16
 OTHER = {"forward": tile(16, 16, None), "dq": tile(32, 32, None), "dkv": tile(32, 16), "dtable": tile(32, 32)}
 # Two variants, of which the normal run takes one and the other in turn.
 BOTH, BOTH_NAMES = (False, pytest.param(True, marks=pytest.mark.slow)), ("", "other")
-KERNELS = ("dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_ends_kernel")
 POSITIONS = {
     "full": RelativePositions(-50, 50),
     "clamp": RelativePositions(-4, 6),
@@ -558,23 +558,11 @@ def test_windows_skip_tiles(kind: str | None) -> None:
     assert unbounded["dkv_kernel"] > 1.2 * long["dkv_kernel"]
 
 
-class CountedKernel:
-    """A kernel that counts its launches by name."""
-
-    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches[self.kernel.__name__] += 1
-        return self.kernel[grid]
-
-
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of the backward by kernel."""
     launches: Counter[str] = Counter()
-    for name in KERNELS:
-        monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
+    count_launches(launches, monkeypatch)
     return launches
 
 
@@ -614,7 +602,10 @@ def test_one_table_alone(only: str, kind: str, counted: Counter[str]) -> None:
     results = attend(*inputs[:3], positions=positions, **{only: leaf})
     (gradient,) = torch.autograd.grad(results, leaf, (inputs.d_out, inputs.d_lse))
     assert torch.equal(gradient, expected)
-    names = KERNELS[: kind == "clamp" or only == "rel_bias"] + KERNELS[2 : 4 if kind == "clamp" and only == "rel_value" else 3]
+    names = (
+        OF_BACKWARD[: kind == "clamp" or only == "rel_bias"]
+        + OF_BACKWARD[2 : 4 if kind == "clamp" and only == "rel_value" else 3]
+    )
     assert counted == Counter(names)
 
 
