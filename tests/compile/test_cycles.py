@@ -108,7 +108,7 @@ def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr("bench.cycles.report.predicted", fail)
     assert main(["cycles", "--features", "none", "--head-dims", "64", "--jobs", "1"]) == 1
-    assert "rows sm_90 bf16 64 none: RuntimeError: no such instruction" in capsys.readouterr().out
+    assert "dq sm_90 bf16 64 none: RuntimeError: no such instruction" in capsys.readouterr().out
 
 
 def test_sensitivity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ def test_length_buckets() -> None:
 
 def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths are padded, and float32 is told from TF32, whose kernels are others."""
-    assert configs.profile_key("forward", ARCH, torch.bfloat16, 40, None, False, None, 100) == KEY
+    assert configs.profile_key("forward", ARCH, torch.bfloat16, 40, "no table", False, None, 100) == KEY
     for precision, name in (("highest", "float32"), ("high", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
         key = configs.profile_key("dq", ARCH, torch.float32, 80, "zero", True, "rel_bias", 3000)
@@ -180,7 +180,7 @@ BAD = {
     "nested": (b"[" * 10**5, "recursion"),
     "list": (b"[]", "not an object"),
     "format": (document(format="another"), "format"),
-    "version": (document(version=2), "version is 2"),
+    "version": (document(version=3), "version is 3"),
     "version_bool": (document(version=True), "version is True"),
     "entries": (document(entries={}), "entries is not a list"),
     "entry": (document(entries=[ROW, 1]), "1 is not an object"),

@@ -15,8 +15,31 @@ from .dropout import kept
 from .masking import exists, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
+
+
+@triton.jit
+def rounded_delta(out, d_out, tile_m, TILE: tl.constexpr):
+    """Compute rowsum(out * d_out) [M]. out was rounded, so this is off by the same amount for all keys of a query; the sum of dS
+    will tell by how much."""
+    if out.dtype == tl.float32:
+        # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
+        # [M, Dv] @ [Dv, M] -> [M, M]
+        products = tl.dot(d_out, tl.trans(out), input_precision=TILE.precision)
+        delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
+    else:
+        # Of the transposed along axis 0: the sum along axis 1 has a layout that took up to 20 more registers in the loop.
+        delta = tl.sum(tl.trans(out.to(tl.float32) * d_out.to(tl.float32)), axis=0)
+    return delta
+
+
+@triton.jit
+def multiply_band(acc, d_scores, waiting, reached, relative, scaling, IS_QUERY: tl.constexpr, TILE: tl.constexpr):
+    """Add a tile's dS times the rows of rel_key, see add_terms. IS_QUERY: to d_query, in its units."""
+    if IS_QUERY and scaling.rel_scale is not None:
+        d_scores *= tl.cast(scaling.rel_scale, tl.float32)
+    return add_terms(acc, d_scores, waiting, reached, relative, TILE)
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -72,17 +95,9 @@ def dq_kernel(
     if outs is None:
         delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
     else:
-        # out was rounded, so this is off by the same amount for all keys of a query; the sum of dS will tell by how much.
         outs = head_matrix(outs, place.entry, head, place.query_start, SHAPE.wide_index)
         out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
-        if out.dtype == tl.float32:
-            # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
-            # [M, Dv] @ [Dv, M] -> [M, M]
-            products = tl.dot(d_out, tl.trans(out), input_precision=TILE.precision)
-            delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
-        else:
-            # Of the transposed along axis 0: the sum along axis 1 has a layout that took up to 20 more registers in the loop.
-            delta = tl.sum(tl.trans(out.to(tl.float32) * d_out.to(tl.float32)), axis=0)
+        delta = rounded_delta(out, d_out, tile_m, TILE)
         if d_lses is not None:
             delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
 
@@ -108,8 +123,7 @@ def dq_kernel(
         past_kept, future_kept = zeros, zeros
     if HAS_TERM and TILE.coverage == "clamp":
         far_past, far_future = far_terms(rel_query, term, TILE)
-        tl.store(side_vector(per_query.far_scores, place.entry, head, 0, place.query_start) + offs_m, far_past, mask=valid_m)
-        tl.store(side_vector(per_query.far_scores, place.entry, head, 1, place.query_start) + offs_m, far_future, mask=valid_m)
+        store_sides(per_query.far_scores, place, head, offs_m, valid_m, far_past, far_future)
     if inputs.rel_key is not None:  # its rows make the gradient of the query
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
         matrix, reached_first, reached_last = reached_rows(term, lowest, highest, TILE)
@@ -118,8 +132,7 @@ def dq_kernel(
         value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         past_value, future_value = far_terms(d_out, value_table, VALUE_TILE)
-        tl.store(side_vector(per_query.far_values, place.entry, head, 0, place.query_start) + offs_m, past_value, mask=valid_m)
-        tl.store(side_vector(per_query.far_values, place.entry, head, 1, place.query_start) + offs_m, future_value, mask=valid_m)
+        store_sides(per_query.far_values, place, head, offs_m, valid_m, past_value, future_value)
 
     WANTS_BAND: tl.constexpr = (
         inputs.rel_key is not None and (d_queries if inputs.rel_query is None else d_rel_queries) is not None
@@ -202,40 +215,20 @@ def dq_kernel(
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
             if PART == NEAR and WANTS_BAND:
-                band_acc = acc if inputs.rel_query is None else rel_acc
-                if inputs.rel_query is None and call.scaling.rel_scale is not None:
-                    d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)
-                band_acc, waiting = add_terms(
-                    band_acc,
-                    d_scores,
-                    waiting,
-                    reached,
-                    relative,
-                    TILE,
-                )
                 if inputs.rel_query is None:
-                    acc = band_acc
+                    acc, waiting = multiply_band(acc, d_scores, waiting, reached, relative, call.scaling, True, TILE)
                 else:
-                    rel_acc = band_acc
+                    rel_acc, waiting = multiply_band(rel_acc, d_scores, waiting, reached, relative, call.scaling, False, TILE)
 
         if PART == NEAR and WANTS_BAND and TILE.carry == "both":
-            band_acc = acc if inputs.rel_query is None else rel_acc
             nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_n) * TILE.block_n - row_start - place.query_offset
             for ahead in tl.static_range(TILE.block_m // TILE.block_n):
                 relative = behind + ahead * TILE.block_n
-                band_acc, waiting = add_terms(
-                    band_acc,
-                    nothing,
-                    waiting,
-                    reached,
-                    relative,
-                    TILE,
-                )
-            if inputs.rel_query is None:
-                acc = band_acc
-            else:
-                rel_acc = band_acc
+                if inputs.rel_query is None:
+                    acc, waiting = add_terms(acc, nothing, waiting, reached, relative, TILE)
+                else:
+                    rel_acc, waiting = add_terms(rel_acc, nothing, waiting, reached, relative, TILE)
 
     correction = settled(total, TILE.block_n)  # the exact delta less delta
     if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
@@ -244,12 +237,10 @@ def dq_kernel(
     if HAS_TERM and TILE.coverage == "clamp":
         past = settled(past - correction * past_sum, TILE.block_n)
         future = settled(future - correction * future_sum, TILE.block_n)
-        tl.store(side_vector(per_query.far_sums, place.entry, head, 0, place.query_start) + offs_m, past, mask=valid_m)
-        tl.store(side_vector(per_query.far_sums, place.entry, head, 1, place.query_start) + offs_m, future, mask=valid_m)
+        store_sides(per_query.far_sums, place, head, offs_m, valid_m, past, future)
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         past_kept, future_kept = settled(past_kept, TILE.block_n), settled(future_kept, TILE.block_n)
-        tl.store(side_vector(per_query.far_kept, place.entry, head, 0, place.query_start) + offs_m, past_kept, mask=valid_m)
-        tl.store(side_vector(per_query.far_kept, place.entry, head, 1, place.query_start) + offs_m, future_kept, mask=valid_m)
+        store_sides(per_query.far_kept, place, head, offs_m, valid_m, past_kept, future_kept)
     unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
     rel_unit = unit if call.scaling.rel_scale is None else unit * tl.cast(call.scaling.rel_scale, tl.float32)
     if d_rel_queries is not None:

@@ -98,9 +98,8 @@ def dtable_kernel(
     if d_tables.rel_value is not None:
         value_acc = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
     if d_tables.rel_bias is not None:
-        bias_acc = tl.zeros(
-            [TILE.block_m, TILE.block_n], tl.float32
-        )  # summed over the queries at the end: across warps, that is dear
+        # Summed over the queries at the end: across warps, that is dear.
+        bias_acc = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     WANTS_SCORES: tl.constexpr = d_tables.rel_key is not None or d_tables.rel_bias is not None
     HAS_VALUE_TERM: tl.constexpr = WANTS_SCORES and inputs.rel_value is not None
 

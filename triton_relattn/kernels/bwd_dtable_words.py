@@ -54,9 +54,8 @@ def dtable_words_kernel(
     if d_tables.rel_key is not None:
         acc = tl.full([TILE.block_n, SHAPE.block_dr], 0.0, tl.float32)
     if d_tables.rel_bias is not None:
-        bias_acc = tl.zeros(
-            [TILE.block_n, TILE.block_m], tl.float32
-        )  # summed over the queries at the end: across warps, that is dear
+        # Summed over the queries at the end: across warps, that is dear.
+        bias_acc = tl.full([TILE.block_n, TILE.block_m], 0.0, tl.float32)
 
     # Relative positions that the table, with its margins, and the window have.
     position = relative + tile_n

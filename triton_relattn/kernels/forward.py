@@ -14,7 +14,7 @@ from .fitting import until_it_fits
 from .masking import exists, locate, visible
 from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
 
 
@@ -141,8 +141,7 @@ def forward_kernel(
     log_sum = tl.log2(row_sum)
     tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-    tl.store(side_vector(statistics, place.entry, head, 0, place.query_start) + offs_m, row_max, mask=valid_m)
-    tl.store(side_vector(statistics, place.entry, head, 1, place.query_start) + offs_m, log_sum, mask=valid_m)
+    store_sides(statistics, place, head, offs_m, valid_m, row_max, log_sum)
 
 
 @until_it_fits

@@ -56,6 +56,13 @@ def side_vector(tensor, entry, head, side, first_row):
 
 
 @triton.jit
+def store_sides(tensor, place, head, offs_m, valid_m, past, future):
+    """Store two numbers of each valid query: side 0 and side 1 of a (B, H, 2, N) tensor."""
+    tl.store(side_vector(tensor, place.entry, head, 0, place.query_start) + offs_m, past, mask=valid_m)
+    tl.store(side_vector(tensor, place.entry, head, 1, place.query_start) + offs_m, future, mask=valid_m)
+
+
+@triton.jit
 def row_pointers(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[rows, BLOCK_WIDTH] pointers to rows start + rows, and the mask of valid rows and, if padded, existing columns.
 

@@ -225,8 +225,8 @@ OF_ROWS = (
         (
             Change(
                 DQ,
-                "                    d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)\n",
-                "                    d_scores *= 1.0\n",
+                "    if IS_QUERY and scaling.rel_scale is not None:",
+                "    if False:",
             ),
         ),
     ),
