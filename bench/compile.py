@@ -132,7 +132,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
-        if case.kernel not in ("table", "diagonals"):
+        if case.kernel not in ("dtable", "dtable_words"):
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:

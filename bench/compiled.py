@@ -99,7 +99,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Of the kernel, without what all names end with: "forward", "rows", ..."""
+        """Of the kernel, without what all names end with: "forward", "dq", ..."""
         return self.kernel.metadata.name.removesuffix("_kernel")
 
 
@@ -184,9 +184,9 @@ def selected(kernel: str, target: str, tensors: AttentionTensors, spec: Attentio
 
 def is_launched(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     """Whether a call, all of whose gradients are wanted, can need one of configs.KERNELS."""
-    if kernel == "table":
+    if kernel == "dtable":
         return tensors.has_table
-    return kernel != "diagonals" or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
+    return kernel != "dtable_words" or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
 
 
 def compiled(

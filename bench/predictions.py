@@ -40,7 +40,7 @@ PATH = ROOT / "bench" / "predictions.csv"
 KEYS = ("verb", "case", "method", "direction", "config")
 COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "target", "triton")
 """cycles: for 64 x 64 scores, near and beyond a bounded table, of all kernels together. tflops: as FlashAttention counts."""
-OF_TABLES = ("table", "diagonals")
+OF_TABLES = ("dtable", "dtable_words")
 """Kernels that own rows of a table, and see nothing beyond it."""
 REPRESENTATIVE = Case(4, 32, 4096, 64)
 """Sizes of calls whose machine code stands for that of all sizes."""
@@ -143,10 +143,10 @@ def seconds_of(kernel: Kernel, found: Prediction) -> float:
     else:
         rows, columns = cdiv(length, config.block_m), cdiv(length, config.block_n)
         scores = rows * config.block_m * columns * config.block_n
-        programs = heads * (columns if kernel.name == "columns" else rows) / machine.multiprocessors
+        programs = heads * (columns if kernel.name == "dkv" else rows) / machine.multiprocessors
         uneven = 1.0 if kernel.name in OF_TABLES else math.ceil(programs) / programs
     cycles = near * found.cycles if kernel.name in OF_TABLES else found.mean_cycles(near)
-    if kernel.name == "diagonals":  # no faster than its words come from memory
+    if kernel.name == "dtable_words":  # no faster than its words come from memory
         cycles = max(cycles, near * moved(SCORES * WORD, machine))
     return float(heads * scores / SCORES * cycles * uneven / machine.cycles_per_second)
 
@@ -158,7 +158,7 @@ def row_of(what: Wanted, known: Mapping[Kernel, Prediction]) -> dict[str, Any] |
     if len(predictions) < len(found):
         return None
     seconds = sum(seconds_of(kernel, each) for kernel, each in zip(what.kernels, predictions, strict=True))
-    far = [each.far_cycles for each in predictions if each.far_cycles is not None]  # the table kernel does not go there
+    far = [each.far_cycles for each in predictions if each.far_cycles is not None]  # the dtable kernel does not go there
     direction = "forward" if what.direction == "forward kernel" else what.direction
     is_whole = direction in timing.DIRECTIONS
     row = dict(zip(KEYS, what.key, strict=True)) | {

@@ -41,13 +41,13 @@ from .verbs import verify
 from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 
 COLUMNS = (
-    *("kernel", "arch", "dtype", "width", "outside", "is_causal", "special", "length_bucket", "case", "status"),
+    *("kernel", "arch", "dtype", "width", "coverage", "is_causal", "special", "length_bucket", "case", "status"),
     *(*TILE_COLUMNS, "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
-WANTED = {"forward": (), "rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",), "diagonals": ("rel_key",)}
-"""Gradients for which the kernel runs, with the rows kernel before it if need be: its time is then in all of them alike."""
+WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
+"""Gradients for which the kernel runs, with the dq kernel before it if need be: its time is then in all of them alike."""
 LARGEST_GAIN_OF_NOISE = 0.02  # a configuration must be faster than the default by more
 CHECKED_LENGTH = 300  # of the call that a configuration is checked with
 ERROR_FACTOR, ERROR_FLOOR = 1.5, 1e-5  # of the default configuration's error, relative in norm
@@ -300,5 +300,5 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         what = next((name for name in ("p50_ms", "cycles") if best[name]), "instructions_per_score")
         tiles = (shown(TileConfig(*(row[field.name] for field in fields(TileConfig)))) for row in (default, best))
         values = (str(row[what] or row["status"]) for row in (default, best))
-        body.append((f"{best['kernel']}, {best['case']}, {best['outside']}", *tiles, *values, what))
+        body.append((f"{best['kernel']}, {best['case']}, {best['coverage']}", *tiles, *values, what))
     return text_table(("kernel", "default", "best", "default's", "best's", "which is"), body)

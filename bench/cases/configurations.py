@@ -35,8 +35,8 @@ def shown(config: configs.TileConfig) -> str:
 
 @contextmanager
 def way_of(kernel: str) -> Iterator[None]:
-    """Within, calls use no workspace if this is the table kernel, which then makes the tables' gradients."""
-    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "table" else {}):
+    """Within, calls use no workspace if this is the dtable kernel, which then makes the tables' gradients."""
+    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "dtable" else {}):
         yield
 
 
@@ -50,7 +50,7 @@ def kernels_of(
 ) -> list[str]:
     """Return the kernels that a direction of a call launches, first to last."""
     has_workspace = workspace.plan(call, tensors, spec, tiles, multiprocessors) is not None
-    of_tables = {"table": tensors.has_table and not has_workspace, "diagonals": has_workspace}
+    of_tables = {"dtable": tensors.has_table and not has_workspace, "dtable_words": has_workspace}
     return [kernel for kernel in OF_DIRECTION[direction] if of_tables.get(kernel, True)]
 
 

@@ -14,8 +14,8 @@ from ..compile import KernelCase
 from .machine import Machine
 from .predict import SCORES, Prediction
 
-FORWARD, BACKWARD = ("forward",), ("rows", "columns", "table", "diagonals")
-"""Kernels of a direction. A call with a workspace has the diagonals kernel instead of the table kernel."""
+FORWARD, BACKWARD = ("forward",), ("dq", "dkv", "dtable", "dtable_words")
+"""Kernels of a direction. A call with a workspace has the dtable_words kernel instead of the dtable kernel."""
 PRODUCTS = {FORWARD: 2, BACKWARD: 5}
 """Products that FlashAttention counts."""
 WORD, SUM = 2, 4  # bytes of a dS in 16 bits and of an element of a partial sum
@@ -26,21 +26,21 @@ def of_call(
 ) -> float | None:
     """Return the cycles of a direction; None if one of its kernels is not known.
 
-    call: whatever its kernel. far: of scores beyond a bounded table, which neither of the last two kernels visits. The diagonals
-    kernel takes at least as long as its words take from memory.
+    call: whatever its kernel. far: of scores beyond a bounded table, which neither of the last two kernels visits. dtable_words
+    takes at least as long as its words take from memory.
     """
     total = 0.0
-    has_workspace = replace(call, kernel="diagonals") in found
+    has_workspace = replace(call, kernel="dtable_words") in found
     for kernel in kernels:
-        if kernel in ("table", "diagonals") and (far or call.features.startswith("none")):
+        if kernel in ("dtable", "dtable_words") and (far or call.features.startswith("none")):
             continue
-        if kernel == ("table" if has_workspace else "diagonals"):
+        if kernel == ("dtable" if has_workspace else "dtable_words"):
             continue
         prediction = found.get(replace(call, kernel=kernel))
         if prediction is None or (far and prediction.far_cycles is None):
             return None
         cycles = prediction.mean_cycles(0.0 if far else 1.0)
-        total += max(cycles, moved(SCORES * WORD, prediction.machine)) if kernel == "diagonals" else cycles
+        total += max(cycles, moved(SCORES * WORD, prediction.machine)) if kernel == "dtable_words" else cycles
     return total
 
 
@@ -65,7 +65,7 @@ def moved(count: float, machine: Machine) -> float:
 
 
 def partial_sums(size: Size, machine: Machine, block_n: int) -> float:
-    """Return the bytes of the table kernel's partial sums. block_n: rows of the table that a program sums."""
+    """Return the bytes of the dtable kernel's partial sums. block_n: rows of the table that a program sums."""
     rows = 2 * size.length - 1
     programs = -(-rows // block_n)
     splits = max(1, min(size.batch * size.heads, PROGRAMS_PER_MULTIPROCESSOR * machine.multiprocessors // programs))
@@ -73,22 +73,22 @@ def partial_sums(size: Size, machine: Machine, block_n: int) -> float:
 
 
 def workspace(size: Size, machine: Machine, programs: int, block_n: int) -> float:
-    """Return the bytes of words of the keys that one wave of the columns kernel's programs has: linear in the length."""
+    """Return the bytes of words of the keys that one wave of the dkv kernel's programs has: linear in the length."""
     return machine.multiprocessors * programs * block_n * size.length * WORD
 
 
 def designs(cycles: Mapping[str, float], size: Size, machine: Machine, table_block_n: int) -> dict[str, float]:
     """Return the cycles of the whole backward by design. cycles: of the four kernels, columns with its stores of words.
 
-    * table kernel: each partial sum is written and read once. The columns kernel would be faster without its stores.
-    * workspace: the columns kernel writes dS as words, the diagonals kernel reads them. Writing is hidden by the columns kernel's
+    * dtable kernel: each partial sum is written and read once. The dkv kernel would be faster without its stores.
+    * workspace: the dkv kernel writes dS as words, the dtable_words kernel reads them. Writing is hidden by the dkv kernel's
       work, or is not.
     """
     sums = 2 * moved(partial_sums(size, machine, table_block_n), machine) / size.blocks
     words = moved(SCORES * WORD, machine)
-    rows, columns, diagonals = cycles["rows"], cycles["columns"], max(cycles["diagonals"], words)
+    rows, columns, diagonals = cycles["dq"], cycles["dkv"], max(cycles["dtable_words"], words)
     return {
-        "table kernel": rows + columns + cycles["table"] + sums,
+        "dtable kernel": rows + columns + cycles["dtable"] + sums,
         "workspace, writing hidden": rows + max(columns, words) + diagonals,
         "workspace, writing not hidden": rows + columns + words + diagonals,
     }

@@ -114,11 +114,11 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
     """Return a table of designs of the backward with a full table; nothing if none has all its kernels."""
     body, default = [], Size()
     for case in known:
-        if case.kernel != "table" or not case.features.startswith("full"):
+        if case.kernel != "dtable" or not case.features.startswith("full"):
             continue
         kernels = {name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD}
         cycles = {name: found.cycles for name, (_, found) in kernels.items() if found is not None}
-        columns_case, columns = kernels["columns"]
+        columns_case, columns = kernels["dkv"]
         if len(cycles) < len(kernels) or columns is None:
             continue
         machine, size = MACHINES[case.target], replace(default, head_dim=case.head_dim)

@@ -28,7 +28,7 @@ from .report import Report, synchronize
 from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
-WANTED = {"rows": ("query",), "columns": ("key", "value"), "table": ("rel_key",), "diagonals": ("rel_key",)}
+WANTED = {"dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
 
 
@@ -192,7 +192,7 @@ def config_cases(tiny: bool) -> list[Case]:
         for causal in ((True,) if tiny else (False, True))
         for table in TABLES
         for kernel in configs.KERNELS
-        if table != "none" or kernel not in ("table", "diagonals")
+        if table != "none" or kernel not in ("dtable", "dtable_words")
     ]
 
 

@@ -46,34 +46,34 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
         TileConfig(128, 128, 8, 2),
     ],
     ("forward", 128, "full"): [TileConfig(128, 64, 8, stages, "scores", Q) for stages in (2, 3)],
-    ("rows", 64, "plain"): [
+    ("dq", 64, "plain"): [
         *(TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)),
         TileConfig(128, 64, 8, 3, max_registers=128),
     ],
-    ("rows", 64, "full"): [TileConfig(64, 64, 4, 2, "both", Q), TileConfig(64, 64, 4, 3, "both", Q)],
-    ("rows", 128, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3)],
-    ("rows", 128, "full"): [TileConfig(64, 32, 4, 1, "both", Q), TileConfig(64, 64, 4, 1, "both", Q)],
-    ("columns", 64, "plain"): [
+    ("dq", 64, "full"): [TileConfig(64, 64, 4, 2, "both", Q), TileConfig(64, 64, 4, 3, "both", Q)],
+    ("dq", 128, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3)],
+    ("dq", 128, "full"): [TileConfig(64, 32, 4, 1, "both", Q), TileConfig(64, 64, 4, 1, "both", Q)],
+    ("dkv", 64, "plain"): [
         *(TileConfig(64, 64, 4, stages) for stages in (1, 2, 3)),
         TileConfig(64, 64, 4, 1, max_registers=168),
         TileConfig(128, 64, 8, 2),
     ],
-    ("columns", 64, "full"): [
+    ("dkv", 64, "full"): [
         *(TileConfig(64, 64, 4, stages, "scores", Q) for stages in (1, 2)),
         TileConfig(64, 64, 4, 1, "scores", Q, 168),
     ],
-    ("columns", 64, "clamp"): [
+    ("dkv", 64, "clamp"): [
         TileConfig(64, 64, 4, 2, "scores", Q),
         TileConfig(64, 64, 4, 1, "scores", Q, 168),
     ],
-    ("columns", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
-    ("columns", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
-    ("diagonals", 64, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1), TileConfig(128, 64, 4, 1)],
-    ("diagonals", 128, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
+    ("dkv", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
+    ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
+    ("dtable_words", 64, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1), TileConfig(128, 64, 4, 1)],
+    ("dtable_words", 128, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
     # Instead of a workspace. Spilled registers cost less than a tile that is four times too small.
-    ("table", 64, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 64, 4, 2, "scores", Q)],
-    ("table", 64, "clamp"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 1, "scores", Q)],
-    ("table", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(32, 32, 8, 2, "scores", "gather")],
+    ("dtable", 64, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 64, 4, 2, "scores", Q)],
+    ("dtable", 64, "clamp"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 1, "scores", Q)],
+    ("dtable", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(32, 32, 8, 2, "scores", "gather")],
 }
 
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     body = []
     for kernel in configs.KERNELS:
         for has_table in (False, True):
-            if kernel not in ("table", "diagonals") or has_table:
+            if kernel not in ("dtable", "dtable_words") or has_table:
                 valid = configs.candidates(kernel, target, has_table)
                 default = configs.select(kernel, target, torch.bfloat16, 64, "none" if has_table else None)
                 body.append((kernel, "full table" if has_table else "no table", str(len(valid)), shown(default)))

@@ -29,7 +29,7 @@ from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 
-KERNELS = ("rows", "columns", "table")
+KERNELS = ("dq", "dkv", "dtable")
 
 
 @pytest.fixture(autouse=True)
@@ -76,13 +76,13 @@ def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
 @on_triton_3_7
 def test_cost_of_the_relative_term() -> None:
     """Instructions per score on sm_90, width 64, against the plain kernels: full tables, and far tiles of clamped ones."""
-    (plain_rows,), (plain_columns,) = per_score("rows", "sm_90", 64, "none"), per_score("columns", "sm_90", 64, "none")
+    (plain_rows,), (plain_columns,) = per_score("dq", "sm_90", 64, "none"), per_score("dkv", "sm_90", 64, "none")
     (rows,), (columns,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in KERNELS)
     assert plain_rows < rows <= 3.5 * plain_rows
     assert plain_columns < columns <= 1.9 * plain_columns
     assert plain_rows + plain_columns < rows + columns + table <= 5 * (plain_rows + plain_columns)
-    assert per_score("rows", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
-    assert per_score("columns", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # prefetches, as that does not
+    assert per_score("dq", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
+    assert per_score("dkv", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # prefetches, as that does not
 
 
 def products(kernel: str, target: str, table: str) -> float:
@@ -96,20 +96,20 @@ def products(kernel: str, target: str, table: str) -> float:
 @on_triton_3_7
 def test_products_per_tile() -> None:
     """As few as the algorithm needs: the table adds QE and dp in the rows, two blocks of QE in the columns."""
-    assert products("rows", "sm_80", "none") == 3  # QK, dP, dQ
-    assert products("rows", "sm_80", "full") == 5
-    assert products("columns", "sm_80", "none") == 4  # QK, dV, dP, dK
-    assert 5 < products("columns", "sm_80", "full") <= 6  # of the block behind, only what the tile uses
-    assert products("table", "sm_80", "full") == 6  # QK and dP of two tiles, QE, dE
+    assert products("dq", "sm_80", "none") == 3  # QK, dP, dQ
+    assert products("dq", "sm_80", "full") == 5
+    assert products("dkv", "sm_80", "none") == 4  # QK, dV, dP, dK
+    assert 5 < products("dkv", "sm_80", "full") <= 6  # of the block behind, only what the tile uses
+    assert products("dtable", "sm_80", "full") == 6  # QK and dP of two tiles, QE, dE
 
 
 def test_grids() -> None:
     """What grows lies on axis 0, whose limit is 2**31 - 1, also with 70,000 heads; the table's programs just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
-    assert recorded["rows"] == recorded["columns"] == (70_000, 1, 1)
-    block = selected("table", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
+    assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
+    block = selected("dtable", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
     blocks = triton.cdiv(31, block)
-    assert recorded["table"] == (blocks, configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks, 1)
+    assert recorded["dtable"] == (blocks, configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks, 1)
     # As many blocks as the GPU can hold at once need no partial sums.
     (_, _, table) = launches("sm_90", torch.float16, 16, "full", length=32 * LENGTH, heads=2)
     assert table.grid == (triton.cdiv(64 * LENGTH - 1, block), 1, 1)
@@ -189,7 +189,7 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sums(length: int) -> int:
         """Of the programs that share a block of rows, and the sum of these: as many as keep the GPU busy, whatever the length."""
-        rows, tile = 2 * length - 1, selected("diagonals", "sm_90", *call("full", torch.float16, 16, length=length))
+        rows, tile = 2 * length - 1, selected("dtable_words", "sm_90", *call("full", torch.float16, 16, length=length))
         splits = min(length // tile.block_m, 4 * MULTIPROCESSORS["sm_90"] // triton.cdiv(rows, tile.block_n))
         return (splits + 1 if splits > 1 else 0) * rows * 16 * 4
 
@@ -197,22 +197,22 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(workspace.VARIABLE, str(limit))
     assert more(1024, "full") == 1024 * 1024 * 2 + sums(1024)
     assert more(4096, "full") == limit + sums(4096) and limit == 4096 * 4096 * 2
-    assert more(16384, "full") == 0  # 16 programs at a time at most: the table kernel
+    assert more(16384, "full") == 0  # 16 programs at a time at most: the dtable kernel
     # Two parts, of half the keys each; the gradient is then summed in float32.
     monkeypatch.setenv(workspace.VARIABLE, str(10 * limit))
     assert more(16384, "full") == 16384 * 8192 * 2 + (2 * 16384 - 1) * 16 * 4 < 10 * limit
     # Of a bounded table a band.
     monkeypatch.delenv(workspace.VARIABLE)
     tiles = {kernel: selected(kernel, "sm_90", *call("clamp", torch.float16, 16, length=4096)) for kernel in configs.KERNELS}
-    skew = max(tiles[kernel].block_m for kernel in ("columns", "diagonals"))
+    skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
     band = -(-(9 + 2 * configs_margin(4096) + skew - 1 + 15) // 64) * 64
-    most = 2 * 4 * MULTIPROCESSORS["sm_90"] * tiles["diagonals"].block_n * 16 * 4  # sums of programs that share a block of rows
+    most = 2 * 4 * MULTIPROCESSORS["sm_90"] * tiles["dtable_words"].block_n * 16 * 4  # partial sums
     assert all(0 <= more(length, "clamp") - length * min(band, length) * 2 <= most for length in lengths)
 
 
 def configs_margin(length: int) -> int:
     """Rows on either side of a clamped table's partial sums."""
-    rows = selected("rows", "sm_90", *call("clamp", torch.float16, 16, length=length))
+    rows = selected("dq", "sm_90", *call("clamp", torch.float16, 16, length=length))
     return rows.block_m + rows.block_n
 
 

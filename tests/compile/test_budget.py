@@ -28,8 +28,8 @@ ALLOWED_CYCLES = 1.05
 SERIALISED = {
     ("forward", 64): ("vits",),
     ("forward", 128): ("zero", "zero causal"),
-    ("rows", 64): ("zero causal",),
-    ("table", 128): ("shaw", "shaw causal", "vits"),
+    ("dq", 64): ("zero causal",),
+    ("dtable", 128): ("shaw", "shaw causal", "vits"),
 }
 """Kernels for sm_90 and their widths -> feature sets in which the assembler waits after every wgmma. There should be none:
 other configurations of these are serialised, too, or slower."""
@@ -89,7 +89,7 @@ def test_nothing_exceeds_its_budget(target: str, name: str, head_dim: int) -> No
             lines.append((str(case), "wgmma serialised", str(is_known), str(found.is_serialised)))
         products = used.main_loop["HMMA"] + used.main_loop["HGMMA"]
         assert counts(used)["matrix_instructions"] == products
-        assert (products > 0) == (case.kernel != "diagonals" or not name.startswith("t5"))  # it sums a bias alone
+        assert (products > 0) == (case.kernel != "dtable_words" or not name.startswith("t5"))  # it sums a bias alone
     shown = table(("not as its budget says", "what", "budget", "now"), lines)
     assert not lines, f"\n{shown}\nIf this is intended, refresh the budget: {REFRESH} --features '{name}'"
 

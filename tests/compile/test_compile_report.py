@@ -61,7 +61,7 @@ def test_kernels_that_do_not_compile_are_rows(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("no such\ninstruction")
 
     monkeypatch.setattr(verb, "compiled", fail)
-    row = verb.row(verb.KernelCase("table", "sm_120", "fp16", 32, "t5"))
+    row = verb.row(verb.KernelCase("dtable", "sm_120", "fp16", 32, "t5"))
     assert row["status"] == "RuntimeError: no such instruction" and row["block_m"] > 0 and "registers" not in row
 
 
@@ -84,7 +84,7 @@ def test_unknown_names(words: tuple[str, ...], message: str, capsys: pytest.Capt
 def test_budget_keeps_what_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the same kernel are replaced, others stay, failures are left out."""
     monkeypatch.setattr(verb, "BUDGET", tmp_path / "budgets" / "triton.csv")
-    first, second = verb.KernelCase("rows", "sm_90", "bf16", 64, "t5"), verb.KernelCase("rows", "sm_80", "bf16", 64, "t5")
+    first, second = verb.KernelCase("dq", "sm_90", "bf16", 64, "t5"), verb.KernelCase("dq", "sm_80", "bf16", 64, "t5")
 
     def row(case: verb.KernelCase, registers: int, status: str = "ok") -> dict[str, Any]:
         return {**vars(case), **dict.fromkeys(verb.COUNTS, 1), "registers": registers, "status": status}

@@ -14,7 +14,7 @@ from bench.cycles.machine import MACHINES
 from bench.cycles.predict import SCORES, predict, teraflops, why_serialised
 from bench.cycles.sensitivity import AS_IT_IS, VARIED
 
-PLAIN_PRODUCTS = {"forward": 2, "rows": 3, "columns": 4}
+PLAIN_PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
 
 
 @pytest.mark.parametrize("target", MACHINES)
@@ -93,7 +93,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ("--features", "none,full", "--head-dims", "64", "--jobs", "1")
     assert main(["cycles", *wanted]) == 0
     printed = capsys.readouterr().out
-    for kernel in ("forward", "rows", "columns"):
+    for kernel in ("forward", "dq", "dkv"):
         assert f"{kernel} sm_90 bf16 64 none" in printed and f"{kernel} sm_90 bf16 64 full" in printed
     lines = [line for line in printed.splitlines() if line.startswith(("  forward,", "  backward,"))]
     calls = {line.split("  ")[1].strip(): line.split() for line in lines}
@@ -108,7 +108,7 @@ def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr("bench.cycles.report.predicted", fail)
     assert main(["cycles", "--features", "none", "--head-dims", "64", "--jobs", "1"]) == 1
-    assert "rows sm_90 bf16 64 none: RuntimeError: no such instruction" in capsys.readouterr().out
+    assert "dq sm_90 bf16 64 none: RuntimeError: no such instruction" in capsys.readouterr().out
 
 
 def test_sensitivity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

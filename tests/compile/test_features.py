@@ -106,8 +106,8 @@ def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
 def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed: bool) -> None:
     """Every kernel of a call that has every feature, with the smallest tiles."""
     recorded = launches(target, outside, packed)
-    ends = ["table_ends"] * 2 if outside == "clamp" else []
-    assert [launch.name for launch in recorded] == ["forward", "rows", "rows", "columns", "table", *ends]
+    ends = ["dtable_ends"] * 2 if outside == "clamp" else []
+    assert [launch.name for launch in recorded] == ["forward", "dq", "dq", "dkv", "dtable", *ends]
     for launch in recorded:
         assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
 
@@ -117,8 +117,8 @@ def test_grids(packed: bool) -> None:
     """A program for each block of queries of each head; of keys, of each head of the keys; of every sequence."""
     grids = {launch.name: launch.grid for launch in launches("sm_90", "clamp" if packed else "zero", packed)}
     queries, keys = triton.cdiv(QUERIES, 16), triton.cdiv(KEYS, 16)
-    assert grids["forward"] == grids["rows"] == (queries * BATCH * HEADS, 1, 1)
-    assert grids["columns"] == (keys * BATCH * KEY_HEADS, 1, 1)
+    assert grids["forward"] == grids["dq"] == (queries * BATCH * HEADS, 1, 1)
+    assert grids["dkv"] == (keys * BATCH * KEY_HEADS, 1, 1)
     table_blocks = triton.cdiv(33 + (2 * clamp_margin(16, 16) if packed else 0), 16) * HEADS
-    assert grids["table"] == (table_blocks, BATCH, 1)
-    assert "table_ends" not in grids or grids["table_ends"] == (HEADS, BATCH, 1)
+    assert grids["dtable"] == (table_blocks, BATCH, 1)
+    assert "dtable_ends" not in grids or grids["dtable_ends"] == (HEADS, BATCH, 1)

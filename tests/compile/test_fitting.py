@@ -54,14 +54,14 @@ def test_a_smaller_one_takes_its_place(features: str) -> None:
             RuntimeWarning, match=r"forward: TileConfig\(.*\) does not fit this GPU .*; TileConfig\(.*\) is used instead"
         ):
             forward(tensors, spec)
-        with pytest.warns(RuntimeWarning, match="columns: .* does not fit"):
+        with pytest.warns(RuntimeWarning, match="dkv: .* does not fit"):
             backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
         assert all(launch.kernel.metadata.shared <= LIMIT for launch in launches)
-        tiles = {kernel: selected(kernel, "sm_90", tensors, spec) for kernel in ("forward", "rows", "columns")}
+        tiles = {kernel: selected(kernel, "sm_90", tensors, spec) for kernel in ("forward", "dq", "dkv")}
         grids = {launch.name: launch.grid[0] for launch in launches}
         assert grids["forward"] == 2 * triton.cdiv(LENGTH, tiles["forward"].block_m)
-        assert grids["rows"] == 2 * triton.cdiv(LENGTH, tiles["rows"].block_m)
-        assert grids["columns"] == 2 * triton.cdiv(LENGTH, tiles["columns"].block_n)
+        assert grids["dq"] == 2 * triton.cdiv(LENGTH, tiles["dq"].block_m)
+        assert grids["dkv"] == 2 * triton.cdiv(LENGTH, tiles["dkv"].block_n)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             forward(*call(features, torch.bfloat16, 64, length=LENGTH - 100))

@@ -20,19 +20,21 @@ from triton.runtime.jit import JITFunction
 
 from bench.compiled import MULTIPROCESSORS, Launch, recorded_launches, resources
 from tests import cases
+from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn.kernels.arguments import Shape, TableRows, Tile
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "rows", "columns", "table", "diagonals", "table_ends")
+KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dtable_ends")
 TABLES = ("rel_key", "rel_value", "rel_bias")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
 BUFFERS = {"lses", "statistics", "d_lses", "deltas", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
-PARTIAL_SUMS = {"d_rel_keys", "d_rel_values", "d_rel_bias", "d_tables"}
+PARTIAL_SUMS = {"d_rel_key", "d_rel_value", "d_rel_bias", "d_tables"}
 
 
 @pytest.fixture(autouse=True)
@@ -95,10 +97,10 @@ class Call:
         """Whether some table is one for each head."""
         return any(table.dim() == 3 - (name == "rel_bias") for name, table in self.tables.items())
 
-    def outside(self) -> str | None:
-        """What lies beyond the tables: None without any, "none" if there is a row for all that may be seen."""
+    def coverage(self) -> str:
+        """Return which pairs the tables have rows for."""
         if not self.tables:
-            return None
+            return "no table"
         _, _, _, num_queries, num_keys = self.sizes()
         positions = self.arguments.get("positions") or RelativePositions.centred(self.num_rows)
         left, right = self.arguments.get("window_size", (-1, -1))
@@ -106,7 +108,7 @@ class Call:
         offset = self.arguments["query_offset"]
         low, high = (-(2**40), 2**40) if isinstance(offset, torch.Tensor) else (1 - num_queries - offset, num_keys - 1 - offset)
         low, high = low if left < 0 else max(low, -left), high if right < 0 else min(high, right)
-        return "none" if positions.first <= low and high <= positions.last else positions.outside
+        return "full" if positions.first <= low and high <= positions.last else positions.outside
 
     def may_use_workspace(self, target: str) -> bool:
         """Whether the gradients of the tables are products of words, if there is room for these."""
@@ -120,8 +122,8 @@ class Call:
             return []
         if not self.wanted or self.tensors["key"].numel() == 0:
             return ["forward"]
-        clamped = self.outside() == "clamp"
-        # Besides d_query, the rows kernel makes delta, and of keys beyond a clamped table their scores, and what is kept of P.
+        clamped = self.coverage() == "clamp"
+        # Besides d_query, the dq kernel makes delta, and of keys beyond a clamped table their scores, and what is kept of P.
         needs_delta = self.wanted - {"value", "rel_value"}
         needs_far_scores = clamped and "value" in self.wanted and self.tables.keys() & {"rel_key", "rel_bias"}
         rows = 1 if needs_delta or needs_far_scores or (clamped and "rel_value" in self.wanted) else 0
@@ -130,11 +132,11 @@ class Call:
         ends = [name for name in ("rel_key", "rel_value") if clamped and name in self.wanted]
         return [
             "forward",
-            *["rows"] * rows,
-            *["columns"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
-            *["table"] * (parts == 0 and bool(self.wanted & set(TABLES))),
-            *["columns", "diagonals"] * parts,
-            *["table_ends"] * len(ends),
+            *["dq"] * rows,
+            *["dkv"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
+            *["dtable"] * (parts == 0 and bool(self.wanted & set(TABLES))),
+            *["dkv", "dtable_words"] * parts,
+            *["dtable_ends"] * len(ends),
         ]
 
 
@@ -155,13 +157,15 @@ class Recorded:
 
     @property
     def tile(self) -> TileConfig:
-        carry = (self["CARRY"],) if "CARRY" in self.arguments else ()
-        return TileConfig(self["BLOCK_M"], self["BLOCK_N"], self.num_warps, self.num_stages, *carry)
+        tile = self["TILE"]
+        assert tile.warps == self.num_warps and (tile.carry is None or self.name in ("forward", "dq"))
+        carry = tile.carry if self.name in ("forward", "dq") else "scores"
+        return TileConfig(tile.block_m, tile.block_n, tile.warps, self.num_stages, carry, tile.rotation)
 
     def strided(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         """The tensors that are addressed by strides."""
         for name, argument in self.arguments.items():
-            if type(argument) is tuple and isinstance(argument[0], torch.Tensor):
+            if type(argument) is tuple and argument and isinstance(argument[0], torch.Tensor):
                 yield name, *argument
 
 
@@ -178,7 +182,13 @@ def recorded(
         options, signature, constants, _ = kernel._pack_args(backend, kwargs, bound, specialization, options)
         name = kernel.__name__.removesuffix("_kernel")
         launch = Recorded(
-            name, grid, bound, signature, list(constants.values()), num_warps=options.num_warps, num_stages=options.num_stages
+            name,
+            grid,
+            flat(bound),
+            flat_types(bound, signature),
+            list(constants.values()),
+            num_warps=options.num_warps,
+            num_stages=options.num_stages,
         )
         launches.append(launch)
         if is_compiled(launch):
@@ -274,33 +284,35 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
     sequences, heads, key_heads, num_queries, num_keys = call.sizes()
 
     def blocks(length: int, block: str) -> int:
-        return -(-length // launch[block])
+        return -(-length // getattr(launch["TILE"], block))
 
-    if launch.name in ("forward", "rows"):
-        assert launch.grid == (blocks(num_queries, "BLOCK_M") * sequences * heads,), launch.grid
-    elif launch.name == "columns":
-        parts = [each for each in launches if each.name == "columns"]
-        assert sum(each.grid[0] for each in parts) == blocks(num_keys, "BLOCK_N") * sequences * key_heads, launch.grid
+    if launch.name in ("forward", "dq"):
+        assert launch.grid == (blocks(num_queries, "block_m") * sequences * heads,), launch.grid
+    elif launch.name == "dkv":
+        parts = [each for each in launches if each.name == "dkv"]
+        assert sum(each.grid[0] for each in parts) == blocks(num_keys, "block_n") * sequences * key_heads, launch.grid
         if launch["words"] is not None:  # one part after the other
             assert launch["first_program"] == sum(each.grid[0] for each in parts[: parts.index(launch)])
     else:
-        table = next(each for each in launches if each.name in ("table", "diagonals"))
+        table = next(each for each in launches if each.name in ("dtable", "dtable_words"))
         table_heads = heads if call.per_head else 1
         splits, units = table.grid[1], sequences * heads // table_heads
         partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
         margin = 0
-        if table["OUTSIDE"] == "clamp":  # as many near keys as the rows kernel can have beyond the table
-            rows = next(each for each in launches if each.name == "rows")
-            margin = rows["BLOCK_M"] + rows["BLOCK_N"]
-            assert (table["ROWS_BLOCK_M"], table["ROWS_BLOCK_N"]) == (rows["BLOCK_M"], rows["BLOCK_N"])
-        units = blocks(num_queries, "BLOCK_M") if launch.name == "diagonals" else units if table.name == "table" else splits
+        if table["TILE"].coverage == "clamp":  # as many near keys as the dq kernel can have beyond the table
+            rows = next(each for each in launches if each.name == "dq")
+            tile = rows["TILE"]
+            margin = tile.block_m + tile.block_n
+            assert table["ROWS"][1:3] == (tile.block_m, tile.block_n)
+        units = blocks(num_queries, "block_m") if launch.name == "dtable_words" else units if table.name == "dtable" else splits
         assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
-        assert launch["PER_HEAD"] == call.per_head
-        if launch.name in ("table", "diagonals"):
-            programs = blocks(call.num_rows + 2 * margin, "BLOCK_N") * table_heads
+        per_head = launch["PER_HEAD"] if launch.name == "dtable_ends" else launch["ROWS"].per_head
+        assert per_head == call.per_head
+        if launch.name in ("dtable", "dtable_words"):
+            programs = blocks(call.num_rows + 2 * margin, "block_n") * table_heads
             assert launch.grid == (programs, splits)
-            if launch.name == "table":
+            if launch.name == "dtable":
                 assert launch["num_sequences"] == sequences
             else:  # of the heads in the workspace
                 programs = programs // table_heads * min(table_heads, launch["words"][0].shape[1])
@@ -312,18 +324,21 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
 def check_arguments(call: Call, launch: Recorded) -> None:
     """Dtypes, strides and constants as the kernel takes them; offsets in 64 bits where 32 do not do."""
     dtype = call.tensors["query"].dtype
-    blocks = max(launch.arguments.get("BLOCK_M", 1), launch.arguments.get("BLOCK_N", 1))
+    is_ends = launch.name == "dtable_ends"
+    blocks = launch["BLOCK_M"] if is_ends else max(launch["TILE"].block_m, launch["TILE"].block_n)
+    coverage = "clamp" if is_ends else launch["TILE"].coverage
+    wide_index = launch["WIDE_INDEX"] if is_ends else launch["SHAPE"].wide_index
     for name, tensor, strides in launch.strided():
         pointer, types = launch.signature[name]
         added = len(strides) - tensor.dim()  # of a table: it has no entries, and a shared one no heads
         shape = (1,) * added + tensor.shape
         assert strides == (0,) * added + tensor.stride() and len(types) == len(strides), name
-        assert added == 0 or name in ("rel_keys", "rel_values", "rel_bias"), name
+        assert added == 0 or name in ("rel_key", "rel_value", "rel_bias"), name
         for stride, kind in zip(strides, types, strict=True):
             assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
         if name in BUFFERS | PARTIAL_SUMS:
             assert tensor.is_contiguous(), name
-            is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and launch.arguments.get("OUTSIDE", "clamp") != "clamp"
+            is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and coverage != "clamp"
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
         elif name not in ("rel_bias", "attn_mask"):
             assert tensor.dtype == dtype, name
@@ -331,10 +346,10 @@ def check_arguments(call: Call, launch: Recorded) -> None:
         if name == "rel_bias":  # read by rows, in 32 bits
             assert (shape[-1] - 1) * strides[-1] < 2**31
         elif len(shape) == 4 and name not in BUFFERS | {"attn_mask"}:
-            clamped = name in ("rel_keys", "rel_values") and launch["OUTSIDE"] == "clamp"  # addressed from its first row on
+            clamped = name in ("rel_key", "rel_value") and coverage == "clamp"  # addressed from its first row on
             rows = shape[2] if clamped else min(blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
-            assert launch["WIDE_INDEX"] or offset < 2**31, (name, offset)
+            assert wide_index or offset < 2**31, (name, offset)
     for name, value in launch.arguments.items():
         if type(value) is int and launch.signature[name] != "constexpr":
             assert launch.signature[name] == "i32" and abs(value) < 2**31, name
@@ -343,12 +358,13 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
         assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
         assert all(each.is_contiguous() for each in launch["sequences"] if isinstance(each, torch.Tensor))
-    assert {type(value) for value in launch.constants} <= {int, str, bool, type(None)}, launch.constants
+    constants = {int, str, bool, type(None), Shape, Tile, TableRows}
+    assert {type(value) for value in launch.constants} <= constants, launch.constants
 
 
 def check(target: str, call: Call, launches: list[Recorded]) -> None:
     """Everything that holds for the launches of one call."""
-    parts = sum(launch.name == "diagonals" for launch in launches)
+    parts = sum(launch.name == "dtable_words" for launch in launches)
     assert [launch.name for launch in launches] == call.kernels(parts), (target, sorted(call.wanted))
     assert parts == 0 or call.may_use_workspace(target)
     if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
@@ -358,8 +374,8 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
         check_grid(target, launch)
         check_programs(target, call, launch, launches)
         check_arguments(call, launch)
-        if launch.name != "table_ends":
-            assert launch["OUTSIDE"] == call.outside()
+        if launch.name != "dtable_ends":
+            assert launch["TILE"].coverage == call.coverage()
             assert launch.tile.why_invalid(target, bool(call.tables)) is None, (target, launch.tile)
 
 
@@ -378,7 +394,7 @@ def test_what_is_drawn() -> None:
     kinds, arguments, wanted = set(), set(), set()
     empty = far_apart = 0
     for call in map(drawn, range(CALLS)):  # one at a time: they are of gigabytes, though of none that is touched
-        kinds.add((call.packed, call.outside(), call.tensors["query"].dtype))
+        kinds.add((call.packed, call.coverage(), call.tensors["query"].dtype))
         arguments |= set(call.arguments)
         wanted.add(sum(name in call.wanted for name in DIFFERENTIABLE))
         empty += call.tensors["query"].numel() == 0
@@ -405,7 +421,7 @@ def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> 
     with recorded(target) as (launches, _):
         call.run()
     check(target, call, launches)
-    assert [launch.grid[0] for launch in launches if launch.name in ("forward", "rows", "columns")] == [70_000] * 3
+    assert [launch.grid[0] for launch in launches if launch.name in ("forward", "dq", "dkv")] == [70_000] * 3
 
 
 def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
@@ -431,7 +447,7 @@ def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]
 
 def kernels_for(target: str) -> set[str]:
     """Return the kernels that calls can launch: none on AMD's GPUs has a workspace."""
-    return set(KERNELS) - ({"diagonals"} if target.startswith("gfx") else set())
+    return set(KERNELS) - ({"dtable_words"} if target.startswith("gfx") else set())
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -443,17 +459,17 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
     """Of every kernel, on one of the targets each."""
-    tables = {"table": ("none", "clamp", "zero"), "diagonals": ("none", "clamp", "zero"), "table_ends": ("clamp",)}
+    tables = {"dtable": ("full", "clamp", "zero"), "dtable_words": ("full", "clamp", "zero"), "dtable_ends": ("clamp",)}
     wanted = set[Any]()
     for name in KERNELS:
         targets = [each for each in TARGETS if name in kernels_for(each)]
         kinds = product(
-            (name,), (torch.float16, torch.bfloat16, torch.float32), tables.get(name, (None, "none", "clamp", "zero"))
+            (name,), (torch.float16, torch.bfloat16, torch.float32), tables.get(name, ("no table", "full", "clamp", "zero"))
         )
         if target in targets:
             wanted |= set(islice(kinds, targets.index(target), None, len(targets)))
 
     def kind(launch: Recorded) -> Any:
-        return launch.name, next(launch.strided())[1].dtype, launch.arguments.get("OUTSIDE", "clamp")
+        return launch.name, next(launch.strided())[1].dtype, launch["TILE"].coverage if "TILE" in launch.arguments else "clamp"
 
     check_compiled(target, wanted, kind)

@@ -29,17 +29,17 @@ FORWARD = {
 }
 BACKWARD = {
     # kernel: allowed numbers of what moves values between threads, and most instructions
-    "rows": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
-    "columns": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics; stores of words
-    "table": ({"SHFL": (32, 32), "LDS": (0, 6), "STS": (0, 24), "BAR": (0, 11)}, 1120),  # statistics, dS
+    "dq": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
+    "dkv": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics; stores of words
+    "dtable": ({"SHFL": (32, 32), "LDS": (0, 6), "STS": (0, 24), "BAR": (0, 11)}, 1120),  # statistics, dS
 }
 STACK = {
     # tile or kernel: bytes that are kept on the stack, at most with any version; of all others none
     ("sm_80", 64, (128, 64, 8)): 16,  # not the default there
     ("sm_90", 128, (128, 64, 8)): 32 if VERSION == "3.6" else 0,
-    "rows": 8 if VERSION == "3.9" else 0,
-    "columns": 96,
-    "table": 16,
+    "dq": 8 if VERSION == "3.9" else 0,
+    "dkv": 96,
+    "dtable": 16,
 }
 
 
@@ -78,7 +78,7 @@ def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None
 
 @pytest.mark.parametrize("kernel", BACKWARD)
 def test_backward(kernel: str) -> None:
-    """The default configurations, 64 x 64: rotations there and, but for the columns kernel, back; no shared memory for them."""
+    """The default configurations, 64 x 64: rotations there and, but for the dkv kernel, back; no shared memory for them."""
     case = KernelCase(kernel, "sm_90", "bf16", 64, "full")
     config = case.config
     assert (config.block_m, config.block_n, config.num_warps, config.rotation) == (64, 64, 4, "registers")

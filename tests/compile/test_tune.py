@@ -30,7 +30,7 @@ def test_ranks_and_says_that_nothing_was_timed(
     printed = capsys.readouterr().out
     assert "nothing is run, checked or timed" in printed and "no profile was written" in printed
     assert not profiles.user_profile_path("sm_90").exists()
-    rows = [row for row in read(path) if row["outside"] == "none"]
+    rows = [row for row in read(path) if row["coverage"] == "full"]
     assert [row["is_default"] for row in rows] == ["True", "False", "False"]
     assert {row["is_chosen"] for row in rows} == {"False"} and not any(row["p50_ms"] or row["error"] for row in rows)
     assert rows[0]["status"] == "ok" and float(rows[0]["instructions_per_score"]) > 0 and int(rows[0]["registers"]) > 0
@@ -42,7 +42,7 @@ def test_ranks_and_says_that_nothing_was_timed(
 
 def test_candidates_begin_with_the_default_and_stay_near() -> None:
     tiles = tune.candidates(TASK, 2)
-    assert tiles[0] == configs.select("forward", "sm_90", torch.bfloat16, 64, "none")
+    assert tiles[0] == configs.select("forward", "sm_90", torch.bfloat16, 64, "full")
     assert len(tiles) == len(set(tiles)) > 10
     assert {tune.steps_apart(tiles[0], tile) for tile in tiles[1:]} == {1, 2}
     assert all(tile.why_invalid("sm_90", True) is None for tile in tiles)

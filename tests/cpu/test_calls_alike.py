@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn.kernels.arguments import Call, fixed
+from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import make_inputs
 
 SHAPE: dict[str, Any] = {"num_rows": 63, "dtype": torch.float32, "seed": 1}
@@ -54,8 +55,11 @@ def shown(name: str, arch: str, precision: str) -> dict[str, Any]:
     if spec.dropout_p:
         tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
     call = Call(tensors, spec, arch=arch)
-    of_tensors = {"sequences": call.arguments["sequences"][:3], "dropout": (call.arguments["dropout"] or ())[1:]}
-    return {**call.arguments, **of_tensors, "kind": call.kind, "outside": call.outside, "keep": call.keep_scale}
+    common = call.common
+    of_tensors = {"sequences": common.sequences[:3], "dropout": (common.dropout or ())[1:]}
+    tile = call.compiled_tile(TileConfig(64, 64, 4, 1), walks_keys=True)
+    others = {"window": common.window, "scaling": common.scaling, "positions": (call.first, call.last)}
+    return {**of_tensors, **others, "kind": call.kind, "shape": call.shape, "tile": tile, "keep": call.fixed.keep_scale}
 
 
 def test_no_call_gets_what_belongs_to_another() -> None:
@@ -76,15 +80,15 @@ def test_no_call_gets_what_belongs_to_another() -> None:
         torch.set_float32_matmul_precision(before)
     assert together == again == alone
     precisions = {
-        setting[2]: each["INPUT_PRECISION"] for setting, each in zip(settings, together, strict=True) if setting[0] == "usual"
+        setting[2]: each["tile"].precision for setting, each in zip(settings, together, strict=True) if setting[0] == "usual"
     }
     assert precisions == {"highest": "ieee", "high": "tf32"}
-    outside = {setting[0]: each["OUTSIDE"] for setting, each in zip(settings, together, strict=True)}
-    assert (outside["usual"], outside["an offset for each"], outside["zero"], outside["no table"]) == (
-        "none",
+    coverage = {setting[0]: each["tile"].coverage for setting, each in zip(settings, together, strict=True)}
+    assert (coverage["usual"], coverage["an offset for each"], coverage["zero"], coverage["no table"]) == (
+        "full",
         "clamp",
         "zero",
-        None,
+        "no table",
     )
 
 
@@ -93,5 +97,6 @@ def test_what_is_kept_is_bounded() -> None:
     query = torch.zeros(1, 1, 4, 16)
     tensors, spec = validation.resolve(query, query, query)
     first, second = (Call(tensors, spec, arch="sm_90") for _ in range(2))
-    first.arguments["OUTSIDE"] = "changed"
-    assert second.arguments["OUTSIDE"] is None and Call(tensors, spec, arch="sm_90").arguments["OUTSIDE"] is None
+    assert first.fixed is second.fixed
+    with pytest.raises(AttributeError):
+        first.fixed.precision = "changed"  # type: ignore[misc]

@@ -244,7 +244,7 @@ def test_teraflops() -> None:
 
 
 def test_calls() -> None:
-    """The backward is the sum of its kernels; there is no table kernel without a table, nor beyond a bounded one."""
+    """The backward is the sum of its kernels; there is no dtable kernel without a table, nor beyond a bounded one."""
     clamp, none = (KernelCase("forward", "sm_90", "bf16", 64, name) for name in ("clamp", "none"))
     found: dict[KernelCase, Prediction | None] = {
         replace(case, kernel=kernel): prediction(1000 * number, 100 * number)
@@ -253,25 +253,25 @@ def test_calls() -> None:
     }
     assert (of_call(found, clamp, FORWARD), of_call(found, clamp, BACKWARD)) == (500, 5000)
     assert (of_call(found, none, BACKWARD), of_call(found, clamp, BACKWARD, far=True)) == (2500, 250)
-    found[replace(none, kernel="rows")] = prediction(1000)
+    found[replace(none, kernel="dq")] = prediction(1000)
     assert of_call(found, none, BACKWARD, far=True) is None
-    found[replace(clamp, kernel="table")] = None
+    found[replace(clamp, kernel="dtable")] = None
     assert of_call(found, clamp, BACKWARD) == 5000  # with a workspace it is not needed
-    del found[replace(clamp, kernel="diagonals")]
+    del found[replace(clamp, kernel="dtable_words")]
     assert of_call(found, clamp, BACKWARD) is None and of_call({}, clamp, FORWARD) is None
 
 
 def test_designs_of_the_backward() -> None:
-    """Sums of parts; a word for each score is written and read where the table kernel is not."""
+    """Sums of parts; a word for each score is written and read where the dtable kernel is not."""
     size = Size(2, 4, 1024, 64)
     assert size.blocks == 2 * 4 * 16 * 16
     assert partial_sums(size, H100, 64) == 8 * 2047 * 64 * 4  # no more sums than heads
     assert partial_sums(replace(size, batch=64), H100, 64) == 16 * 2047 * 64 * 4  # 4 * 132 programs, 32 blocks of rows
     assert workspace(size, H100, 2, 64) == 132 * 2 * 64 * 1024 * 2
-    found = designs({"rows": 1500, "columns": 1700, "table": 2500, "diagonals": 500}, size, H100, 64)
+    found = designs({"dq": 1500, "dkv": 1700, "dtable": 2500, "dtable_words": 500}, size, H100, 64)
     words = 8192 / H100.memory_rate
-    assert found["table kernel"] == pytest.approx(5700 + 2 * moved(8 * 2047 * 256, H100) / size.blocks)
+    assert found["dtable kernel"] == pytest.approx(5700 + 2 * moved(8 * 2047 * 256, H100) / size.blocks)
     assert found["workspace, writing hidden"] == pytest.approx(3200 + words)
     assert found["workspace, writing not hidden"] == pytest.approx(3200 + 2 * words)
-    slow = designs({"rows": 1500, "columns": 100, "table": 2500, "diagonals": 900}, size, H100, 64)
+    slow = designs({"dq": 1500, "dkv": 100, "dtable": 2500, "dtable_words": 900}, size, H100, 64)
     assert slow["workspace, writing hidden"] == pytest.approx(1500 + words + 900)

@@ -24,7 +24,7 @@ from triton_relattn.kernels.profiles import Entry, Key
 
 ARCH = "sm_90"
 ROOT = Path(__file__).parents[2]
-KEY = Key("forward", ARCH, "bfloat16", 64, None, False, None, 512)
+KEY = Key("forward", ARCH, "bfloat16", 64, "no table", False, None, 512)
 ENTRY = Entry(TileConfig(32, 32, 8, 3), timed=True, milliseconds=0.5)
 
 
@@ -196,7 +196,7 @@ def test_a_profile_that_no_gpu_can_serve(arch: str, config: TileConfig, reason: 
     assert reason in str(config.why_invalid(arch, True))
     with pytest.raises(ValueError, match=reason):
         profiles.save(
-            tmp_path / "profile.json", {Key("forward", arch, "bfloat16", 64, None, False, None, 512): Entry(config, True)}
+            tmp_path / "profile.json", {Key("forward", arch, "bfloat16", 64, "no table", False, None, 512): Entry(config, True)}
         )
 
 

@@ -126,10 +126,10 @@ def test_who_rotates_how(arch: str) -> None:
     """Rotations in registers are for where accumulators lie as quads.py says."""
     found: dict[torch.dtype, set[str]] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for kernel in configs.KERNELS:
+        for kernel in configs.KERNELS[:-1]:  # the last one has nothing to rotate
             for width in (64, 128):
-                for outside in ("none", "clamp", "zero"):
-                    config = configs.select(kernel, arch, dtype, width, outside)
+                for coverage in ("full", "clamp", "zero"):
+                    config = configs.select(kernel, arch, dtype, width, coverage)
                     found.setdefault(dtype, set()).add(config.rotation)
     if arch in ("sm_100", "gfx942", "interpreter"):
         assert found == {dtype: {"gather"} for dtype in found}

@@ -67,7 +67,7 @@ def test_seconds() -> None:
     near = (128 + 128) / 4096
     kernel = Kernel("forward", CLIPPED_CASE, True, TILE)
     assert seconds_of(kernel, prediction(1000, 500)) == pytest.approx(blocks * (1000 * near + 500 * (1 - near)) / a_second)
-    table = Kernel("table", CLIPPED_CASE, True, TILE)
+    table = Kernel("dtable", CLIPPED_CASE, True, TILE)
     assert seconds_of(table, prediction(1000)) == pytest.approx(blocks * 1000 * near / a_second)
     causal = Kernel("forward", Case(4, 33, 4096, 64, True), True, TILE)
     assert seconds_of(causal, prediction(1000)) == pytest.approx(blocks * 1000 / 2 * (4096 + 64) / 4096 / a_second)
@@ -79,7 +79,7 @@ def test_seconds() -> None:
 
 def test_rows() -> None:
     """The sum of the kernels; none if one of them is not known."""
-    kernels = tuple(Kernel(name, FULL, True, TILE) for name in ("rows", "columns", "table"))
+    kernels = tuple(Kernel(name, FULL, True, TILE) for name in ("dq", "dkv", "dtable"))
     known = {kernel.representative: prediction(1000) for kernel in kernels}
     what = Wanted("speed", FULL, True, "backward", kernels)
     row = row_of(what, known)

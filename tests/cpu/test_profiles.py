@@ -25,14 +25,14 @@ from triton_relattn.kernels.profiles import Entry, Key
 
 ARCH = "sm_90"
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "both"), TileConfig(16, 16, 2, 1, None)
-KEY = Key("forward", ARCH, "bfloat16", 64, None, False, None, 512)
+KEY = Key("forward", ARCH, "bfloat16", 64, "no table", False, None, 512)
 ENTRY = Entry(CONFIG, timed=True, milliseconds=0.5, default_milliseconds=1)
 ROW: dict[str, Any] = {
     "kernel": "forward",
     "arch": ARCH,
     "dtype": "bfloat16",
     "width": 64,
-    "outside": None,
+    "coverage": "no table",
     "is_causal": False,
     "special": None,
     "length_bucket": 512,
@@ -49,7 +49,7 @@ ROW: dict[str, Any] = {
     "milliseconds": 0.5,
     "default_milliseconds": 1,
 }
-DOCUMENT: dict[str, Any] = {"format": "triton_relattn profile", "version": 1, "device": "a GPU", "entries": [ROW]}
+DOCUMENT: dict[str, Any] = {"format": "triton_relattn profile", "version": 2, "device": "a GPU", "entries": [ROW]}
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_missing_file_is_empty(tmp_path: Path) -> None:
 
 def test_what_is_not_timed_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    untimed = {**ROW, "kernel": "rows", "timed": False, "milliseconds": None, "default_milliseconds": None}
+    untimed = {**ROW, "kernel": "dq", "timed": False, "milliseconds": None, "default_milliseconds": None}
     path.write_text(json.dumps({**DOCUMENT, "entries": [untimed, ROW]}))
     assert load_quietly(path) == {KEY: CONFIG}
 
@@ -130,11 +130,11 @@ def test_length_buckets() -> None:
 
 def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths are padded, and float32 is told from TF32, whose kernels are others."""
-    assert configs.profile_key("forward", ARCH, torch.bfloat16, 40, None, False, None, 100) == KEY
+    assert configs.profile_key("forward", ARCH, torch.bfloat16, 40, "no table", False, None, 100) == KEY
     for precision, name in (("highest", "float32"), ("high", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        key = configs.profile_key("rows", ARCH, torch.float32, 80, "zero", True, "rel_bias", 3000)
-        assert key == Key("rows", ARCH, name, 128, "zero", True, "rel_bias", 8192)
+        key = configs.profile_key("dq", ARCH, torch.float32, 80, "zero", True, "rel_bias", 3000)
+        assert key == Key("dq", ARCH, name, 128, "zero", True, "rel_bias", 8192)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
@@ -142,18 +142,18 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
     query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
     resolved = validation.resolve(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1)
     call = Call(*resolved, arch=ARCH)
-    assert call.outside == "clamp"
+    assert call.coverage == "clamp"
     for kernel in configs.KERNELS:
         profiles.save(
             profiles.user_profile_path(ARCH),
             {
-                replace(KEY, kernel=kernel, outside="clamp", length_bucket=2048): ENTRY,
-                replace(KEY, kernel=kernel, outside="clamp"): replace(ENTRY, config=OTHER),
+                replace(KEY, kernel=kernel, coverage="clamp", length_bucket=2048): ENTRY,
+                replace(KEY, kernel=kernel, coverage="clamp"): replace(ENTRY, config=OTHER),
             },
         )
     assert {call.tile(kernel) for kernel in configs.KERNELS} == {CONFIG}
-    assert call.tile("rows", OTHER) == OTHER
-    assert Call(*resolved, arch="interpreter").tile("rows") == TileConfig(64, 64, 4, 1)
+    assert call.tile("dq", OTHER) == OTHER
+    assert Call(*resolved, arch="interpreter").tile("dq") == TileConfig(64, 64, 4, 1)
 
 
 def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -180,7 +180,7 @@ BAD = {
     "nested": (b"[" * 10**5, "recursion"),
     "list": (b"[]", "not an object"),
     "format": (document(format="another"), "format"),
-    "version": (document(version=2), "version is 2"),
+    "version": (document(version=3), "version is 3"),
     "version_bool": (document(version=True), "version is True"),
     "entries": (document(entries={}), "entries is not a list"),
     "entry": (document(entries=[ROW, 1]), "1 is not an object"),
@@ -197,7 +197,7 @@ BAD = {
     "kernel": (row(kernel="sideways"), "sideways"),
     "length_bucket": (row(length_bucket=1000), "1000"),
     "not_a_power_of_two": (tile(block_m=48), "block_m must be a power of two"),
-    "too_wide_for_a_table": (row(outside="clamp", config={**ROW["config"], "block_m": 128}), "with a table"),
+    "too_wide_for_a_table": (row(coverage="clamp", config={**ROW["config"], "block_m": 128}), "with a table"),
     "miscompiled": (row(arch="sm_100", config={**ROW["config"], "num_warps": 4}), "sm_100"),
 }
 
@@ -265,11 +265,11 @@ def test_where_the_user_s_profiles_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_save_writes(tmp_path: Path) -> None:
     """New entries replace old ones, others stay, those that are not timed too."""
     path = tmp_path / "folder" / "of" / "profile.json"
-    untimed = replace(KEY, kernel="table")
+    untimed = replace(KEY, kernel="dtable")
     profiles.save(path, {KEY: replace(ENTRY, config=OTHER), untimed: Entry(OTHER, timed=False)}, device="a GPU", commit="a")
     profiles.save(path, {KEY: ENTRY}, device="a GPU", commit=None)
     written = json.loads(path.read_text())
-    kept = {**ROW, "kernel": "table", "config": vars(OTHER), "timed": False, "milliseconds": None, "default_milliseconds": None}
+    kept = {**ROW, "kernel": "dtable", "config": vars(OTHER), "timed": False, "milliseconds": None, "default_milliseconds": None}
     assert written == {**DOCUMENT, "commit": None, "entries": [ROW, kept]}
     assert load_quietly(path) == {KEY: CONFIG}
 
@@ -330,7 +330,7 @@ from triton_relattn.kernels.tile_config import TileConfig
 print(flush=True)
 sys.stdin.readline()
 for i in range(20):
-    key = Key("forward", "sm_90", "bfloat16", 64, None, False, f"{sys.argv[2]} {i}", 512)
+    key = Key("forward", "sm_90", "bfloat16", 64, "no table", False, f"{sys.argv[2]} {i}", 512)
     save(Path(sys.argv[1]), {key: Entry(TileConfig(32, 32, 4, 1), True, 1.0, 1.0)})
 """
 
@@ -378,7 +378,7 @@ def test_shipped_profiles(path: Path | Callable[[Path], Path], tmp_path: Path) -
     for key in loaded:
         assert f"{key.arch}.json" == path.name
         assert key.dtype in ("float16", "bfloat16", "float32", "tf32") and key.width in (64, 128, 256)
-        assert key.outside in (None, "none", "clamp", "zero")
+        assert key.coverage in ("no table", "full", "clamp", "zero")
 
 
 def test_the_tests_do_not_read_the_user_s_profiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ SAMPLE = (
     Subject("sm_80", "float16", 40, "zero unaligned", (67, 70)),
 )
 """A few kernels of every kind of GPU, dtype and width; all kinds of calls are slow."""
-STRIDED_KEYS = Subject("sm_90", "bfloat16", 64, "clamp strided_key", (130, 130))
+STRIDED_KEYS = Subject("sm_90", "bfloat16", 128, "clamp strided_key", (130, 130))
 MENDED = (
     # wgmma read what no fence covers, where keys have other than unit stride and values have not.
     STRIDED_KEYS,

@@ -61,5 +61,5 @@ def guarded_kernels() -> Iterator[list[Launch]]:
 
 @pytest.fixture(autouse=True)
 def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a table comes from the table kernel; tests of the other way, test_workspace.py, turn it on."""
+    """The gradient of a table comes from the dtable kernel; tests of the other way, test_workspace.py, turn it on."""
     monkeypatch.setenv(workspace.VARIABLE, "0")

@@ -15,6 +15,8 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.groups import flat
+
 Order = Literal["reversed", "shuffled"]
 """Of programs; not the one in which the interpreter goes through a grid."""
 NOBODY, SEVERAL = -1, -2
@@ -176,7 +178,7 @@ def recorded() -> Iterator[list[Launch]]:
     run = function.run
 
     def recorded_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        named = [*zip(self.arg_names, args, strict=False), *kwargs.items()]
+        named = [*zip(self.arg_names, args, strict=False), *flat(kwargs).items()]
         launches.append(Launch(self.fn.__name__, [(name, tensor) for name, each in named for tensor in tensors_in(each)]))
         return run(self, *args, **kwargs)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from triton_relattn import RelativePositions
@@ -28,7 +31,7 @@ from triton_relattn.testing import (
 )
 
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
-OUTSIDE = (None, "none", "clamp", "zero")
+COVERAGE = ("no table", "full", "clamp", "zero")
 SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
 SEED = torch.tensor([0x1234_5678_9ABC_DEF0])
 """Of dropout, in all calls of this module."""
@@ -75,9 +78,9 @@ def selectable(kernel: str) -> list[TileConfig]:
         torch.set_float32_matmul_precision(precision)
         for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                for width, outside, is_causal in itertools.product((16, 64, 128, 256), OUTSIDE, (False, True)):
-                    for special in (None,) if outside is None else SPECIAL:
-                        config = configs.select(kernel, arch, dtype, width, outside, is_causal, special)
+                for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGE, (False, True)):
+                    for special in (None,) if coverage == "no table" else SPECIAL:
+                        config = configs.select(kernel, arch, dtype, width, coverage, is_causal, special)
                         warps = 4 if config.rotation == "gather" else config.num_warps
                         found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
     torch.set_float32_matmul_precision(before)
@@ -256,3 +259,24 @@ def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = No
             if name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
                 assert_table_gradient(name, results[name], inputs, table=name.removeprefix("d_"), **dense)
     return results
+
+
+OF_BACKWARD = ("dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_ends_kernel")
+
+
+class CountedKernel:
+    """A kernel that counts its launches by name."""
+
+    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches[self.kernel.__name__] += 1
+        return self.kernel[grid]
+
+
+def count_launches(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the launches of the backward by kernel, from now on."""
+    for name in OF_BACKWARD:
+        module = importlib.import_module(f"triton_relattn.kernels.bwd_{name.removesuffix('_kernel')}")
+        monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), launches))

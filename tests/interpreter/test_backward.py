@@ -11,7 +11,8 @@ import torch
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
 from tests.interpreter.launch import all_gradients, check_backward, check_gradients, selectable
 from triton_relattn import RelativePositions
-from triton_relattn.kernels import backward as launcher
+from triton_relattn.kernels import bwd_dtable
+from triton_relattn.kernels.arguments import PerQuery
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import assert_table_gradient, make_inputs, with_different_strides
 
@@ -21,7 +22,7 @@ def tile(block_m: int, block_n: int) -> TileConfig:
 
 
 # Several tiles each way in short sequences, and no two kernels with the same.
-SMALL = {"forward": tile(32, 32), "rows": tile(32, 16), "columns": tile(32, 32), "table": tile(16, 16)}
+SMALL = {"forward": tile(32, 32), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(16, 16)}
 TABLE_KINDS = ("full", "clamp", "zero")
 
 
@@ -85,7 +86,7 @@ def test_widths(width: int, kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [(kernel, config) for kernel in ("rows", "columns", "table") for config in selectable(kernel)],
+    [(kernel, config) for kernel in ("dq", "dkv", "dtable") for config in selectable(kernel)],
     ids=str,
 )
 def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
@@ -98,7 +99,7 @@ def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
         (None, False, torch.float16),
     )
     for seed, (positions, is_causal, dtype) in enumerate(tables):
-        if positions is None and kernel == "table":
+        if positions is None and kernel == "dtable":
             continue
         num_rows = None if positions is None else positions.num_rows
         inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
@@ -111,7 +112,7 @@ TABLE_TILES = ((16, 16), (32, 16), (32, 32), (64, 64))
 
 
 @pytest.mark.parametrize(
-    ("rows", "table"),
+    ("dq", "dtable"),
     [
         pytest.param(rows, table, marks=() if (m + n) % 4 == 1 else pytest.mark.slow)
         for m, rows in enumerate(ROWS_TILES)
@@ -120,11 +121,11 @@ TABLE_TILES = ((16, 16), (32, 16), (32, 32), (64, 64))
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_of_rows_and_table_kernel(rows: tuple[int, int], table: tuple[int, int], is_causal: bool) -> None:
-    """With a clamped table each pair beyond it is counted once: by the rows kernel if its tile lies beyond, else by the table's.
+    """With a clamped table each pair beyond it is counted once: by the dq kernel if its tile lies beyond, else by the table's.
 
     The offsets move the borders through the tiles; with one row both borders are close, and all rows but one are margin.
     """
-    tiles = {"rows": tile(*rows), "table": tile(*table)}
+    tiles = {"dq": tile(*rows), "dtable": tile(*table)}
     for seed, (first, last, offset) in enumerate(((-3, 7, 0), (-20, -20, 17), (5, 6, -9))):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
         check_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
@@ -158,7 +159,7 @@ def test_tables(table: str, outside: Any, seeds: tuple[int, ...]) -> None:
             batch, heads, 45, 58, 16, num_rows=positions.num_rows, per_head=seed == 1, dtype=torch.float32, seed=seed
         )
         lengths = (None, torch.tensor([49]), torch.tensor([58, 37]))[seed]
-        tiles = {"rows": tile(32, 32), "columns": tile(64, 32), "table": tile(32, 32)} if seed == 1 else None
+        tiles = {"dq": tile(32, 32), "dkv": tile(64, 32), "dtable": tile(32, 32)} if seed == 1 else None
         check_backward(inputs, tiles, positions=positions, is_causal=is_causal, query_offset=query_offset, key_lengths=lengths)
 
 
@@ -215,22 +216,22 @@ SHARP_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 class WithDelta:
-    """The table kernel, launched with another delta than the one it is given."""
+    """The dtable kernel, launched with another delta than the one it is given."""
 
     def __init__(self, kernel: Any, delta: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.kernel, self.delta = kernel, delta
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            *others, (delta, strides) = args
-            self.kernel[grid](*others, (self.delta(delta), strides), **kwargs)
+        def launch(*, per_query: PerQuery, **kwargs: Any) -> None:
+            delta, strides = per_query.deltas
+            self.kernel[grid](per_query=per_query._replace(deltas=(self.delta(delta), strides)), **kwargs)
 
         return launch
 
 
 @pytest.mark.parametrize("case", SHARP_CASES)
 def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharp attention: as good as dS rounded once, and far from that if the table kernel gets rowsum(out * d_out) - d_lse.
+    """Sharp attention: as good as dS rounded once, and far from that if the dtable kernel gets rowsum(out * d_out) - d_lse.
 
     out was rounded: every dS of a row is off by the same amount then, which adds up in the table's sum over all queries.
     """
@@ -244,7 +245,7 @@ def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.Mon
         deltas.append(delta)
         return rounded
 
-    monkeypatch.setattr(launcher, "table_kernel", WithDelta(launcher.table_kernel, replaced))
+    monkeypatch.setattr(bwd_dtable, "dtable_kernel", WithDelta(bwd_dtable.dtable_kernel, replaced))
     spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
     (exact,) = deltas
     assert 0 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()

@@ -15,17 +15,19 @@ import torch
 from tests.cases import one_hot_case
 from tests.interpreter.launch import (
     GRADIENTS,
+    OF_BACKWARD,
     all_gradients,
     assert_rounding_errors,
     check_backward,
     check_gradients,
+    count_launches,
     resolve,
     rounding_budget,
     run_backward,
 )
 from triton_relattn import RelativePositions, fused_relative_attention
-from triton_relattn.kernels import backward as launcher
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, dense_gradients, forward_backward, in_memory_order, make_inputs, with_different_strides
@@ -36,7 +38,7 @@ def tile(block_m: int, block_n: int) -> TileConfig:
 
 
 # Several tiles each way in short sequences.
-SMALL = {"forward": tile(32, 32), "rows": tile(32, 16), "columns": tile(32, 32), "table": tile(32, 32)}
+SMALL = {"forward": tile(32, 32), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
 FULL, CLAMP, ZERO = RelativePositions(-60, 60), RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 POSITIONS = {"full": FULL, "clamp": CLAMP, "zero": ZERO}
 
@@ -126,7 +128,7 @@ def test_lengths_beyond_the_keys_are_limited(outside: Any) -> None:
 
     def gradients(*lengths: int) -> list[torch.Tensor]:
         limited = tensors._replace(key_lengths=torch.tensor(lengths))
-        found = launcher.backward(inputs.d_out, inputs.d_lse, *forward(limited, spec)[::2], limited, spec, tiles=SMALL)
+        found = backward(inputs.d_out, inputs.d_lse, *forward(limited, spec)[::2], limited, spec, tiles=SMALL)
         return [gradient for gradient in found if gradient is not None]
 
     results = gradients(1000, -7)
@@ -341,20 +343,6 @@ def test_wide_offsets(outside: Any) -> None:
         assert_bit_equal(all_gradients(wide, SMALL, positions=positions), expected)
 
 
-class CountedKernel:
-    """A kernel that counts its launches by name."""
-
-    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches[self.kernel.__name__] += 1
-        return self.kernel[grid]
-
-
-KERNELS = ("rows_kernel", "columns_kernel", "table_kernel", "table_ends_kernel")
-
-
 @pytest.mark.parametrize("kind", ["full", "clamp", "zero", None])
 def test_only_the_wanted_gradients_are_computed(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are bit-equal to those of the call for all, the others are None, and no kernel runs that none of them needs."""
@@ -363,8 +351,7 @@ def test_only_the_wanted_gradients_are_computed(kind: str | None, monkeypatch: p
     inputs = make_inputs(1, 1, 33, 30, 16, num_rows=num_rows, dtype=torch.float32, seed=8)
     complete = run_backward(inputs, positions=positions)
     launches: Counter[str] = Counter()
-    for name in KERNELS:
-        monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
+    count_launches(launches, monkeypatch)
     names = ("d_query", "d_key", "d_value", "d_rel_key")
     for wanted in [(name,) for name in names] + list(itertools.combinations(names, 2)):
         launches.clear()
@@ -376,16 +363,15 @@ def test_only_the_wanted_gradients_are_computed(kind: str | None, monkeypatch: p
         query, key, value, table = (name in wanted for name in names)
         table = table and kind is not None
         needed = (query or key or table or kind == "clamp", key or value, table, table and kind == "clamp")
-        assert launches == Counter({name: 1 for name, need in zip(KERNELS, needed, strict=True) if need}), wanted
+        assert launches == Counter({name: 1 for name, need in zip(OF_BACKWARD, needed, strict=True) if need}), wanted
 
 
 def test_gradients_that_nothing_asks_for_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public function passes on what requires a gradient: a trained table alone launches the kernels for it."""
     launches: Counter[str] = Counter()
-    for name in KERNELS:
-        monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
+    count_launches(launches, monkeypatch)
     inputs = make_inputs(1, 1, 20, 20, 8, num_rows=39, dtype=torch.float32, seed=8)
-    for name, needed in (("rel_key", ("rows_kernel", "table_kernel")), ("value", ("columns_kernel",)), ("query", KERNELS[:1])):
+    for name, needed in (("rel_key", ("dq_kernel", "dtable_kernel")), ("value", ("dkv_kernel",)), ("query", OF_BACKWARD[:1])):
         launches.clear()
         tensors = {field: tensor.clone() for field, tensor in present(inputs).items()}
         tensors[name].requires_grad_()

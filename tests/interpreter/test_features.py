@@ -15,8 +15,10 @@ from tests.cases import by_sequence, random_case, random_varlen_case
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
+    OF_BACKWARD,
     all_gradients,
     check_every_term,
+    count_launches,
     kept,
     run,
     run_backward,
@@ -24,7 +26,6 @@ from tests.interpreter.launch import (
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels import backward as launcher
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import (
@@ -44,11 +45,10 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
 
 # Several tiles each way in short sequences; the second has the other shape everywhere, and carries nothing. The default, large,
 # carries scores.
-SMALL = {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)}
-OTHER = {"forward": tile(16, 16, None), "rows": tile(32, 32, None), "columns": tile(32, 16), "table": tile(32, 32)}
+SMALL = {"forward": tile(32, 16), "dq": tile(32, 16, "both"), "dkv": tile(16, 16), "dtable": tile(32, 16)}
+OTHER = {"forward": tile(16, 16, None), "dq": tile(32, 32, None), "dkv": tile(32, 16), "dtable": tile(32, 32)}
 # Two variants, of which the normal run takes one and the other in turn.
 BOTH, BOTH_NAMES = (False, pytest.param(True, marks=pytest.mark.slow)), ("", "other")
-KERNELS = ("rows_kernel", "columns_kernel", "table_kernel", "table_ends_kernel")
 POSITIONS = {
     "full": RelativePositions(-50, 50),
     "clamp": RelativePositions(-4, 6),
@@ -555,26 +555,14 @@ def test_windows_skip_tiles(kind: str | None) -> None:
     for kernel in short:
         assert 0 < long[kernel] - middle[kernel] <= 1.05 * (middle[kernel] - short[kernel]), kernel
     assert unbounded["forward_kernel"] > 1.2 * long["forward_kernel"]
-    assert unbounded["columns_kernel"] > 1.2 * long["columns_kernel"]
-
-
-class CountedKernel:
-    """A kernel that counts its launches by name."""
-
-    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches[self.kernel.__name__] += 1
-        return self.kernel[grid]
+    assert unbounded["dkv_kernel"] > 1.2 * long["dkv_kernel"]
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of the backward by kernel."""
     launches: Counter[str] = Counter()
-    for name in KERNELS:
-        monkeypatch.setattr(launcher, name, CountedKernel(getattr(launcher, name), launches))
+    count_launches(launches, monkeypatch)
     return launches
 
 
@@ -593,10 +581,10 @@ def test_only_the_wanted_gradients_are_computed(kind: str, counted: Counter[str]
             assert (result is None) == (name not in wanted), (wanted, name)
             assert result is None or (expected is not None and torch.equal(result, expected)), (wanted, name)
         needed = {
-            "rows_kernel": int(kind == "clamp" or not {"d_value", "d_rel_value"}.issuperset(wanted)),
-            "columns_kernel": int(not {"d_key", "d_value"}.isdisjoint(wanted)),
-            "table_kernel": int(not set(tables).isdisjoint(wanted)),
-            "table_ends_kernel": len({"d_rel_key", "d_rel_value"} & set(wanted)) if kind == "clamp" else 0,
+            "dq_kernel": int(kind == "clamp" or not {"d_value", "d_rel_value"}.issuperset(wanted)),
+            "dkv_kernel": int(not {"d_key", "d_value"}.isdisjoint(wanted)),
+            "dtable_kernel": int(not set(tables).isdisjoint(wanted)),
+            "dtable_ends_kernel": len({"d_rel_key", "d_rel_value"} & set(wanted)) if kind == "clamp" else 0,
         }
         assert counted == Counter(needed), wanted
 
@@ -614,7 +602,10 @@ def test_one_table_alone(only: str, kind: str, counted: Counter[str]) -> None:
     results = attend(*inputs[:3], positions=positions, **{only: leaf})
     (gradient,) = torch.autograd.grad(results, leaf, (inputs.d_out, inputs.d_lse))
     assert torch.equal(gradient, expected)
-    names = KERNELS[: kind == "clamp" or only == "rel_bias"] + KERNELS[2 : 4 if kind == "clamp" and only == "rel_value" else 3]
+    names = (
+        OF_BACKWARD[: kind == "clamp" or only == "rel_bias"]
+        + OF_BACKWARD[2 : 4 if kind == "clamp" and only == "rel_value" else 3]
+    )
     assert counted == Counter(names)
 
 
@@ -628,9 +619,9 @@ def test_exact_delta(own_query: bool, counted: Counter[str]) -> None:
     for exact in (False, True):
         counted.clear()
         results = all_gradients(inputs, exact_delta=exact)
-        assert counted["rows_kernel"] == 1 + exact
+        assert counted["dq_kernel"] == 1 + exact
         errors.append([float((results[name].double() - golden[name]).norm()) for name in names])
     assert all(after < 0.7 * before for before, after in zip(*errors, strict=True)), errors
     counted.clear()
     run_backward(inputs, wanted=("d_key", "d_rel_bias"), exact_delta=True)
-    assert counted["rows_kernel"] == 1
+    assert counted["dq_kernel"] == 1

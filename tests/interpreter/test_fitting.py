@@ -22,7 +22,7 @@ CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 @pytest.fixture
 def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """The largest block_m that each kernel is launched in; larger ones are refused as a GPU does."""
-    limits = {"forward": 32, "rows": 16, "columns": 32, "table": 16}
+    limits = {"forward": 32, "dq": 16, "dkv": 32, "dtable": 16}
     launch = Call.launch
 
     def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:

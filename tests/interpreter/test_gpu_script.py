@@ -77,7 +77,7 @@ def test_all_parts(tmp_path: Path) -> None:
     assert {row["dtype"] for row in correctness} == {"float16", "float32"}
     assert all(bool(row[name]) == (name != "d_rel_key" or row["table"] != "none") for row in correctness for name in RESULTS)
     kernels = Counter(row["kernel"] for row in rows["configs.csv"])
-    assert kernels == {"forward": 8, "rows": 8, "columns": 8, "table": 6, "diagonals": 6}
+    assert kernels == {"forward": 8, "dq": 8, "dkv": 8, "dtable": 6, "dtable_words": 6}
     assert all(row["config"] for row in rows["configs.csv"])
     assert Counter(row["part"] for row in rows["checks.csv"]) == {"repeats": 4, "host": 6}
     assert all(float(row["value"]) > 0 for row in rows["checks.csv"])
@@ -97,7 +97,7 @@ def test_all_parts(tmp_path: Path) -> None:
 
     alone = [row for row in measured if row["verb"] == "kernels"]
     smoke = [(row["method"], row["direction"]) for row in alone[:7]]
-    of_backward = ["rows kernel", "columns kernel", "table kernel"]
+    of_backward = ["dq kernel", "dkv kernel", "dtable kernel"]
     assert smoke == [
         *(("plain", direction) for direction in ["forward kernel", *of_backward[:2]]),
         *(("triton_relattn", direction) for direction in ["forward kernel", *of_backward]),
@@ -134,18 +134,18 @@ def test_a_kernel_that_is_wrong_or_cannot_run(tmp_path: Path, monkeypatch: pytes
     run = kernels.run_kernels
 
     def changed(tensors: Any, spec: Any, d_out: Any, tiles: Any) -> Any:
-        if tiles.get("columns") == TileConfig(32, 32, 4, 1):
+        if tiles.get("dkv") == TileConfig(32, 32, 4, 1):
             raise RuntimeError("out of resource: shared memory")
         out, *gradients = run(tensors, spec, d_out, tiles)
-        wrong = tiles.get("columns") == TileConfig(16, 16, 4, 1)
+        wrong = tiles.get("dkv") == TileConfig(16, 16, 4, 1)
         return [out, *((1.1 * gradient if wrong else gradient) for gradient in gradients)]
 
     monkeypatch.setattr(kernels, "run_kernels", changed)
     tiles = tuple(TileConfig(size, size, 4, 1) for size in (64, 32, 16))
-    rows = kernels.measure_group(Group("columns", kernels.TINY, True, tiles), "cpu", 0.0)
+    rows = kernels.measure_group(Group("dkv", kernels.TINY, True, tiles), "cpu", 0.0)
     assert [row["status"].partition(":")[0] for row in rows] == ["ok", "cannot run", "wrong"]
     assert ["p50_ms" in row for row in rows] == [True, False, False]
-    monkeypatch.setattr(kernels, "groups", lambda _: [Group("columns", kernels.case_of(64, "full"), True, tiles)])
+    monkeypatch.setattr(kernels, "groups", lambda _: [Group("dkv", kernels.case_of(64, "full"), True, tiles)])
     assert here(tmp_path, "variants")["variants"].status == "FAILED, 1 of 3"
 
 
@@ -154,9 +154,9 @@ def test_only_one_kernel_runs() -> None:
 
     inputs, d_out = kernels.TINY.inputs("cpu")
     tensors, spec = kernels.TINY.resolved(inputs)
-    with kernels.recorded("columns") as launches:
-        kernels.run_kernels(tensors, spec, d_out, {"columns": TileConfig(32, 32, 4, 1)})
-    assert [(launch.name, launch.config.block_m) for launch in launches] == [("columns", 32)]
+    with kernels.recorded("dkv") as launches:
+        kernels.run_kernels(tensors, spec, d_out, {"dkv": TileConfig(32, 32, 4, 1)})
+    assert [(launch.name, launch.config.block_m) for launch in launches] == [("dkv", 32)]
 
 
 @pytest.mark.parametrize("name", ["long", "inkling"])

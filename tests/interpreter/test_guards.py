@@ -41,12 +41,12 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
     return TileConfig(block_m, block_n, 4, 1, carry)
 
 
-SMALL = {"forward": tile(32, 16), "rows": tile(32, 16, "both"), "columns": tile(16, 16), "table": tile(32, 16)}
+SMALL = {"forward": tile(32, 16), "dq": tile(32, 16, "both"), "dkv": tile(16, 16), "dtable": tile(32, 16)}
 OTHER = {
     "forward": tile(16, 16, None),
-    "rows": TileConfig(16, 16, 1, 1, None, "registers"),
-    "columns": TileConfig(32, 16, 2, 1, rotation="registers"),
-    "table": TileConfig(16, 16, 1, 1, rotation="registers"),
+    "dq": TileConfig(16, 16, 1, 1, None, "registers"),
+    "dkv": TileConfig(32, 16, 2, 1, rotation="registers"),
+    "dtable": TileConfig(16, 16, 1, 1, rotation="registers"),
 }
 POSITIONS = {
     "none": None,
@@ -192,9 +192,9 @@ def test_guarded(name: str, kind: str, order: Order) -> None:
     launches, results = check_guarded(inputs, arguments, SMALL, order, seed=len(name))
     _, tensors, spec = resolved(inputs, arguments)
     tables = [name for name in ("rel_key", "rel_value", "rel_bias") if getattr(tensors, name) is not None]
-    clamps = bool(tables) and spec.outside(tensors.query_offsets is None) == "clamp"
-    kernels = ["forward_kernel", *["rows_kernel"] * (1 + spec.exact_delta), "columns_kernel", *["table_kernel"] * bool(tables)]
-    kernels += ["table_ends_kernel"] * (clamps * len({"rel_key", "rel_value"}.intersection(tables)))
+    clamps = bool(tables) and spec.coverage(tensors.query_offsets is None) == "clamp"
+    kernels = ["forward_kernel", *["dq_kernel"] * (1 + spec.exact_delta), "dkv_kernel", *["dtable_kernel"] * bool(tables)]
+    kernels += ["dtable_ends_kernel"] * (clamps * len({"rel_key", "rel_value"}.intersection(tables)))
     assert [launch.kernel for launch in launches] == kernels
     assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
     assert all(results[name].isfinite().all() and results[name].any() for name in GRADIENTS if name in results)

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.groups import flat, grouped
 from tests.interpreter.test_survivors import far_apart
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
@@ -26,15 +27,29 @@ from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 
-TABLES = {"rel_keys", "rel_values", "rel_bias"}
+TABLES = {"rel_key", "rel_value", "rel_bias"}
 VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
 """A number for each row: the rows are always next to each other."""
 SIDES = {"statistics", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
 """Two numbers for each row."""
 ENDS = {"d_tables"}
 """Its last rows are found from the next head's first."""
-ROWS_OF = {f"{d}{name}" for d in ("", "d_") for name in ("queries", "keys", "values", "rel_queries", "outs")} | {"attn_mask"}
+ROWS_OF = {
+    "query",
+    "key",
+    "value",
+    "rel_query",
+    "attn_mask",
+    "outs",
+    "d_outs",
+    "d_queries",
+    "d_keys",
+    "d_values",
+    "d_rel_queries",
+}
 """A row for each query or key."""
+NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
+"""What may be None, but is no tensor; there is no workspace here."""
 
 
 class Apart(NamedTuple):
@@ -65,11 +80,14 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
     run = interpreter.InterpretedFunction.run
 
     def run_apart(function: Any, *arguments: Any, **options: Any) -> None:
-        given, copies = list(arguments), []
+        assert not arguments
+        changed, copies = {}, []
         kept[function.__name__] = set()
-        for index, (name, argument) in enumerate(zip(function.arg_names, arguments, strict=False)):
-            if name in ("sequences", "factor"):
-                break
+        for name, argument in flat(options).items():
+            if argument is not None and not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
+                continue  # not addressed by strides
+            if name in NO_TENSORS:
+                continue
             tensor = None if argument is None else argument[0]
             if name in TABLES and tensor is not None:
                 tensor = tensor[None]  # a table of each head
@@ -78,8 +96,13 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
                 continue
             copy = far_apart(tensor, apart.dim, -(-(2**31) // (tensor.shape[apart.dim] - apart.last)))
             copies.append((tensor, copy))
-            given[index] = copy, copy.stride()
-        run(function, *given, **{**options, "WIDE_INDEX": apart.wide})
+            changed[name] = copy, copy.stride()
+        options = grouped(options, changed)
+        if "SHAPE" in options:
+            options["SHAPE"] = options["SHAPE"]._replace(wide_index=apart.wide)
+        else:
+            options["WIDE_INDEX"] = apart.wide
+        run(function, **options)
         for tensor, copy in copies:
             tensor.copy_(copy)
 

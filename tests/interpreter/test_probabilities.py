@@ -31,15 +31,15 @@ from triton_relattn.testing import (
 LENGTH = 80
 MIXED = {
     "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
-    "rows": TileConfig(32, 32, 4, 1, "both"),
-    "columns": TileConfig(64, 64, 4, 1, rotation="registers"),
-    "table": TileConfig(16, 16, 4, 1),
+    "dq": TileConfig(32, 32, 4, 1, "both"),
+    "dkv": TileConfig(64, 64, 4, 1, rotation="registers"),
+    "dtable": TileConfig(16, 16, 4, 1),
 }
 OTHERWISE_MIXED = {
     "forward": TileConfig(32, 32, 4, 1, None),
-    "rows": TileConfig(64, 64, 4, 1, None, rotation="registers"),
-    "columns": TileConfig(16, 16, 4, 1),
-    "table": TileConfig(64, 32, 4, 1, rotation="registers"),
+    "dq": TileConfig(64, 64, 4, 1, None, rotation="registers"),
+    "dkv": TileConfig(16, 16, 4, 1),
+    "dtable": TileConfig(64, 32, 4, 1, rotation="registers"),
 }
 # A table of each kind, and clamped ones whose end rows some kernels take for a tile near the table, some for one far from it.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

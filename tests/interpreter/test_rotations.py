@@ -13,6 +13,7 @@ import triton.language as tl
 from tests.interpreter.launch import all_gradients, check_every_term
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Tile
 from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
@@ -82,8 +83,8 @@ def test_words(saturate: bool) -> None:
 @triton.jit
 def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """target[m, p] = whether limits of row m hold the column that place p has after rotating."""
-    places = tl.arange(0, TILE[0])[:, None] * TILE[1] + tl.arange(0, TILE[1])[None, :]
-    m = tl.arange(0, TILE[0])
+    places = tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
+    m = tl.arange(0, TILE.block_m)
     tl.store(target + places, band_within(tl.load(low + m), tl.load(high + m), TILE).to(tl.int8))
 
 
@@ -92,7 +93,7 @@ def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-unt
 def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: str) -> None:
     """Limits anywhere, of every row its own, also where none or all columns lie within."""
     generator = torch.Generator().manual_seed(block_m + block_n)
-    tile = (block_m, block_n, rotation, warps, False)
+    tile = Tile(block_m, block_n, rotation, warps)
     width = chunk_width.fn(tile)
     m, place = torch.arange(block_m)[:, None], torch.arange(block_n)
     n = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2
@@ -106,7 +107,7 @@ def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: st
 
 def tiles_of(config: TileConfig, carry: str | None) -> dict[str, TileConfig]:
     """The configuration for every kernel, with what each of them can carry."""
-    carries = {"forward": "scores" if carry == "both" else carry, "rows": carry}
+    carries = {"forward": "scores" if carry == "both" else carry, "dq": carry}
     return {kernel: replace(config, carry=carries.get(kernel, "scores")) for kernel in KERNELS}
 
 
@@ -190,7 +191,7 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs._replace(query=query, rel_key=table)
     monkeypatch.setattr(configs, "rounds_terms", lambda *_: True)
     tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"), "both")
-    results = all_gradients(inputs, {**tiles, "rows": TileConfig(32, 32, 4, 1), "table": TileConfig(32, 32, 4, 1)})
+    results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
 
 

@@ -1,4 +1,4 @@
-"""The gradient of a table as a product of the gradients of scores that the columns kernel leaves in a workspace."""
+"""The gradient of a table as a product of the gradients of scores that the dkv kernel leaves in a workspace."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
 
 IN_REGISTERS: dict[str, Any] = {"rotation": "registers"}
 TILES = {
-    "twice": {"rows": tile(32, 16, carry="both"), "columns": tile(32, 16), "diagonals": tile(32, 16)},
-    "square": {"rows": tile(32, 32, carry=None), "columns": tile(16, 16), "diagonals": tile(32, 32)},
+    "twice": {"dq": tile(32, 16, carry="both"), "dkv": tile(32, 16), "dtable_words": tile(32, 16)},
+    "square": {"dq": tile(32, 32, carry=None), "dkv": tile(16, 16), "dtable_words": tile(32, 32)},
     "registers": {
-        "rows": tile(16, 16, carry="both"),
-        "columns": tile(32, 32, **IN_REGISTERS),
-        "diagonals": tile(16, 16),
+        "dq": tile(16, 16, carry="both"),
+        "dkv": tile(32, 32, **IN_REGISTERS),
+        "dtable_words": tile(16, 16),
     },
-    "long": {"rows": tile(16, 16), "columns": tile(32, 16, num_warps=2, **IN_REGISTERS), "diagonals": tile(64, 32)},
+    "long": {"dq": tile(16, 16), "dkv": tile(32, 16, num_warps=2, **IN_REGISTERS), "dtable_words": tile(64, 32)},
 }
 
 
@@ -105,7 +105,7 @@ RUNS = [
 def test_calls(
     name: str, kind: str, tiles: str, limit: int | None, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All results obey the error rules; the tables' gradients are those of the table kernel, but for how they are summed."""
+    """All results obey the error rules; the tables' gradients are those of the dtable kernel, but for how they are summed."""
     inputs, arguments = call_of(kind, **CALLS[name][0])
     arguments |= CALLS[name][1]
     if limit is not None:
@@ -136,7 +136,7 @@ SHORT: dict[str, Any] = {
 
 @pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 200))])
 def test_random_combination(seed: int, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the table kernel takes; a fifth in float16, most in several parts."""
+    """Whatever the dtable kernel takes; a fifth in float16, most in several parts."""
     inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
     inputs = inputs._replace(rel_value=None)
     if inputs.rel_key is None and inputs.rel_bias is None:
@@ -288,15 +288,15 @@ def test_calls_that_keep_the_table_kernel(plans: list[Plan | None], guarded_kern
     assert "AMD" in str(workspace.why_not(call, tensors))
     check_every_term(inputs, TILES["twice"], **{**arguments, "query_offset": offsets})
     names = [launch.kernel for launch in guarded_kernels]
-    assert "table_kernel" in names and "diagonals_kernel" not in names
+    assert "dtable_kernel" in names and "dtable_words_kernel" not in names
     guarded_kernels.clear()
     all_gradients(inputs, TILES["twice"], **arguments)
     names = [launch.kernel for launch in guarded_kernels]
-    assert "table_kernel" not in names and "diagonals_kernel" in names
+    assert "dtable_kernel" not in names and "dtable_words_kernel" in names
 
 
 def test_limit(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bytes; by default as much as query, key and value have, or 256 MiB. None: the table kernel."""
+    """In bytes; by default as much as query, key and value have, or 256 MiB. None: the dtable kernel."""
     inputs, arguments = call_of("full")
     tensors, _ = resolve(inputs, **arguments)
     assert workspace.limit(tensors) == 256 * 2**20

@@ -73,7 +73,7 @@ def warn_of_doubts(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int
         warn_once("layout", text + _other_layout(tensors.cu_seqlens_q is not None), LEVELS)
     if num_rows is None or num_rows <= 2 * LARGEST_CLIP + 1 or tensors.query_offsets is not None:
         return
-    if spec.outside() == "clamp":
+    if spec.coverage() == "clamp":
         warn_once(
             f"table of {num_rows} rows",
             f"the {num_rows} rows of a table stand for distances up to {num_rows // 2}, and this call has longer ones, "

@@ -71,8 +71,8 @@ class AttentionSpec(NamedTuple):
     exact_delta: bool = False
     """d_query, too, shall use the exact delta."""
 
-    def outside(self, offset_is_known: bool = True) -> str:
-        """What lies beyond the tables: "clamp", "zero", or "none" if they have a row for every visible pair.
+    def coverage(self, offset_is_known: bool = True) -> str:
+        """Return which pairs the tables have rows for: "full", every visible one; else how they are used beyond: "clamp", "zero".
 
         Args:
             offset_is_known: false if each sequence has a query_offset of its own.
@@ -84,5 +84,5 @@ class AttentionSpec(NamedTuple):
         if self.window_right >= 0:
             farthest_future = min(farthest_future, self.window_right)
         if self.first <= farthest_past and farthest_future <= self.last:
-            return "none"
+            return "full"
         return "clamp" if self.clamp else "zero"

@@ -214,7 +214,7 @@ def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets:
     Args:
         offsets: values of query_offset, None if they are not known.
     """
-    if spec.outside(offset_is_known=False) == "none" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
+    if spec.coverage(offset_is_known=False) == "full" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
         return
     low, high = -spec.window_left, spec.window_right
     if offsets is not None:

@@ -15,6 +15,7 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from . import configs
 from .fitting import DoesNotFit, Place, current
 
+Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 """Of every launch: Triton 3.9 warns where it is left out, because 3.10 changes what that means."""
@@ -39,6 +40,85 @@ class Scaling(NamedTuple):
     rel_scale: float | None  # factor of p.E in a score; None: 1
     bias_scale: float
     softcap: float | None
+
+
+class Inputs(NamedTuple):
+    """The tensors that scores and probabilities are made of, each with its strides; None: there is none."""
+
+    query: Strided | None
+    key: Strided | None
+    value: Strided | None
+    rel_query: Strided | None
+    rel_key: Strided | None
+    rel_value: Strided | None
+    rel_bias: Strided | None
+    attn_mask: Strided | None
+
+
+class PerQuery(NamedTuple):
+    """Numbers of each query, float32: the forward's statistics, and what the dq kernel leaves for the other ones."""
+
+    statistics: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
+    deltas: Strided  # (B, H, N)
+    far_scores: Strided | None = None  # (B, H, 2, N), as the other ones: of keys beyond a clamped table, past and future
+    far_values: Strided | None = None
+    far_sums: Strided | None = None
+    far_kept: Strided | None = None
+
+
+class TableGradients(NamedTuple):
+    """Partial sums of the tables' gradients; None: not wanted."""
+
+    rel_key: Strided | None
+    rel_value: Strided | None
+    rel_bias: Strided | None
+
+
+class Common(NamedTuple):
+    """What is neither a tensor of numbers nor known when a kernel is compiled."""
+
+    sequences: Sequences
+    window: tuple[int | None, int | None]
+    dropout: Dropout | None
+    scaling: Scaling
+
+
+class Shape(NamedTuple):
+    """Sizes of a call that a kernel is compiled for."""
+
+    group: int  # heads of queries for one of keys
+    head_dim: int
+    value_dim: int
+    rel_dim: int
+    block_d: int  # the same widths, padded
+    block_dv: int
+    block_dr: int
+    wide_index: bool  # offsets within a matrix have 64 bits
+
+
+class Tile(NamedTuple):
+    """How kernels are compiled to compute a tile and the products with a table: TileConfig, and what kernels share."""
+
+    block_m: int
+    block_n: int
+    rotation: str = "gather"
+    warps: int = 4
+    round_terms: bool = False  # to float16 on their way to the scores
+    carry: str | None = None
+    coverage: str = "full"  # see AttentionSpec.coverage; "no table"
+    precision: str = "ieee"  # of products
+    width: int = 0  # of rel_key
+    block_width: int = 0  # and padded
+    values: Tile | None = None  # the same for rel_value, whose products are not rounded: gradients may be too small for float16
+
+
+class TableRows(NamedTuple):
+    """How programs share the rows of the tables' gradients."""
+
+    per_head: bool  # there is a sum for each head
+    dq_block_m: int  # tiles of the dq kernel, on which it depends what is near
+    dq_block_n: int
+    adds: bool = False  # to the sums that are there
 
 
 class Dropout(NamedTuple):
@@ -89,12 +169,12 @@ def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
     return AttentionTensors(*moved, *tensors[6:])  # type: ignore[arg-type]
 
 
-def strided(tensor: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+def strided(tensor: torch.Tensor | None) -> Strided | None:
     """A tensor as the kernels take it: with its strides."""
     return None if tensor is None else (tensor, tensor.stride())
 
 
-def per_head(table: torch.Tensor | None, rank: int) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+def per_head(table: torch.Tensor | None, rank: int) -> Strided | None:
     """A table as (1, heads, R, ...), with its strides: 0 from head to head if they share it. rank: its dimensions then."""
     if table is None:
         return None
@@ -109,14 +189,14 @@ def cdiv(length: int, block: int) -> int:
 class Fixed(NamedTuple):
     """The arguments that all calls with the same sizes, dtypes and scalars share; see fixed."""
 
-    outside: str | None
     kind: configs.Kind
-    widths: dict[str, int]
+    shape: Shape
     keep_scale: float
     window: tuple[int | None, int | None]
     largest_dropped: int
     scaling: Scaling
-    arguments: dict[str, Any]  # of the kernels, those that need no tensor
+    round_terms: bool
+    precision: str
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,9 +217,10 @@ def fixed(
         widths: of queries, values and what rel_key is multiplied with.
         terms: whether there are rel_query, rel_key, rel_value and rel_bias.
     """
-    (num_heads, key_heads), (head_dim, value_dim, rel_dim) = heads, widths
+    (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
     has_rel_query, has_rel_key, has_rel_value, has_rel_bias = terms
-    outside = spec.outside(offset_is_known) if has_rel_key or has_rel_value or has_rel_bias else None
+    has_table = has_rel_key or has_rel_value or has_rel_bias
+    coverage = spec.coverage(offset_is_known) if has_table else "no table"
     special = None
     if has_rel_value:
         special = "rel_value"
@@ -151,28 +232,16 @@ def fixed(
     # Scores are logits divided by it: 0 would not do, and this leaves nothing of q.k beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
-    named = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "REL_DIM": rel_dim}
+    blocks = map(configs.padded_width, widths)
     return Fixed(
-        outside,
-        configs.Kind(arch, dtype, max(widths), outside, spec.window_right >= 0, special),
-        named,
+        configs.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, special),
+        Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index=False),
         keep_scale(spec.dropout_p),
         (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right),
         largest_dropped(spec.dropout_p),
         Scaling(scale / math.log(2), None if not has_rel_key or rel_scale == 1 else rel_scale, 1 / scale, spec.softcap),
-        {
-            "first": spec.first,
-            "last": spec.last,
-            "num_heads": num_heads,
-            "GROUP": num_heads // max(key_heads, 1),
-            **named,
-            "BLOCK_D": configs.padded_width(head_dim),
-            "BLOCK_DV": configs.padded_width(value_dim),
-            "BLOCK_DR": configs.padded_width(rel_dim),
-            "OUTSIDE": outside,
-            "ROUND_TERMS": configs.rounds_terms(arch, dtype),
-            "INPUT_PRECISION": input_precision,
-        },
+        configs.rounds_terms(arch, dtype),
+        input_precision,
     )
 
 
@@ -196,7 +265,6 @@ class Call:
         self.rel_query = rel_query
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
-        self.tables = (per_head(tensors.rel_key, 2), per_head(tensors.rel_value, 2), per_head(rel_bias, 1))
         of_call = fixed(
             spec,
             self.arch,
@@ -207,48 +275,69 @@ class Call:
             tuple(tensor is not None for tensor in (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias)),  # type: ignore[arg-type]
             tensors.query_offsets is None,
         )
-        self.outside, self.kind, self.widths, self.keep_scale = of_call[:4]
+        self.fixed, self.kind, self.coverage = of_call, of_call.kind, of_call.kind.coverage
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        self.attn_mask = mask
+        self.inputs = Inputs(
+            *map(strided, tensors[:4]),
+            per_head(tensors.rel_key, 2),
+            per_head(tensors.rel_value, 2),
+            per_head(rel_bias, 1),
+            strided(mask),
+        )
         addressed = (query, key, value, tensors.rel_query, *others)
         wide_index = any(configs.needs_wide_index(tensor) for tensor in addressed if tensor is not None)
         for table in (tensors.rel_key, tensors.rel_value):
             if table is not None:
                 wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
-        self.arguments: dict[str, Any] = {
-            "sequences": Sequences(
-                spec.max_seqlen_q,
-                spec.max_seqlen_k,
-                spec.query_offset,
-                *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
-            ),
-            "window": of_call.window,
-            "dropout": None
-            if tensors.dropout_seed is None
-            else Dropout(tensors.dropout_seed, of_call.largest_dropped, self.keep_scale),
-            "scaling": of_call.scaling,
-            **of_call.arguments,
-            "WIDE_INDEX": wide_index,
-        }
+        self.shape = of_call.shape._replace(wide_index=True) if wide_index else of_call.shape
+        sequences = Sequences(
+            spec.max_seqlen_q,
+            spec.max_seqlen_k,
+            spec.query_offset,
+            *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
+        )
+        seed = tensors.dropout_seed
+        dropout = None if seed is None else Dropout(seed, of_call.largest_dropped, of_call.keep_scale)
+        self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
+        self.first, self.last = spec.first, spec.last
 
-    def launch(
-        self, name: str, kernel: Any, config: configs.TileConfig, grid: tuple[int, ...], *arguments: Any, **options: Any
-    ) -> None:
+    def launch(self, name: str, kernel: Any, config: configs.TileConfig, grid: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of configs.KERNELS, in a grid of programs, with what all kernels share.
 
         Raises:
             DoesNotFit: a selected configuration does not fit the GPU (OutOfResources: one that was asked for).
         """
-        of_tile = tile_arguments(config, walks_keys=name in ("forward", "rows"))
+        limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         try:
-            kernel[grid](*arguments, **options, **self.arguments, **of_tile, **LAUNCH_OPTIONS)
+            kernel[grid](
+                inputs=self.inputs,
+                call=self.common,
+                first=self.first,
+                last=self.last,
+                num_heads=self.heads,
+                SHAPE=self.shape,
+                TILE=self.compiled_tile(config, walks_keys=name in ("forward", "dq")),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+                **arguments,
+                **limit,
+                **LAUNCH_OPTIONS,
+            )
         except OutOfResources as error:
             if name not in self.selected:
                 raise
             raise DoesNotFit(self.selected[name], error) from None
+
+    def compiled_tile(self, config: configs.TileConfig, *, walks_keys: bool) -> Tile:
+        """Return a configuration as kernels are compiled for it; only those that walk along the keys can carry anything."""
+        fixed, shape, carry = self.fixed, self.shape, config.carry if walks_keys else None
+        of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
+        of_call = (carry, self.coverage, fixed.precision)
+        values = Tile(*of_config, False, *of_call, shape.value_dim, shape.block_dv)
+        return Tile(*of_config, fixed.round_terms, *of_call, shape.rel_dim, shape.block_dr, values)
 
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
         """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
@@ -256,20 +345,6 @@ class Call:
             place = current(Place(kernel, self.kind, configs.select(kernel, *self.kind, self.length)))
             self.selected[kernel] = place
             return place.config
-        if reason := config.why_invalid(self.arch, self.outside is not None):
+        if reason := config.why_invalid(self.arch, self.coverage != "no table"):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config
-
-
-def tile_arguments(config: configs.TileConfig, *, walks_keys: bool = False) -> dict[str, Any]:
-    """A configuration, as a kernel and its launch take it; only kernels that walk along the keys can carry anything."""
-    return {
-        **({"CARRY": config.carry} if walks_keys else {}),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "ROTATION": config.rotation,
-        "WARPS": config.num_warps,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
-    }

@@ -22,36 +22,30 @@ from .tiles import key_order
 @triton.constexpr_function
 def chunk_width(tile):
     """Columns that are rotated together: at most 32, because a second shuffle is needed beyond a warp's lanes."""
-    block_m, block_n, rotation, *_ = tile
-    return block_n if rotation == "gather" and block_m == block_n <= 32 else block_n // 2
+    has_one_chunk = tile.rotation == "gather" and tile.block_m == tile.block_n <= 32
+    return tile.block_n if has_one_chunk else tile.block_n // 2
 
 
 @triton.constexpr_function
 def term_dtype(tile):
     """The dtype that terms are rotated and carried in; for the gather block_of_rows has rounded them."""
-    return tl.float16 if tile[4] and tile[2] != "gather" else tl.float32
-
-
-@triton.constexpr_function
-def for_values(tile):
-    """The tile for products of d_out with a table for values: float16 has no digits for gradients as small as they may be."""
-    return *tile[:4], False
+    return tl.float16 if tile.round_terms and tile.rotation != "gather" else tl.float32
 
 
 @triton.constexpr_function
 def waiting_dtype(tile, dtype):
     """What elements of a tile are in while they wait to be multiplied with table rows, and then rounded to their dtype."""
-    return tl.float32 if tile[2] == "gather" else dtype
+    return tl.float32 if tile.rotation == "gather" else dtype
 
 
 @triton.jit
 def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr = False):
     """What of a tile [M, N] is rotated and delayed: all of it ("gather"), or its two chunks [M, W], or, if DTYPE has 16 bits, one
     word for an element of each. SATURATE: beyond float16's range its largest number."""
-    if TILE[2] == "gather":
+    if TILE.rotation == "gather":
         return (tile.to(DTYPE),)
     else:
-        low, high = tl.split(tl.reshape(tile, (TILE[0], TILE[1] // 2, 2)))
+        low, high = tl.split(tl.reshape(tile, (TILE.block_m, TILE.block_n // 2, 2)))
         if DTYPE == tl.float32:
             return low, high
         else:
@@ -67,30 +61,30 @@ def cut_terms(block, TILE: tl.constexpr):
 @triton.jit
 def glued(parts, TILE: tl.constexpr, DTYPE: tl.constexpr):
     """The tile [M, N] whose parts they are, cut with the same DTYPE."""
-    if TILE[2] == "gather":
+    if TILE.rotation == "gather":
         return parts[0]
     elif len(parts) == 1:
         low, high = unpack(parts[0], DTYPE)
-        return tl.reshape(tl.join(low, high), (TILE[0], TILE[1]))
+        return tl.reshape(tl.join(low, high), (TILE.block_m, TILE.block_n))
     else:
-        return tl.reshape(tl.join(parts[0], parts[1]), (TILE[0], TILE[1]))
+        return tl.reshape(tl.join(parts[0], parts[1]), (TILE.block_m, TILE.block_n))
 
 
 @triton.jit
 def rotate(parts, TILE: tl.constexpr, BACK: tl.constexpr = False):
     """Within each chunk, row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
-    M: tl.constexpr = TILE[0]
+    M: tl.constexpr = TILE.block_m
     W: tl.constexpr = chunk_width(TILE)
-    if TILE[2] == "gather":
-        CHUNKS: tl.constexpr = TILE[1] // W
+    if TILE.rotation == "gather":
+        CHUNKS: tl.constexpr = TILE.block_n // W
         m = tl.arange(0, M)[:, None, None]
         n = tl.arange(0, W)[None, None, :]
         index = tl.broadcast_to((n + m) % W if BACK else (n - m + M) % W, (M, CHUNKS, W))
-        return (tl.reshape(tl.gather(tl.reshape(parts[0], (M, CHUNKS, W)), index, axis=2), (M, TILE[1])),)
+        return (tl.reshape(tl.gather(tl.reshape(parts[0], (M, CHUNKS, W)), index, axis=2), (M, TILE.block_n)),)
     elif len(parts) == 1:
-        return (rotate_rows(parts[0], M, W, TILE[3], BACK),)
+        return (rotate_rows(parts[0], M, W, TILE.warps, BACK),)
     else:
-        return rotate_rows(parts[0], M, W, TILE[3], BACK), rotate_rows(parts[1], M, W, TILE[3], BACK)
+        return rotate_rows(parts[0], M, W, TILE.warps, BACK), rotate_rows(parts[1], M, W, TILE.warps, BACK)
 
 
 @triton.jit
@@ -111,15 +105,15 @@ def step_back(chunks, before, where):
 @triton.jit
 def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
     """What delayed carries of parts cut with this DTYPE, before the first tile."""
-    if TILE[2] != "gather" and DTYPE != tl.float32:
-        words = tl.zeros([TILE[0], TILE[1] // 2], tl.uint32)
-        if TILE[0] == 2 * TILE[1]:
+    if TILE.rotation != "gather" and DTYPE != tl.float32:
+        words = tl.full([TILE.block_m, TILE.block_n // 2], 0, tl.uint32)
+        if TILE.block_m == 2 * TILE.block_n:
             return words, words
         else:
             return (words,)
     else:
-        chunk = tl.zeros([TILE[0], chunk_width(TILE)], DTYPE)
-        if TILE[0] == 2 * TILE[1]:
+        chunk = tl.full([TILE.block_m, chunk_width(TILE)], 0.0, DTYPE)
+        if TILE.block_m == 2 * TILE.block_n:
             return chunk, chunk, chunk, chunk
         else:
             return chunk, chunk
@@ -129,9 +123,9 @@ def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
 def wraps_around(TILE: tl.constexpr):
     """[M, W]: where rotating has brought elements from the end of their chunk to its beginning."""
     W: tl.constexpr = chunk_width(TILE)
-    m = tl.arange(0, TILE[0])[:, None]
+    m = tl.arange(0, TILE.block_m)[:, None]
     n = tl.arange(0, W)[None, :]
-    if TILE[2] == "gather":
+    if TILE.rotation == "gather":
         return m % W > n
     else:
         return m % W - n % 4 > n // 4 * 4  # a lane has every fourth column: one number for a row, compared with constants
@@ -145,7 +139,7 @@ def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.
     M / N tiles. ROTATED: the columns are those of the tile; else those of the table block.
     All that is carried is made in this turn: a value passed on unchanged would turn off Triton's loop pipelining.
     """
-    M: tl.constexpr = TILE[0]
+    M: tl.constexpr = TILE.block_m
     W: tl.constexpr = chunk_width(TILE)
     GROUPS: tl.constexpr = M // W
     m = tl.arange(0, M)[:, None]
@@ -155,7 +149,7 @@ def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.
     if BACK:
         wraps = wraps == 0
 
-    if TILE[2] != "gather" and len(parts) == 1:
+    if TILE.rotation != "gather" and len(parts) == 1:
         due = parts[0]
         if GROUPS == 4:  # half of the groups are one whole tile behind
             due = tl.where(group >= 2, carried[1], due)
@@ -164,7 +158,7 @@ def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.
         return latest, ((due, parts[0]) if GROUPS == 4 else (due,))
     else:
         chunks = parts
-        if TILE[2] == "gather" and GROUPS > 1:
+        if TILE.rotation == "gather" and GROUPS > 1:
             chunks = tl.split(tl.permute(tl.reshape(parts[0], (M, 2, W)), (0, 2, 1)))
         due = chunks
         if GROUPS == 4:
@@ -174,8 +168,8 @@ def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.
         if GROUPS == 1:
             return latest, (due[0], late[0])
         else:
-            if TILE[2] == "gather":
-                latest = (tl.reshape(tl.permute(tl.join(latest[0], latest[1]), (0, 2, 1)), (M, TILE[1])),)
+            if TILE.rotation == "gather":
+                latest = (tl.reshape(tl.permute(tl.join(latest[0], latest[1]), (0, 2, 1)), (M, TILE.block_n)),)
             if GROUPS == 4:
                 return latest, (due[1], late[1], chunks[0], chunks[1])
             else:
@@ -198,18 +192,14 @@ def whole_tile(
     query,
     table,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
 ):
     """[M, N]: the terms of one tile from nothing. All its blocks are at hand, so that one rotation, the last step, is enough."""
     TERM: tl.constexpr = term_dtype(TILE)
     carried = empty_band(TILE, TERM)
-    for ago in tl.static_range(TILE[0] // TILE[1], -1, -1):
-        behind = relative_position - ago * TILE[1]
-        block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+    for ago in tl.static_range(TILE.block_m // TILE.block_n, -1, -1):
+        behind = relative_position - ago * TILE.block_n
+        block = table_block(query, table, behind, TILE)
         parts, carried = delayed(cut_terms(block, TILE), carried, TILE, BACK=False, ROTATED=False)
     return glued(rotate(parts, TILE), TILE, TERM).to(tl.float32)
 
@@ -219,19 +209,14 @@ def blocks_before(
     query,
     table,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    CARRY: tl.constexpr,
 ):
     """What next_terms carries to the tile at this relative position, the first of a walk."""
     carried = empty_band(TILE, term_dtype(TILE))
-    if CARRY is not None:
-        for ago in tl.static_range(TILE[0] // TILE[1], 0, -1):
-            behind = relative_position - ago * TILE[1]
-            block = table_block(query, table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+    if TILE.carry is not None:
+        for ago in tl.static_range(TILE.block_m // TILE.block_n, 0, -1):
+            behind = relative_position - ago * TILE.block_n
+            block = table_block(query, table, behind, TILE)
             _, carried = next_tile(block, carried, TILE)
     return carried
 
@@ -242,20 +227,15 @@ def next_terms(
     table,
     carried,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    CARRY: tl.constexpr,
 ):
-    """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: with CARRY None nothing, which takes more
+    """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: with carry None nothing, which takes more
     products and fewer registers."""
-    if CARRY is not None:
-        block = table_block(query, table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+    if TILE.carry is not None:
+        block = table_block(query, table, relative_position, TILE)
         return next_tile(block, carried, TILE)
     else:
-        tile = whole_tile(query, table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+        tile = whole_tile(query, table, relative_position, TILE)
         return tile, carried
 
 
@@ -273,7 +253,7 @@ def in_tiles(parts, TILE: tl.constexpr):
     """Parts of a rotated block in the columns that from_tiles takes its elements from: its chunks trade places where that is an
     odd number of chunks ago. Not for the gather."""
     W: tl.constexpr = chunk_width(TILE)
-    m = tl.arange(0, TILE[0])[:, None]
+    m = tl.arange(0, TILE.block_m)[:, None]
     odd = (m // W % 2 == 1) ^ wraps_around(TILE)
     if len(parts) == 1:
         return (swap_elements(parts[0], odd),)
@@ -287,24 +267,20 @@ def add_tile(
     tile,
     table,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
 ):
     """[M, D]: acc and each element of the tile times its table row: all blocks that the tile has elements in, one after the
     other. One product more than if blocks waited for their other elements, and nothing to carry."""
     DTYPE: tl.constexpr = table.matrix[0].dtype.element_ty
     parts = rotate(cut(tile, TILE, DTYPE), TILE, BACK=True)
     carried = empty_band(TILE, DTYPE)
-    for ahead in tl.static_range(TILE[0] // TILE[1] + 1):
+    for ahead in tl.static_range(TILE.block_m // TILE.block_n + 1):
         block, carried = delayed(parts, carried, TILE, BACK=True, ROTATED=False)
-        behind = relative_position - TILE[0] + ahead * TILE[1]
-        rows = table_rows(table, behind, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
+        behind = relative_position - TILE.block_m + ahead * TILE.block_n
+        rows = table_rows(table, behind, TILE)
         # [M, N] @ [N, D] -> [M, D]
-        acc = tl.dot(glued(block, TILE, DTYPE), rows, acc, input_precision=INPUT_PRECISION)
-        parts = cut(tl.zeros([TILE[0], TILE[1]], tl.float32), TILE, DTYPE)
+        acc = tl.dot(glued(block, TILE, DTYPE), rows, acc, input_precision=TILE.precision)
+        parts = cut(tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32), TILE, DTYPE)
     return acc
 
 
@@ -315,27 +291,22 @@ def add_terms(
     waiting,
     table,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    CARRY: tl.constexpr,
 ):
     """[M, D]: acc and the elements of the next tile of a walk along the keys times their table rows, and what to carry on.
 
-    CARRY "both": elements wait until their block is complete, so that it is multiplied once. After the last tile,
+    Carry "both": elements wait until their block is complete, so that it is multiplied once. After the last tile,
     M / N blocks wait for tiles that do not come.
     """
-    if CARRY == "both":
+    if TILE.carry == "both":
         DTYPE: tl.constexpr = waiting_dtype(TILE, table.matrix[0].dtype.element_ty)
         parts, waiting = from_tiles(tile, waiting, TILE, DTYPE)
         block = glued(rotate(parts, TILE, BACK=True), TILE, DTYPE)
-        rows = table_rows(table, relative_position - TILE[0], WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
+        rows = table_rows(table, relative_position - TILE.block_m, TILE)
         # [M, N] @ [N, D] -> [M, D]
-        acc = tl.dot(block.to(rows.dtype), rows, acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(block.to(rows.dtype), rows, acc, input_precision=TILE.precision)
     else:
-        acc = add_tile(acc, tile, table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE, INPUT_PRECISION)
+        acc = add_tile(acc, tile, table, relative_position, TILE)
     return acc, waiting
 
 
@@ -343,15 +314,15 @@ def add_terms(
 def band_column(TILE: tl.constexpr):
     """[M, N]: column of the table block that an element has after rotating back; its key is that many after the first."""
     W: tl.constexpr = chunk_width(TILE)
-    m = tl.arange(0, TILE[0])[:, None]
+    m = tl.arange(0, TILE.block_m)[:, None]
     n = key_order(TILE)[None, :]
-    return n // W * W + (n - m + TILE[0]) % W
+    return n // W * W + (n - m + TILE.block_m) % W
 
 
 @triton.jit
 def band_within(low, high, TILE: tl.constexpr):
     """[M, N]: whether low <= band_column < high, for limits [M]."""
-    if TILE[2] == "gather":
+    if TILE.rotation == "gather":
         return (band_column(TILE) - low[:, None]).to(tl.uint32) < tl.maximum(high - low, 0)[:, None].to(tl.uint32)
     else:
         return rotated_within(low, high, key_order(TILE), chunk_width(TILE))

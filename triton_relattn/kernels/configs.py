@@ -17,7 +17,7 @@ from . import profiles
 from .tile_config import KERNELS as KERNELS
 from .tile_config import MAX_BLOCK, TileConfig
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of the table kernel, so that its uneven walks even out
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, so that its uneven walks even out
 
 
 @functools.cache
@@ -69,8 +69,8 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
 
 
 # 16-bit inputs on NVIDIA GPUs that rotate in registers. Of the entries of a call the longest wins: kernel (or kernel and what
-# is special about the call's terms, see select), padded width, kind of matrix unit, what lies beyond the table (None: there is
-# none). Widths below 64 go with 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma"
+# is special about the call's terms, see select), padded width, kind of matrix unit, which pairs the table has rows for. Widths
+# below 64 go with 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma"
 # (sm_86, sm_89, sm_12x: 100 KB of shared memory) 16 rows of one.
 #
 # The model of cycles chose them (bench/cycles, bfloat16; float16 agrees): a tile of 64 x 64 is the fastest nearly everywhere,
@@ -78,43 +78,43 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
 _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward", 64): TileConfig(64, 64, 4, 2, max_registers=168),
     ("forward", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=128),
-    ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 3),
-    ("forward", 64, "mma", None): TileConfig(64, 64, 4, 3, max_registers=168),
+    ("forward", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 3),
+    ("forward", 64, "mma", "no table"): TileConfig(64, 64, 4, 3, max_registers=168),
     ("forward", 128): TileConfig(128, 64, 8, 3),
-    ("forward", 128, "wgmma", None): TileConfig(128, 64, 8, 1, max_registers=128),
-    ("rows", 64): TileConfig(64, 64, 4, 2, "both"),
-    ("rows", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 2, None),
-    ("rows", 64, "wgmma", None): TileConfig(128, 64, 8, 3, max_registers=128),
-    ("rows", 64, "mma", None): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("rows", 128): TileConfig(64, 64, 4, 1, "both"),
-    ("rows", 128, "mma"): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
-    ("rows", 128, "mma", None): TileConfig(128, 64, 8, 3),
-    ("columns", 64): TileConfig(64, 64, 4, 1),
-    ("columns", 64, "mma", None): TileConfig(64, 64, 4, 3),
-    ("columns", 64, "small mma", None): TileConfig(64, 64, 4, 2),
-    ("columns", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=168),
-    ("columns", 128): TileConfig(64, 64, 4, 1),
-    ("columns", 128, "wgmma", None): TileConfig(64, 64, 4, 2),
-    ("table", 64): TileConfig(64, 64, 4, 2),
-    ("table", 128): TileConfig(64, 64, 4, 1),
-    ("diagonals", 64): TileConfig(64, 64, 4, 1),
-    ("diagonals", 128): TileConfig(64, 64, 4, 1),
+    ("forward", 128, "wgmma", "no table"): TileConfig(128, 64, 8, 1, max_registers=128),
+    ("dq", 64): TileConfig(64, 64, 4, 2, "both"),
+    ("dq", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 2, None),
+    ("dq", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 3, max_registers=128),
+    ("dq", 64, "mma", "no table"): TileConfig(64, 64, 4, 3, max_registers=168),
+    ("dq", 128): TileConfig(64, 64, 4, 1, "both"),
+    ("dq", 128, "mma"): TileConfig(64, 32, 4, 2, "both"),
+    ("dq", 128, "wgmma", "no table"): TileConfig(64, 64, 4, 2),
+    ("dq", 128, "mma", "no table"): TileConfig(128, 64, 8, 3),
+    ("dkv", 64): TileConfig(64, 64, 4, 1),
+    ("dkv", 64, "mma", "no table"): TileConfig(64, 64, 4, 3),
+    ("dkv", 64, "small mma", "no table"): TileConfig(64, 64, 4, 2),
+    ("dkv", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=168),
+    ("dkv", 128): TileConfig(64, 64, 4, 1),
+    ("dkv", 128, "wgmma", "no table"): TileConfig(64, 64, 4, 2),
+    ("dtable", 64): TileConfig(64, 64, 4, 2),
+    ("dtable", 128): TileConfig(64, 64, 4, 1),
+    ("dtable_words", 64): TileConfig(64, 64, 4, 1),
+    ("dtable_words", 128): TileConfig(64, 64, 4, 1),
     ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("rows, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
-    ("rows, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("dq, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
+    ("dq, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
     ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
     ("forward, rel_query", 128): TileConfig(128, 64, 8, 2),
-    ("rows, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
-    ("table, rel_query", 64): TileConfig(64, 64, 4, 1),
+    ("dq, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
+    ("dtable, rel_query", 64): TileConfig(64, 64, 4, 1),
     ("forward, narrow rel_query", 64): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("rows, narrow rel_query", 64, "wgmma"): TileConfig(64, 64, 4, 1, "both"),
+    ("dq, narrow rel_query", 64, "wgmma"): TileConfig(64, 64, 4, 1, "both"),
     ("forward, rel_value", 64): TileConfig(64, 64, 4, 2),
-    ("columns, rel_value", 64): TileConfig(64, 64, 4, 1),
-    ("table, rel_value", 64): TileConfig(64, 64, 4, 1),
+    ("dkv, rel_value", 64): TileConfig(64, 64, 4, 1),
+    ("dtable, rel_value", 64): TileConfig(64, 64, 4, 1),
     ("forward, rel_value", 128): TileConfig(64, 32, 4, 3),
     ("forward, rel_value", 128, "wgmma", "zero"): TileConfig(64, 32, 4, 1),
-    ("rows, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
+    ("dq, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
 }
 
 # The same where rotations are gathers: sm_100, and where registers do not suffice for large tiles. Chosen by compiling, for no
@@ -124,67 +124,67 @@ _GATHERED: dict[tuple[object, ...], TileConfig] = {
     ("forward", 128): TileConfig(128, 64, 8, 2),
     ("forward", 128, "wgmma", "clamp"): TileConfig(64, 32, 4, 2),
     ("forward", 256): TileConfig(64, 32, 8, 2),
-    ("rows", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("rows", 64, "wgmma", "none"): TileConfig(64, 64, 4, 2, None),
-    ("rows", 64, "wgmma", "clamp"): TileConfig(64, 32, 4, 1, "both"),
-    ("rows", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("rows", 128, "wgmma", "none"): TileConfig(64, 32, 4, 2, None),
-    ("columns", 64): TileConfig(64, 64, 4, 2),
-    ("columns", 64, "wgmma", "clamp"): TileConfig(64, 64, 4, 1),
-    ("columns", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 1),
-    ("columns", 128): TileConfig(32, 32, 4, 2),
-    ("table", 64): TileConfig(32, 32, 4, 1),
-    ("table", 64, "wgmma", "clamp"): TileConfig(32, 32, 4, 2),
-    ("table", 128): TileConfig(32, 32, 8, 2),
-    ("diagonals", 64): TileConfig(64, 64, 4, 1),
-    ("diagonals", 128): TileConfig(64, 64, 4, 1),
-    ("diagonals", 256): TileConfig(64, 64, 4, 1),
-    ("diagonals", 256, "mma"): TileConfig(32, 32, 4, 1),
-    ("diagonals", 256, "small mma"): TileConfig(32, 32, 4, 1),
+    ("dq", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("dq", 64, "wgmma", "full"): TileConfig(64, 64, 4, 2, None),
+    ("dq", 64, "wgmma", "clamp"): TileConfig(64, 32, 4, 1, "both"),
+    ("dq", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("dq", 128, "wgmma", "full"): TileConfig(64, 32, 4, 2, None),
+    ("dkv", 64): TileConfig(64, 64, 4, 2),
+    ("dkv", 64, "wgmma", "clamp"): TileConfig(64, 64, 4, 1),
+    ("dkv", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 1),
+    ("dkv", 128): TileConfig(32, 32, 4, 2),
+    ("dtable", 64): TileConfig(32, 32, 4, 1),
+    ("dtable", 64, "wgmma", "clamp"): TileConfig(32, 32, 4, 2),
+    ("dtable", 128): TileConfig(32, 32, 8, 2),
+    ("dtable_words", 64): TileConfig(64, 64, 4, 1),
+    ("dtable_words", 128): TileConfig(64, 64, 4, 1),
+    ("dtable_words", 256): TileConfig(64, 64, 4, 1),
+    ("dtable_words", 256, "mma"): TileConfig(32, 32, 4, 1),
+    ("dtable_words", 256, "small mma"): TileConfig(32, 32, 4, 1),
     ("forward, rel_value", 64): TileConfig(64, 64, 4, 2, None),
     ("forward, rel_value", 128): TileConfig(64, 32, 4, 1, None),
-    ("rows, rel_value", 64): TileConfig(64, 32, 4, 1, None),
-    ("rows, rel_value", 128): TileConfig(16, 16, 4, 2, None),
-    ("columns, rel_value", 64): TileConfig(32, 32, 4, 2),
-    ("columns, rel_value", 128): TileConfig(32, 32, 8, 2),
-    ("table, rel_value", 64): TileConfig(32, 32, 4, 1),
-    ("table, rel_value", 128): TileConfig(16, 16, 4, 2),
-    ("rows, rel_query", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("rows, rel_query", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("table, rel_query", 64): TileConfig(32, 32, 4, 2),
-    ("rows, narrow rel_query", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("columns, narrow rel_query", 64): TileConfig(64, 32, 4, 1),
-    ("table, narrow rel_query", 64): TileConfig(64, 32, 4, 2),
-    ("rows, narrow rel_query", 128): TileConfig(32, 16, 2, 2, None),
-    ("columns, narrow rel_query", 128): TileConfig(32, 32, 4, 1),
-    ("table, narrow rel_query", 128): TileConfig(32, 16, 4, 2),
-    ("rows, rel_key and rel_bias", 64): TileConfig(64, 32, 4, 1, "both"),
+    ("dq, rel_value", 64): TileConfig(64, 32, 4, 1, None),
+    ("dq, rel_value", 128): TileConfig(16, 16, 4, 2, None),
+    ("dkv, rel_value", 64): TileConfig(32, 32, 4, 2),
+    ("dkv, rel_value", 128): TileConfig(32, 32, 8, 2),
+    ("dtable, rel_value", 64): TileConfig(32, 32, 4, 1),
+    ("dtable, rel_value", 128): TileConfig(16, 16, 4, 2),
+    ("dq, rel_query", 64): TileConfig(64, 32, 4, 1, "both"),
+    ("dq, rel_query", 128): TileConfig(32, 32, 4, 1, "both"),
+    ("dtable, rel_query", 64): TileConfig(32, 32, 4, 2),
+    ("dq, narrow rel_query", 64): TileConfig(64, 32, 4, 2, "both"),
+    ("dkv, narrow rel_query", 64): TileConfig(64, 32, 4, 1),
+    ("dtable, narrow rel_query", 64): TileConfig(64, 32, 4, 2),
+    ("dq, narrow rel_query", 128): TileConfig(32, 16, 2, 2, None),
+    ("dkv, narrow rel_query", 128): TileConfig(32, 32, 4, 1),
+    ("dtable, narrow rel_query", 128): TileConfig(32, 16, 4, 2),
+    ("dq, rel_key and rel_bias", 64): TileConfig(64, 32, 4, 1, "both"),
     ("forward, rel_bias", 128): TileConfig(128, 64, 8, 2, None),
-    ("table, rel_key and rel_bias", 128): TileConfig(16, 16, 4, 2),
-    ("table, rel_bias", 64): TileConfig(32, 32, 4, 1),
-    ("table, rel_bias", 128): TileConfig(16, 16, 2, 2),
-    ("forward", 256, "mma", None): TileConfig(64, 64, 8, 2),
+    ("dtable, rel_key and rel_bias", 128): TileConfig(16, 16, 4, 2),
+    ("dtable, rel_bias", 64): TileConfig(32, 32, 4, 1),
+    ("dtable, rel_bias", 128): TileConfig(16, 16, 2, 2),
+    ("forward", 256, "mma", "no table"): TileConfig(64, 64, 8, 2),
     ("forward", 256, "mma"): TileConfig(32, 32, 4, 1),
     ("forward", 256, "small mma"): TileConfig(32, 32, 4, 1),
     ("forward", 128, "mma"): TileConfig(64, 64, 8, 2),
     ("forward", 128, "small mma"): TileConfig(64, 64, 8, 1),
-    ("forward", 128, "small mma", None): TileConfig(128, 64, 8, 2),
-    ("rows", 128, "small mma", None): TileConfig(64, 32, 4, 2),
+    ("forward", 128, "small mma", "no table"): TileConfig(128, 64, 8, 2),
+    ("dq", 128, "small mma", "no table"): TileConfig(64, 32, 4, 2),
     ("forward, rel_bias", 128, "mma"): TileConfig(64, 64, 8, 2),
     ("forward, rel_bias", 128, "small mma"): TileConfig(64, 64, 8, 2),
-    ("rows, rel_bias", 128, "mma"): TileConfig(64, 32, 4, 2, None),
-    ("rows, rel_bias", 128, "small mma"): TileConfig(64, 32, 4, 2, None),
+    ("dq, rel_bias", 128, "mma"): TileConfig(64, 32, 4, 2, None),
+    ("dq, rel_bias", 128, "small mma"): TileConfig(64, 32, 4, 2, None),
     ("forward, rel_value", 64, "mma"): TileConfig(64, 32, 4, 2, None),
     ("forward, rel_value", 64, "small mma"): TileConfig(64, 32, 4, 2, None),
     ("forward, rel_value", 128, "mma"): TileConfig(32, 32, 4, 2, None),
     ("forward, rel_value", 128, "small mma"): TileConfig(32, 32, 4, 2, None),
-    ("rows, rel_value", 64, "mma"): TileConfig(32, 32, 4, 2, "both"),
-    ("rows, rel_value", 64, "small mma"): TileConfig(32, 32, 4, 2, "both"),
-    ("forward", 64, "wgmma", None): TileConfig(128, 64, 8, 2),
-    ("forward", 128, "wgmma", None): TileConfig(128, 64, 8, 2),
-    ("rows", 64, "wgmma", None): TileConfig(128, 64, 8, 2),
-    ("rows", 128, "wgmma", None): TileConfig(128, 64, 8, 2),
-    ("columns", 128, "wgmma", None): TileConfig(64, 32, 4, 1),
+    ("dq, rel_value", 64, "mma"): TileConfig(32, 32, 4, 2, "both"),
+    ("dq, rel_value", 64, "small mma"): TileConfig(32, 32, 4, 2, "both"),
+    ("forward", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
+    ("forward", 128, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
+    ("dq", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
+    ("dq", 128, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
+    ("dkv", 128, "wgmma", "no table"): TileConfig(64, 32, 4, 1),
 }
 
 
@@ -194,7 +194,7 @@ class Kind(NamedTuple):
     arch: str
     dtype: torch.dtype
     width: int
-    outside: str | None
+    coverage: str
     is_causal: bool
     special: str | None
 
@@ -214,7 +214,7 @@ def profile_key(
     arch: str,
     dtype: torch.dtype,
     width: int,
-    outside: str | None,
+    coverage: str,
     is_causal: bool,
     special: str | None,
     length: int,
@@ -223,7 +223,7 @@ def profile_key(
     precision = input_precision(dtype, arch)
     dtype_name = str(dtype).removeprefix("torch.") if precision == "ieee" else precision
     bucket = profiles.length_bucket(length)
-    return profiles.Key(kernel, arch, dtype_name, _tile_width(width), outside, is_causal, special, bucket)
+    return profiles.Key(kernel, arch, dtype_name, _tile_width(width), coverage, is_causal, special, bucket)
 
 
 def rotates_in_registers(arch: str) -> bool:
@@ -244,7 +244,7 @@ def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
 
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
-    carries = {"forward": ("scores", None), "rows": ("both", "scores", None)} if has_table else {}
+    carries = {"forward": ("scores", None), "dq": ("both", "scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and rotates_in_registers(arch) else ("gather",)
     limits = (None, 128, 168) if arch.startswith("sm_") else (None,)  # two programs of eight warps, or four; three of four
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
@@ -257,7 +257,7 @@ def select(
     arch: str,
     dtype: torch.dtype,
     width: int,
-    outside: str | None = None,
+    coverage: str = "no table",
     is_causal: bool = False,
     special: str | None = None,
     length: int | None = None,
@@ -265,7 +265,7 @@ def select(
     """The configuration of one of KERNELS for a call with this largest width.
 
     Args:
-        outside: what lies beyond the tables (None: there are none).
+        coverage: see AttentionSpec.coverage; "no table" if there is none.
         special: "rel_value" with such a table; else "rel_query" with one besides the query ("narrow rel_query" if narrower);
             else "rel_key and rel_bias", or "rel_bias" if that is the only term.
         length: of the longest sequence, of queries or keys; None: the default, whatever the profiles say.
@@ -273,10 +273,10 @@ def select(
     if arch == "interpreter":
         return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
     if length is not None and profiles.exist(arch):
-        tuned = profiles.find(profile_key(kernel, arch, dtype, width, outside, is_causal, special, length))
+        tuned = profiles.find(profile_key(kernel, arch, dtype, width, coverage, is_causal, special, length))
         if tuned is not None:
             return tuned
-    kind = Kind(arch, dtype, _tile_width(width), outside, is_causal, special)
+    kind = Kind(arch, dtype, _tile_width(width), coverage, is_causal, special)
     return _default(kernel, kind, input_precision(dtype, arch))
 
 
@@ -286,22 +286,22 @@ def _default(kernel: str, kind: Kind, precision: str) -> TileConfig:
         config = _select_float32(kernel, kind.width, kind.special, precision)
     else:
         config = _select_16_bits(kernel, kind)
-    return config if config.why_invalid(kind.arch, kind.outside is not None) is None else replace(config, num_stages=1)
+    return config if config.why_invalid(kind.arch, kind.coverage != "no table") is None else replace(config, num_stages=1)
 
 
 def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
-    arch, _, width, outside, _, special = kind
+    arch, _, width, coverage, _, special = kind
     if arch.startswith("gfx"):
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
         return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
     unit = "mma" if arch == "sm_80" else "small mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
-    calls: list[tuple[object, ...]] = [(name, width, unit, outside) for name in names]
+    calls: list[tuple[object, ...]] = [(name, width, unit, coverage) for name in names]
     if rotates_in_registers(arch) and not _lacks_registers(kernel, width, unit, special):
         config = _find(_CONFIGS, calls)
         if config is not None:
-            return replace(config, rotation="gather" if outside is None or kernel == "diagonals" else "registers")
+            return replace(config, rotation="gather" if coverage == "no table" or kernel == "dtable_words" else "registers")
     if special == "rel_value":  # a second band: nothing else would fit
         calls = calls[:1]
     return _find(_GATHERED, calls) or TileConfig(16, 16, 4, 1)
@@ -312,8 +312,8 @@ def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) ->
     if unit == "wgmma":
         return False
     if width == 128:
-        has_large_terms = special is not None and (kernel != "columns" or special == "rel_value")
-        return has_large_terms or kernel == "table" or unit == "small mma"
+        has_large_terms = special is not None and (kernel != "dkv" or special == "rel_value")
+        return has_large_terms or kernel == "dtable" or unit == "small mma"
     return special == "rel_value" and kernel != "forward"  # two bands
 
 

@@ -26,7 +26,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None
 
-FORMAT, VERSION = "triton_relattn profile", 1
+FORMAT, VERSION = "triton_relattn profile", 2
 PACKAGE_FOLDER = Path(__file__).parent / "tuned"
 LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 
@@ -39,7 +39,7 @@ class Key:
     arch: str
     dtype: str  # "bfloat16", ...; "tf32": float32 whose products are computed so
     width: int  # of the tile: 64, 128 or 256
-    outside: str | None
+    coverage: str
     is_causal: bool
     special: str | None
     length_bucket: int
@@ -101,7 +101,7 @@ def _parse(content: bytes) -> dict[Key, Entry]:
         config = TileConfig(**_values(TileConfig, values["config"]))
         if key.kernel not in KERNELS or key.length_bucket not in LENGTH_BUCKETS:
             raise ValueError(f"no call has the kernel and the length bucket of {key}")
-        if reason := config.why_invalid(key.arch, key.outside is not None):
+        if reason := config.why_invalid(key.arch, key.coverage != "no table"):
             raise ValueError(f"{config} for {key}: {reason}")
         entries[key] = Entry(**{**values, "config": config})
     return entries

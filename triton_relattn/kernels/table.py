@@ -1,7 +1,7 @@
 """A table of one head: its rows by relative position, what they are multiplied with, and which of them are used.
 
-OUTSIDE says what lies beyond the table: "clamp" (its end row), "zero" (no term), "none" (nothing does: it covers every pair);
-None: there is no table.
+TILE.coverage says which pairs the table has rows for: "full" (all of them), "clamp" (beyond it, its end row counts), "zero"
+(beyond it, there is no term), "no table".
 """
 
 from typing import Any, NamedTuple
@@ -24,20 +24,12 @@ class Table(NamedTuple):
     last: Any  # and of the last row
 
 
-class Reached(NamedTuple):
-    """The part of a table that is used: a Table without what may be None, which functions cannot return in Triton 3.6."""
-
-    matrix: Any
-    first: Any
-    last: Any
-
-
 @triton.jit
-def row_indices(table, relative_position, TILE: tl.constexpr, OUTSIDE: tl.constexpr):
+def row_indices(table, relative_position, TILE: tl.constexpr):
     """(start, rows [N], exists [N]): the rows of N relative positions, the given one first, and where there is one."""
     start = relative_position - table.first
     rows = key_order(TILE)
-    if OUTSIDE == "clamp":
+    if TILE.coverage == "clamp":
         rows = tl.minimum(tl.maximum(start + rows, 0), table.last - table.first)
         start = 0
         exists = rows >= 0  # none if last is before first
@@ -50,14 +42,11 @@ def row_indices(table, relative_position, TILE: tl.constexpr, OUTSIDE: tl.conste
 def table_rows(
     table,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
 ):
     """[N, D]: table rows of N relative positions, the given one first; outside first and last the end row or zeros."""
-    start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
-    return load_rows(table.matrix, start, rows, exists, WIDTH, BLOCK_WIDTH)
+    start, rows, exists = row_indices(table, relative_position, TILE)
+    return load_rows(table.matrix, start, rows, exists, TILE.width, TILE.block_width)
 
 
 @triton.jit
@@ -68,28 +57,28 @@ def rounded(terms):
 
 
 @triton.jit
-def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr, OUTSIDE, INPUT_PRECISION):
+def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
     """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions. For the gather
     they are rounded as rotations in registers round them, which have words of two terms; a bias alone while it is a vector."""
-    ROUND: tl.constexpr = TILE[2] == "gather" and TILE[4]
+    ROUND: tl.constexpr = TILE.rotation == "gather" and TILE.round_terms
     if table.matrix is not None:
         # [M, D] @ [D, N] -> [M, N]
-        block = tl.dot(query, tl.trans(rows), input_precision=INPUT_PRECISION)
+        block = tl.dot(query, tl.trans(rows), input_precision=TILE.precision)
         if table.scale is not None:
             block *= tl.cast(table.scale, tl.float32)
     else:
-        block = tl.zeros([TILE[0], TILE[1]], tl.float32)
+        block = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     if table.bias is not None:
-        start, rows, exists = row_indices(table, relative_position, TILE, OUTSIDE)
+        start, rows, exists = row_indices(table, relative_position, TILE)
         bias = tl.load(table.bias[0] + (start + rows) * table.bias[1], mask=exists, other=0.0).to(tl.float32)
         bias *= tl.cast(table.bias_scale, tl.float32)
         if ROUND and table.matrix is None:
             bias = rounded(bias)
         block += bias[None, :]
     if ROUND and table.matrix is not None:
-        low, high = tl.split(tl.reshape(block, (TILE[0], TILE[1] // 2, 2)))
+        low, high = tl.split(tl.reshape(block, (TILE.block_m, TILE.block_n // 2, 2)))
         low, high = unpack(pack(low, high, tl.float16, True), tl.float16)
-        block = tl.reshape(tl.join(low, high), (TILE[0], TILE[1])).to(tl.float32)
+        block = tl.reshape(tl.join(low, high), (TILE.block_m, TILE.block_n)).to(tl.float32)
     return block
 
 
@@ -98,50 +87,38 @@ def table_block(
     query,
     table,
     relative_position,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
 ):
     """The terms of the queries at N relative positions, the given one first."""
     if table.matrix is not None:
-        rows = table_rows(table, relative_position, WIDTH, BLOCK_WIDTH, TILE, OUTSIDE)
+        rows = table_rows(table, relative_position, TILE)
     else:
         rows = None
-    return block_of_rows(query, rows, table, relative_position, TILE, OUTSIDE, INPUT_PRECISION)
+    return block_of_rows(query, rows, table, relative_position, TILE)
 
 
 @triton.jit
-def far_terms(
-    query,
-    table,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROUND_TERMS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-):
+def far_terms(query, table, TILE: tl.constexpr):
     """Two [M]: the terms of the queries with the first and the last table row, which clamping uses for all keys beyond."""
     if table.matrix is not None:
         column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
         rows = tl.where(column == 0, 0, table.last - table.first)
-        ends = load_rows(table.matrix, 0, rows, rows >= 0, WIDTH, BLOCK_WIDTH)
+        ends = load_rows(table.matrix, 0, rows, rows >= 0, TILE.width, TILE.block_width)
         # [M, D] @ [D, 16] -> [M, 16]
-        terms = tl.dot(query, tl.trans(ends), input_precision=INPUT_PRECISION)
+        terms = tl.dot(query, tl.trans(ends), input_precision=TILE.precision)
         past = tl.sum(tl.where((column == 0)[None, :], terms, 0.0), axis=1)
         future = tl.sum(tl.where((column == 1)[None, :], terms, 0.0), axis=1)
         if table.scale is not None:
             past *= tl.cast(table.scale, tl.float32)
             future *= tl.cast(table.scale, tl.float32)
     else:
-        past = tl.zeros([BLOCK_M], tl.float32)
+        past = tl.full([TILE.block_m], 0.0, tl.float32)
         future = past
     if table.bias is not None:
         last = (table.last - table.first) * table.bias[1]
         past += tl.load(table.bias[0]).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
         future += tl.load(table.bias[0] + last).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
-    if ROUND_TERMS:
+    if TILE.round_terms:
         past, future = rounded(past), rounded(future)
     return past, future
 
@@ -159,13 +136,13 @@ def reached_positions(first_query, last_query, place, window):
 
 
 @triton.jit
-def reached_rows(table, lowest, highest, OUTSIDE: tl.constexpr):
-    """The part of a table that pairs at relative positions from lowest to highest use.
+def reached_rows(table, lowest, highest, TILE: tl.constexpr):
+    """The part of a table that pairs at relative positions from lowest to highest use: its matrix, first and last.
 
     A probability or a gradient times a table row that no pair uses is 0, but NaN if the row is.
     """
     matrix, first, last = table.matrix, table.first, table.last
-    if OUTSIDE == "clamp":
+    if TILE.coverage == "clamp":
         new_first = tl.minimum(tl.maximum(first, lowest), last)
         new_last = tl.where(lowest <= highest, tl.maximum(tl.minimum(last, highest), first), new_first - 1)
         start = new_first
@@ -176,17 +153,17 @@ def reached_rows(table, lowest, highest, OUTSIDE: tl.constexpr):
         new_first = tl.where(start <= new_last, start, 2**30)
         new_last = tl.where(start <= new_last, new_last, 2**30)
     part = (matrix[0] + tl.cast(start - first, tl.int64) * matrix[1], matrix[1], matrix[2])
-    return Reached(part, new_first, new_last)
+    return part, new_first, new_last
 
 
 @triton.jit
-def add_end_rows(acc, past, future, table, lowest, highest, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def add_end_rows(acc, past, future, table, lowest, highest, TILE: tl.constexpr):
     """[M, D]: acc + past * first row + future * last row, of a clamped table, if they are reached."""
-    columns = tl.arange(0, BLOCK_WIDTH)
+    columns = tl.arange(0, TILE.block_width)
     pointers = table.matrix[0] + columns * table.matrix[2]
-    # Not (columns < WIDTH) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.
-    first_width = tl.where(lowest <= tl.minimum(table.first, highest), WIDTH, 0)
-    last_width = tl.where(highest >= tl.maximum(table.last, lowest), WIDTH, 0)
+    # Not (columns < TILE.width) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.
+    first_width = tl.where(lowest <= tl.minimum(table.first, highest), TILE.width, 0)
+    last_width = tl.where(highest >= tl.maximum(table.last, lowest), TILE.width, 0)
     first_row = tl.load(pointers, mask=columns < first_width, other=0.0)
     pointers += tl.cast(table.last - table.first, tl.int64) * table.matrix[1]
     last_row = tl.load(pointers, mask=columns < last_width, other=0.0)

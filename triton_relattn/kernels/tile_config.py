@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-KERNELS = ("forward", "rows", "columns", "table", "diagonals")
+KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words")
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8
@@ -16,7 +16,7 @@ class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
     carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
-    "both", in the rows kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
+    "both", in the dq kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
     rotation: how a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see quads.py).
     max_registers: of a thread, so that more programs share a multiprocessor; what does not fit is spilled. None: the compiler
     takes what it likes.

@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def key_order(TILE: tl.constexpr):
-    """Logical index of each column of a tile, (BLOCK_M, BLOCK_N, ROTATION, WARPS, ROUND_TERMS), to load, mask, store keys.
+    """Logical index of each column of a tile, to load, mask and store keys.
 
     For rotations in registers (quads.py) columns of the tile's two chunks, its halves, take turns.
     """
-    BLOCK_N: tl.constexpr = TILE[1]
+    BLOCK_N: tl.constexpr = TILE.block_n
     n = tl.arange(0, BLOCK_N)
-    if TILE[2] == "gather":
+    if TILE.rotation == "gather":
         return n
     else:
         return n % 2 * (BLOCK_N // 2) + n // 2
@@ -53,6 +53,13 @@ def side_vector(tensor, entry, head, side, first_row):
     pointer, strides = tensor
     start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return start + tl.cast(side, tl.int64) * strides[2] + first_row
+
+
+@triton.jit
+def store_sides(tensor, place, head, offs_m, valid_m, past, future):
+    """Store two numbers of each valid query: side 0 and side 1 of a (B, H, 2, N) tensor."""
+    tl.store(side_vector(tensor, place.entry, head, 0, place.query_start) + offs_m, past, mask=valid_m)
+    tl.store(side_vector(tensor, place.entry, head, 1, place.query_start) + offs_m, future, mask=valid_m)
 
 
 @triton.jit

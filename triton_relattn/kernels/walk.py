@@ -3,19 +3,33 @@
 import triton
 import triton.language as tl
 
+from .masking import first_key, last_key
+
 # The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
 # the second.
 FAR = tl.constexpr(0)
 NEAR = tl.constexpr(1)
 
 
+@triton.constexpr_function
+def first_part(tile):
+    """Return FAR or NEAR: the first part of a walk."""
+    return 1 if tile.coverage == "full" else 0
+
+
+@triton.constexpr_function
+def stop_part(tile):
+    """Return the part that a walk does not come to any more."""
+    return 1 if tile.coverage == "no table" else 2
+
+
 @triton.jit
-def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OUTSIDE: tl.constexpr):
+def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COVERAGE: tl.constexpr):
     """(start, stop), multiples of BLOCK_N: the key tiles in which the term is not one number (or nothing) per query.
 
     Tiles before start have only r <= first (clamp) or r < first (zero); tiles from stop on only r >= last or r > last.
     """
-    SLACK: tl.constexpr = 0 if OUTSIDE == "clamp" else 1
+    SLACK: tl.constexpr = 0 if COVERAGE == "clamp" else 1
     last_past = first + row_start + query_offset - (BLOCK_N - 1) - SLACK
     first_future = last + row_start + (BLOCK_M - 1) + query_offset + SLACK
     start = tl.maximum(last_past + BLOCK_N, 0) // BLOCK_N * BLOCK_N
@@ -30,6 +44,19 @@ def clamp_margin(block_m, block_n):
 
 
 @triton.jit
+def key_range(row_start, last_query, first, last, place, window, TILE: tl.constexpr):
+    """(first, stop, near start, near stop) of the keys that queries from row_start to last_query see."""
+    key_first = first_key(row_start, place, window, TILE.block_n)
+    key_stop = last_key(last_query, place, window)
+    near_start = key_first
+    near_stop = key_first if TILE.coverage == "no table" else key_stop
+    if TILE.coverage == "clamp" or TILE.coverage == "zero":
+        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, TILE.block_m, TILE.block_n, TILE.coverage)
+        near_start, near_stop = tl.maximum(near_start, key_first), tl.maximum(near_stop, key_first)
+    return key_first, key_stop, near_start, near_stop
+
+
+@triton.jit
 def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
     """(start, stop) of one part of a walk; the far part is what lies before and behind the near one, pushed together."""
     if PART == FAR:
@@ -39,9 +66,9 @@ def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
 
 
 @triton.jit
-def walk_position(PART: tl.constexpr, position, near_start, near_stop, OUTSIDE: tl.constexpr):
+def walk_position(PART: tl.constexpr, position, near_start, near_stop, COVERAGE: tl.constexpr):
     """Where the walk is: in the far part the near one is stepped over."""
-    if PART == FAR and OUTSIDE is not None:
+    if PART == FAR and COVERAGE != "no table":
         return tl.where(position < near_start, position, position + near_stop - near_start)
     else:
         return position

@@ -1,4 +1,4 @@
-"""The gradients of scores that the columns kernel leaves in a workspace, in the inputs' dtype, for the gradient of a table.
+"""The gradients of scores that the dkv kernel leaves in a workspace, in the inputs' dtype, for the gradient of a table.
 
 A word is one of them. Those of one query lie side by side, in the order of its keys, so that those of one relative position lie
 on a diagonal, at equal distances: a tile of table rows is read with one more than the workspace's row stride.
@@ -28,9 +28,9 @@ def key_of_column(row_start, query_offset, first_key, lowest, SKEW: tl.constexpr
 def store_words(matrix, words, row_start, tile_m, valid_m, column, TILE: tl.constexpr, SKEW: tl.constexpr):
     """Store a tile [M, N] of words, whose columns are in tiles.key_order, from this column of the workspace on: in the order of
     the keys, and of a band (SKEW) what of the tile lies in it."""
-    M: tl.constexpr = TILE[0]
-    N: tl.constexpr = TILE[1]
-    if TILE[2] != "gather":
+    M: tl.constexpr = TILE.block_m
+    N: tl.constexpr = TILE.block_n
+    if TILE.rotation != "gather":
         words = tl.reshape(tl.permute(tl.reshape(words, (M, N // 2, 2)), (0, 2, 1)), (M, N))
     columns = tl.multiple_of(column, ALIGNMENT) + tl.arange(0, N)
     pointers = matrix[0] + tl.cast(row_start, tl.int64) * matrix[1] + (tile_m[:, None] * matrix[1] + columns[None, :])

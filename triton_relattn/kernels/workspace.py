@@ -1,8 +1,8 @@
 """Which backward makes the gradient of a table from a workspace, how large it is, and in how many parts it is filled.
 
-The columns kernel leaves the gradients of its scores there, rounded to the inputs' dtype as it multiplies them, and the diagonals
-kernel makes the gradient of the table of them: one product of the six that the table kernel has. They take 2 bytes for each pair,
-so the columns kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
+The dkv kernel leaves the gradients of its scores there, rounded to the inputs' dtype as it multiplies them, and the dtable_words
+kernel makes the gradient of the table of them: one product of the six that the dtable kernel has. They take 2 bytes a pair,
+so the dkv kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .walk import clamp_margin
 from .words import ALIGNMENT
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
-"""The environment variable for the largest workspace in bytes; 0: none, the table kernel is used."""
+"""The environment variable for the largest workspace in bytes; 0: none, the dtable kernel is used."""
 USUAL_LIMIT = 256 * 2**20
 MOST_WORDS = 2**30
 """Words are addressed in 32 bits."""
 
 
 class Part(NamedTuple):
-    """What one launch of the columns kernel leaves in the workspace."""
+    """What one launch of the dkv kernel leaves in the workspace."""
 
     first_program: int  # of the launch for all keys
     programs: int
@@ -68,7 +68,7 @@ def limit(tensors: AttentionTensors) -> int:
 
 
 def why_not(call: Call, tensors: AttentionTensors) -> str | None:
-    """Return what about a call keeps the table kernel, whatever the workspace; None if nothing does.
+    """Return what about a call keeps the dtable kernel, whatever the workspace; None if nothing does.
 
     It must not depend on which gradients are wanted: they are the same bits with others and alone.
     """
@@ -90,22 +90,22 @@ def plan(
 ) -> Plan | None:
     """Return how a call uses a workspace; None if it does not: why_not, or too little of the call fits in one.
 
-    It is too little if the columns kernel's programs of a part are fewer than multiprocessors, half of what runs at once.
+    It is too little if the dkv kernel's programs of a part are fewer than multiprocessors, half of what runs at once.
     """
     if why_not(call, tensors) is not None:
         return None
     most_words = min(limit(tensors) // tensors.query.element_size(), MOST_WORDS)
-    rows, block_n = tensors.query.shape[2], tiles["columns"].block_n
+    rows, block_n = tensors.query.shape[2], tiles["dkv"].block_n
     blocks = cdiv(tensors.key.shape[2], block_n)
     units = call.num_sequences * call.key_heads
     group = call.heads // call.key_heads
 
-    # Whole rows, or if that is less the band that the table, with keys that the rows kernel takes for near, and the window leave.
-    margin = clamp_margin(tiles["rows"].block_m, tiles["rows"].block_n) if call.outside == "clamp" else 0
+    # Whole rows, or if that is less the band that the table, with keys that the dq kernel takes for near, and the window leave.
+    margin = clamp_margin(tiles["dq"].block_m, tiles["dq"].block_n) if call.coverage == "clamp" else 0
     lowest, highest = spec.first - margin, spec.last + margin
     left, right = spec.window_left, spec.window_right
     lowest, highest = lowest if left < 0 else max(lowest, -left), highest if right < 0 else min(highest, right)
-    skew = max(tiles[kernel].block_m for kernel in ("columns", "diagonals"))
+    skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
     band = cdiv(max(highest - lowest + 1, 1) + skew - 1 + ALIGNMENT.value - 1, 64) * 64
     columns = blocks * block_n
     if band < columns:
@@ -118,7 +118,7 @@ def plan(
         most_blocks = most_words // (group * rows * block_n)
     if max(min(most_units, units) * blocks, most_blocks) < max(1, min(multiprocessors, units * blocks)):
         return None
-    slots = multiprocessors * tiles["columns"].programs_at_once
+    slots = multiprocessors * tiles["dkv"].programs_at_once
     if most_units > 0:
         at_once = _part_size(units, min(most_units, units), blocks, slots)
         items, step, part_of_unit = at_once * group, at_once * blocks, blocks

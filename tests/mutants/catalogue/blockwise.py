@@ -215,7 +215,7 @@ OF_BLOCKWISE = (
         "blockwise-padding-is-read",
         "keys and values beyond a sequence's length are multiplied by zero, which NaN survives",
         (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
-        (Change(BLOCKS, "rows if padding is None else rows.masked_fill(padding.mT, 0)", "rows"),),
+        (Change(BLOCKS, "rows if padding is None else rows.masked_fill(padding.mT, 0)", "dq"),),
     ),
     Fault(
         "blockwise-lengths-not-limited-elsewhere",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from ..fault import Change, Fault
 from .places import (
     ARGUMENTS,
-    COLUMNS,
+    DKV,
+    DQ,
+    DTABLE,
     FORWARD,
     MASKING,
     ON_BACKWARD,
@@ -16,10 +18,8 @@ from .places import (
     ON_GUARDS,
     ON_KERNEL_SURVIVORS,
     ON_PROBABILITIES,
-    ROWS,
     ROWS_OF_TABLE,
     SCORES,
-    TABLE,
 )
 
 OF_FORWARD = (
@@ -111,7 +111,7 @@ OF_FORWARD = (
         "gathered-terms-not-rounded",
         "kernels that gather take terms in float32, those that rotate in registers in float16",
         (f"{ON_PROBABILITIES}::test_one_visible_key_has_all_of_it[clamp future, bias-first key-float16 terms]",),
-        (Change(ROWS_OF_TABLE, 'TILE[2] == "gather" and TILE[4]', "False"),),
+        (Change(ROWS_OF_TABLE, 'TILE.rotation == "gather" and TILE.round_terms', "False"),),
     ),
     Fault(
         "keys-before-the-window-are-read",
@@ -129,7 +129,7 @@ OF_FORWARD = (
         "head-modulo-groups",
         "query heads take key head h % Hk instead of h // group",
         (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_2]",),
-        (Change(FORWARD, "place.entry, head // GROUP,", "place.entry, head % (num_heads // GROUP),", times=2),),
+        (Change(FORWARD, "place.entry, head // SHAPE.group,", "place.entry, head % (num_heads // SHAPE.group),", times=2),),
     ),
     Fault(
         "strides-of-the-key-for-the-value",
@@ -137,9 +137,9 @@ OF_FORWARD = (
         (f"{ON_FORWARD_EDGES}::test_strides[padded]",),
         (
             Change(
-                FORWARD,
-                "            *map(strided, (tensors.query, tensors.key, tensors.value, tensors.rel_query)),\n",
-                "            *map(strided, (tensors.query, tensors.key)),\n"
+                ARGUMENTS,
+                "            *map(strided, tensors[:4]),\n",
+                "            *map(strided, tensors[:2]),\n"
                 "            (tensors.value, tensors.key.stride()),\n"
                 "            strided(tensors.rel_query),\n",
             ),
@@ -164,8 +164,8 @@ OF_FORWARD = (
         (
             Change(
                 FORWARD,
-                "kept(dropout, place.batch, head, offs_m[:, None], offs_n[None, :])",
-                "kept(dropout, place.batch, head, offs_m[:, None], tile_n[None, :])",
+                "kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])",
+                "kept(call.dropout, place.batch, head, offs_m[:, None], tile_n[None, :])",
             ),
         ),
     ),
@@ -173,7 +173,7 @@ OF_FORWARD = (
         "race-of-packed-queries",
         "programs also write the rows behind their sequence, which belong to the next",
         (f"{ON_GUARDS}::test_guarded[packed_everything-zero-shuffled]",),
-        (Change(FORWARD, "valid_m = offs_m < place.num_queries", "valid_m = offs_m < sequences.max_seqlen_q"),),
+        (Change(FORWARD, "valid_m = offs_m < place.num_queries", "valid_m = offs_m < call.sequences.max_seqlen_q"),),
     ),
 )
 
@@ -183,40 +183,40 @@ OF_ROWS = (
         "delta-without-its-correction",
         "the other kernels get rowsum(out * d_out), with the rounding of out",
         (f"{ON_FEATURES}::test_sharp_attention_in_float16[full]",),
-        (Change(ROWS, "tl.store(deltas + offs_m, delta + correction", "tl.store(deltas + offs_m, delta"),),
+        (Change(DQ, "tl.store(deltas + offs_m, delta + correction", "tl.store(deltas + offs_m, delta"),),
     ),
     Fault(
         "far-sums-without-the-correction",
         "far keys' sums of dS keep the rounding of out, which the end rows' gradients add up",
         (f"{ON_FEATURES}::test_sharp_attention_in_float16[clamp]", f"{ON_BACKWARD}::test_table_gradient_needs_the_exact_delta"),
         (
-            Change(ROWS, "settled(past - correction * past_sum,", "settled(past,"),
-            Change(ROWS, "settled(future - correction * future_sum,", "settled(future,"),
+            Change(DQ, "settled(past - correction * past_sum,", "settled(past,"),
+            Change(DQ, "settled(future - correction * future_sum,", "settled(future,"),
         ),
     ),
     Fault(
         "cotangent-of-lse-dropped",
         "d_query lacks what comes through lse",
         (f"{ON_BACKWARD}::test_gradient_through_one_result[full-lse]",),
-        (Change(ROWS, "delta -= tl.load(d_lses", "delta -= 0.0 * tl.load(d_lses"),),
+        (Change(DQ, "delta -= tl.load(d_lses", "delta -= 0.0 * tl.load(d_lses"),),
     ),
     Fault(
         "cotangent-of-lse-dropped-from-delta",
         "d_key and the gradients of the tables lack what comes through lse",
         (f"{ON_BACKWARD}::test_gradient_through_one_result[full-lse]",),
-        (Change(ROWS, "correction -= tl.load(d_lses", "correction -= 0.0 * tl.load(d_lses"),),
+        (Change(DQ, "correction -= tl.load(d_lses", "correction -= 0.0 * tl.load(d_lses"),),
     ),
     Fault(
         "rows-slope-of-the-softcap",
         "the derivative of the softcap is missing in d_query",
         (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_softcap]",),
-        (Change(ROWS, "                d_scores *= slope\n", "                d_scores *= 1.0\n"),),
+        (Change(DQ, "                d_scores *= slope\n", "                d_scores *= 1.0\n"),),
     ),
     Fault(
         "rows-dropout-unscaled",
-        "the scale of dropout is missing in dP, in the rows kernel",
+        "the scale of dropout is missing in dP, in the dq kernel",
         (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
-        (Change(ROWS, "d_probs * tl.cast(dropout.keep_scale, tl.float32), 0.0)", "d_probs, 0.0)"),),
+        (Change(DQ, "d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)", "d_probs, 0.0)"),),
     ),
     Fault(
         "scale-for-rel-scale",
@@ -224,9 +224,9 @@ OF_ROWS = (
         (f"{ON_FEATURES}::test_shapes_and_scales[-rel_scale_of_the_query]",),
         (
             Change(
-                ROWS,
-                "                    d_scores *= tl.cast(scaling.rel_scale, tl.float32)\n",
-                "                    d_scores *= 1.0\n",
+                DQ,
+                "    if IS_QUERY and scaling.rel_scale is not None:",
+                "    if False:",
             ),
         ),
     ),
@@ -236,9 +236,9 @@ OF_ROWS = (
         (f"{ON_FEATURES}::test_shapes_and_scales[-width_40]",),
         (
             Change(
-                ROWS,
-                "for ahead in tl.static_range(BLOCK_M // BLOCK_N):",
-                "for ahead in tl.static_range(BLOCK_M // BLOCK_N - 1):",
+                DQ,
+                "for ahead in tl.static_range(TILE.block_m // TILE.block_n):",
+                "for ahead in tl.static_range(TILE.block_m // TILE.block_n - 1):",
             ),
         ),
     ),
@@ -248,7 +248,7 @@ OF_ROWS = (
         (f"{ON_BACKWARD_EDGES}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
         (
             Change(
-                ROWS,
+                DQ,
                 "relative = key_start - row_start - place.query_offset",
                 "relative = key_start - row_start + place.query_offset",
             ),
@@ -267,9 +267,9 @@ OF_COLUMNS = (
         ),
         (
             Change(
-                COLUMNS,
-                "seen = visible(offs_m[:, None], offs_n[None, :], place, window) & valid_m[:, None]",
-                "seen = visible(offs_m[:, None], offs_n[None, :], place, window)",
+                DKV,
+                "seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]",
+                "seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)",
             ),
         ),
     ),
@@ -279,7 +279,7 @@ OF_COLUMNS = (
         (f"{ON_GUARDS}::test_guarded[dropout-zero-shuffled]",),
         (
             Change(
-                COLUMNS,
+                DKV,
                 "query = load_rows(head_queries, row_start, tile_m, valid_m,",
                 "query = load_rows(head_queries, row_start, tile_m, tile_m >= 0,",
             ),
@@ -289,25 +289,25 @@ OF_COLUMNS = (
         "columns-head-modulo-groups",
         "keys collect the gradients of query heads m * Hk + h instead of h * group + m",
         (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_2]",),
-        (Change(COLUMNS, "head = key_head * GROUP + member", "head = member * (num_heads // GROUP) + key_head"),),
+        (Change(DKV, "head = key_head * SHAPE.group + member", "head = member * (num_heads // SHAPE.group) + key_head"),),
     ),
     Fault(
         "value-gradient-without-dropout-scale",
         "d_value is not scaled by 1 / (1 - p)",
         (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
-        (Change(COLUMNS, "d_value *= tl.cast(dropout.keep_scale, tl.float32)", "d_value *= 1.0"),),
+        (Change(DKV, "d_value *= tl.cast(call.dropout.keep_scale, tl.float32)", "d_value *= 1.0"),),
     ),
     Fault(
         "value-gradient-in-16-bits",
         "the sum of probabilities times d_out is rounded to the inputs' dtype at every tile",
         (f"{ON_KERNEL_SURVIVORS}::test_long_sums_are_rounded_once",),
-        (Change(COLUMNS, "d_out, d_value, input_precision", "d_out, d_value.to(d_out.dtype).to(tl.float32), input_precision"),),
+        (Change(DKV, "d_out, d_value, input_precision", "d_out, d_value.to(d_out.dtype).to(tl.float32), input_precision"),),
     ),
     Fault(
         "columns-sides-swapped",
         "keys beyond a clamped table take the term of the other end",
         (f"{ON_BACKWARD}::test_tables[default-wholly_past-clamp]",),
-        (Change(COLUMNS, "side = tl.where(row_start < near_start, 1, 0)", "side = tl.where(row_start < near_start, 0, 1)"),),
+        (Change(DKV, "side = tl.where(row_start < near_start, 1, 0)", "side = tl.where(row_start < near_start, 0, 1)"),),
     ),
     Fault(
         "columns-limits-not-turned-round",
@@ -315,9 +315,9 @@ OF_COLUMNS = (
         (f"{ON_BACKWARD}::test_tables[default-past-clamp]",),
         (
             Change(
-                COLUMNS,
-                "near_keys(key_start, -near_last, -near_first, -place.query_offset,",
-                "near_keys(key_start, near_first, near_last, -place.query_offset,",
+                DKV,
+                "key_start, -near_last, -near_first, -place.query_offset,",
+                "key_start, near_first, near_last, -place.query_offset,",
             ),
         ),
     ),
@@ -327,9 +327,9 @@ OF_COLUMNS = (
         (f"{ON_GUARDS}::test_guarded[packed_everything-zero-shuffled]",),
         (
             Change(
-                COLUMNS,
+                DKV,
                 "valid_n = offs_n < place.key_rows  #",
-                "valid_n = offs_n < sequences.max_seqlen_k  #",
+                "valid_n = offs_n < call.sequences.max_seqlen_k  #",
             ),
         ),
     ),
@@ -342,11 +342,11 @@ OF_TABLE = (
         "the gradient of a table counts keys beyond key_lengths",
         (f"{ON_BACKWARD}::test_tables[default-exact-zero]",),
         (
-            Change(TABLE, "from .masking import exists", "from .masking import Place, exists"),
+            Change(DTABLE, "from .masking import exists", "from .masking import Place, exists"),
             Change(
-                TABLE,
-                "        head = table_head if PER_HEAD else unit - sequence * num_heads\n        head_queries",
-                "        head = table_head if PER_HEAD else unit - sequence * num_heads\n"
+                DTABLE,
+                "        head = table_head if ROWS.per_head else unit - sequence * num_heads\n        head_queries",
+                "        head = table_head if ROWS.per_head else unit - sequence * num_heads\n"
                 "        batch, entry, query_row, key_row, num_queries, key_rows, first_key, _, offset = place\n"
                 "        place = Place(batch, entry, query_row, key_row, num_queries, key_rows, first_key, key_rows, offset)\n"
                 "        head_queries",
@@ -359,9 +359,9 @@ OF_TABLE = (
         (f"{ON_BACKWARD_EDGES}::test_nan_in_storage_and_hidden_keys[False-zero]",),
         (
             Change(
-                TABLE,
-                "valid_n = exists(first_key + tile_n, place, window)",
-                "valid_n = (first_key + tile_n).to(tl.uint32) < sequences.max_seqlen_k.to(tl.uint32)",
+                DTABLE,
+                "valid_n = exists(first_key + tile_n, place, call.window)",
+                "valid_n = (first_key + tile_n).to(tl.uint32) < call.sequences.max_seqlen_k.to(tl.uint32)",
             ),
         ),
     ),
@@ -369,13 +369,13 @@ OF_TABLE = (
         "table-slope-of-the-softcap",
         "the derivative of the softcap is missing in the gradients of tables",
         (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_softcap]",),
-        (Change(TABLE, "                    d_scores *= slope\n", "                    d_scores *= 1.0\n"),),
+        (Change(DTABLE, "                    d_scores *= slope\n", "                    d_scores *= 1.0\n"),),
     ),
     Fault(
         "table-dropout-by-entry",
         "in a packed batch the gradient of a table drops what the first sequence drops",
         (f"{ON_FEATURES}::test_packed[full-0.4]",),
-        (Change(TABLE, "kept(dropout, place.batch, head", "kept(dropout, place.entry, head"),),
+        (Change(DTABLE, "kept(call.dropout, place.batch, head", "kept(call.dropout, place.entry, head"),),
     ),
     Fault(
         "shared-table-of-the-first-heads",
@@ -383,8 +383,8 @@ OF_TABLE = (
         (f"{ON_BACKWARD_EDGES}::test_number_of_splits[False-clamp]",),
         (
             Change(
-                TABLE,
-                "num_units = num_sequences if PER_HEAD else num_sequences * num_heads",
+                DTABLE,
+                "num_units = num_sequences if ROWS.per_head else num_sequences * num_heads",
                 "num_units = num_sequences",
             ),
         ),
@@ -393,25 +393,25 @@ OF_TABLE = (
         "table-walk-begins-late",
         "queries that meet only the last rows of a block of rows are left out",
         (f"{ON_BACKWARD}::test_lengths[15-17]",),
-        (Change(TABLE, "-place.query_offset - relative - (BLOCK_N - 1), 0)", "-place.query_offset - relative, 0)"),),
+        (Change(DTABLE, "-place.query_offset - relative - (TILE.block_n - 1), 0)", "-place.query_offset - relative, 0)"),),
     ),
     Fault(
         "table-loses-the-diagonal",
         "a block of rows that begins at the edge of the window is skipped",
         (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_a_window",),
-        (Change(TABLE, "tl.where(relative > window[1], 0, stop)", "tl.where(relative >= window[1], 0, stop)"),),
+        (Change(DTABLE, "tl.where(relative > call.window[1], 0, stop)", "tl.where(relative >= call.window[1], 0, stop)"),),
     ),
     Fault(
         "far-keys-counted-twice",
-        "the first key behind the near tiles is counted by the rows kernel and by the table's",
+        "the first key behind the near tiles is counted by the dq kernel and by the table's",
         (f"{ON_BACKWARD}::test_tiles_of_rows_and_table_kernel[False-rows1-table1]",),
-        (Change(TABLE, "near_stop - first_keys)", "near_stop + 1 - first_keys)"),),
+        (Change(DTABLE, "near_stop - first_keys)", "near_stop + 1 - first_keys)"),),
     ),
     Fault(
         "race-of-table-splits",
         "all programs that share a block of rows write their sum to the same place",
         (f"{ON_BACKWARD_EDGES}::test_number_of_splits[True-full]",),
-        (Change(TABLE, "head_matrix(d_rel_keys, split, table_head", "head_matrix(d_rel_keys, 0, table_head"),),
+        (Change(DTABLE, "head_matrix(d_tables.rel_key, split, table_head", "head_matrix(d_rel_keys, 0, table_head"),),
     ),
     Fault(
         "race-of-table-rows",
@@ -419,7 +419,7 @@ OF_TABLE = (
         (f"{ON_GUARDS}::test_guarded[dropout-zero-shuffled]",),
         (
             Change(
-                TABLE,
+                DTABLE,
                 "valid = relative + tile_n <= last + MARGIN",
                 "valid = relative + tile_n <= last + MARGIN + 1",
             ),
@@ -429,6 +429,10 @@ OF_TABLE = (
         "race-of-bias-heads",
         "all heads write the gradient of rel_bias to the first head's",
         (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_3]",),
-        (Change(TABLE, "row_vector(d_rel_bias, split, table_head, row)", "row_vector(d_rel_bias, split, 0, row)"),),
+        (
+            Change(
+                DTABLE, "row_vector(d_tables.rel_bias, split, table_head, row)", "row_vector(d_tables.rel_bias, split, 0, row)"
+            ),
+        ),
     ),
 )

@@ -15,6 +15,7 @@ from .places import (
     OPS,
     SCORES,
     SPEC,
+    TABLE_SUMS,
     TILES,
 )
 
@@ -59,7 +60,7 @@ OF_LAUNCHERS = (
         "end-rows-scaled-as-the-query",
         "far keys' part of the end rows' gradients has scale for rel_scale",
         (f"{ON_KERNEL_SURVIVORS}::test_far_keys[scale-query]",),
-        (Change(BACKWARD, "far_sums, spec.rel_scale)", "far_sums, spec.scale)"),),
+        (Change(TABLE_SUMS, "far_sums, self.spec.rel_scale)", "far_sums, self.spec.scale)"),),
     ),
     Fault(
         "shared-table-beside-tables-of-heads",
@@ -67,8 +68,8 @@ OF_LAUNCHERS = (
         (ON_KERNEL_SURVIVORS, "-k", "shared"),
         (
             Change(
-                BACKWARD,
-                "inner[0] if shared and not per_head else inner.sum(0) if shared else inner",
+                TABLE_SUMS,
+                "inner[0] if shared and not self.rows.per_head else inner.sum(0) if shared else inner",
                 "inner[0] if shared else inner",
             ),
         ),
@@ -77,13 +78,13 @@ OF_LAUNCHERS = (
         "end-row-without-its-margin",
         "near keys beyond a clamped table are missing in the gradient of its last row",
         (f"{ON_BACKWARD}::test_tables[default-shorter-clamp]",),
-        (Change(BACKWARD, "                inner[:, -1] += total[:, padding + num_rows :].sum(1)\n", ""),),
+        (Change(TABLE_SUMS, "                inner[:, -1] += total[:, stop:].sum(1)\n", ""),),
     ),
     Fault(
         "bias-without-an-end-row",
         "far keys are missing in the gradient of rel_bias at one end, which memory that nothing has written takes",
         (f"{ON_FEATURES}::test_one_table_alone[clamp-rel_bias]",),
-        (Change(BACKWARD, "for side in (0, -1):", "for side in (0,):"),),
+        (Change(TABLE_SUMS, "for side in (0, -1):", "for side in (0,):"),),
     ),
     Fault(
         "exact-delta-skipped",
@@ -92,8 +93,9 @@ OF_LAUNCHERS = (
         (
             Change(
                 BACKWARD,
-                "            run_rows(out, None, None)\n            run_rows(None, *rows_gradients)\n",
-                "            run_rows(out, *rows_gradients)\n",
+                "per_query, out, d_out, d_lse, None, None)\n"
+                '            launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)\n',
+                "per_query, out, d_out, d_lse, d_query, d_rel_query)\n",
             ),
         ),
     ),

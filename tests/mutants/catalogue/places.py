@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OF_KERNELS = "triton_relattn/kernels"
-BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING, TILES, ARGUMENTS, BACKWARD, CONFIGS, KEPT = (
+BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TILES, ARGUMENTS, BACKWARD, CONFIGS, KEPT = (
     f"{OF_KERNELS}/{name}.py"
     for name in (
         "band",
@@ -11,9 +11,9 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "walk",
         "quads",
         "forward",
-        "bwd_rows",
-        "bwd_columns",
-        "bwd_table",
+        "bwd_dq",
+        "bwd_dkv",
+        "bwd_dtable",
         "scores",
         "masking",
         "tiles",
@@ -23,7 +23,9 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, ROWS, COLUMNS, TABLE, SCORES, MASKING
         "dropout",
     )
 )
-DIAGONALS, WORDS, WORKSPACE = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_diagonals", "words", "workspace"))
+DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS = (
+    f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums")
+)
 BLOCKWISE, BLOCKS, BANDS = (f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands"))
 DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
 OPS = "triton_relattn/_operators/ops.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..fault import Change, Fault
 from .places import (
+    ARGUMENTS,
     BAND,
     MASKING,
     ON_BACKWARD_EDGES,
@@ -63,7 +64,7 @@ OF_QUADS = (
     ),
     Fault(
         "terms-in-the-other-chunk",
-        "in the table kernel terms are added to the products of keys W away, in every other group of W queries",
+        "in the dtable kernel terms are added to the products of keys W away, in every other group of W queries",
         (f"{ON_ROTATIONS}::test_kernels",),
         (Change(BAND, "odd = (m // W % 2 == 1) ^ wraps_around(TILE)", "odd = wraps_around(TILE)"),),
     ),
@@ -71,7 +72,7 @@ OF_QUADS = (
         "gradients-in-float16",
         "products of d_out with a table for values are rounded to float16, which has nothing left for small gradients",
         (f"{ON_ROTATIONS}::test_tiny_gradients",),
-        (Change(BAND, "return *tile[:4], False", "return tile"),),
+        (Change(ARGUMENTS, "values = Tile(*of_config, False,", "values = Tile(*of_config, fixed.round_terms,"),),
     ),
     Fault(
         "columns-in-another-order",
@@ -120,8 +121,8 @@ OF_BAND = (
         (
             Change(
                 BAND,
-                "TILE[1], 0, -1):\n            behind = relative_position - ago * TILE[1]",
-                "TILE[1], 0, -1):\n            behind = relative_position - (ago - 1) * TILE[1]",
+                "TILE.block_n, 0, -1):\n            behind = relative_position - ago * TILE.block_n",
+                "TILE.block_n, 0, -1):\n            behind = relative_position - (ago - 1) * TILE.block_n",
             ),
         ),
     ),

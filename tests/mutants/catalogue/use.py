@@ -72,7 +72,7 @@ OF_USE = (
         "outgrown-table-unnoticed",
         "nobody is told that a long table does not cover the call",
         (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
-        (Change(DOUBTS, 'spec.outside() == "clamp"', 'spec.outside() == "none"'),),
+        (Change(DOUBTS, 'spec.coverage() == "clamp"', 'spec.coverage() == "full"'),),
     ),
     Fault(
         "cure-that-is-none",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import COLUMNS, DIAGONALS, ON_WORKSPACE, WORDS, WORKSPACE
+from .places import DKV, DTABLE_WORDS, ON_WORKSPACE, WORDS, WORKSPACE
 
 OF_WORKSPACE = (
     Fault(
         "words-in-the-order-of-registers",
         "with rotations in registers words are stored in the order in which a tile has its keys",
         (f"{ON_WORKSPACE}::test_calls[causal-zero-registers-20000]",),
-        (Change(WORDS, 'if TILE[2] != "gather":', 'if TILE[2] == "none":'),),
+        (Change(WORDS, 'if TILE.rotation != "gather":', 'if TILE.rotation == "none":'),),
     ),
     Fault(
         "words-of-tiles-beyond-the-band",
@@ -20,11 +20,11 @@ OF_WORKSPACE = (
     ),
     Fault(
         "words-nobody-wrote",
-        "keys that a length hides are read, of tiles that the columns kernel never visits",
+        "keys that a length hides are read, of tiles that the dkv kernel never visits",
         (f"{ON_WORKSPACE}::test_calls[bias_alone-full-long-10000]",),
         (
             Change(
-                DIAGONALS,
+                DTABLE_WORDS,
                 "key_low, key_high = first_key, tl.minimum(place.num_keys, stop_key)",
                 "key_low, key_high = first_key, stop_key",
             ),
@@ -32,39 +32,39 @@ OF_WORKSPACE = (
     ),
     Fault(
         "words-of-far-keys",
-        "keys far beyond a clamped table count twice: as words, and in the sums of the rows kernel",
+        "keys far beyond a clamped table count twice: as words, and in the sums of the dq kernel",
         (f"{ON_WORKSPACE}::test_calls[plain-clamp-twice-None]",),
-        (Change(DIAGONALS, "tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)", "key_low, key_high"),),
+        (Change(DTABLE_WORDS, "tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)", "key_low, key_high"),),
     ),
     Fault(
         "words-beside-a-clamped-table",
-        "the columns kernel leaves no words of keys that it takes for far and the rows kernel for near",
+        "the dkv kernel leaves no words of keys that it takes for far and the dq kernel for near",
         (f"{ON_WORKSPACE}::test_calls[lengths-clamp-square-None]",),
-        (Change(COLUMNS, "tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)", "first, last"),),
+        (Change(DKV, "tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)", "first, last"),),
     ),
     Fault(
         "parts-overwrite-each-other",
         "of several parts of the workspace only the last one is in the gradient",
         (f"{ON_WORKSPACE}::test_calls[causal-zero-registers-20000]",),
-        (Change(DIAGONALS, "acc += load_rows(d_rel_keys, row, tile_n", "acc += 0.0 * load_rows(d_rel_keys, row, tile_n"),),
+        (Change(DTABLE_WORDS, "acc += load_rows(d_rel_keys, row, tile_n", "acc += 0.0 * load_rows(d_rel_keys, row, tile_n"),),
     ),
     Fault(
         "parts-overwrite-the-bias",
         "the same of the bias",
         (f"{ON_WORKSPACE}::test_calls[bias_alone-full-long-10000]",),
-        (Change(DIAGONALS, "bias += tl.load(pointers", "bias += 0.0 * tl.load(pointers"),),
+        (Change(DTABLE_WORDS, "bias += tl.load(pointers", "bias += 0.0 * tl.load(pointers"),),
     ),
     Fault(
         "words-of-the-first-head",
         "heads that share keys share their words",
         (f"{ON_WORKSPACE}::test_calls[causal-full-square-20000]",),
-        (Change(COLUMNS, "first_program // num_blocks) * GROUP + member", "first_program // num_blocks) * GROUP"),),
+        (Change(DKV, "first_program // num_blocks) * SHAPE.group + member", "first_program // num_blocks) * SHAPE.group"),),
     ),
     Fault(
         "items-of-a-part",
         "with a table for each head the first part's heads are taken for those of all parts",
         (f"{ON_WORKSPACE}::test_calls[per_head-clamp-long-10000]",),
-        (Change(DIAGONALS, "(table_head + num_heads - first_item % num_heads) % num_heads", "table_head"),),
+        (Change(DTABLE_WORDS, "(table_head + num_heads - first_item % num_heads) % num_heads", "table_head"),),
     ),
     Fault(
         "margin-is-not-stored",

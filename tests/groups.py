@@ -1,0 +1,46 @@
+"""The arguments of a launch, whose tensors come in groups, by names of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PREFIXES = {"inputs": "", "per_query": "", "d_tables": "d_", "call": ""}
+
+
+def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments, those in groups by the names of their fields ("rel_key" of d_tables is "d_rel_key")."""
+    result: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if is_group(name, value):
+            result |= {PREFIXES[name] + field: each for field, each in zip(value._fields, value, strict=True)}
+        else:
+            result[name] = value
+    return result
+
+
+def grouped(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with some changed, by their names in flat."""
+    result: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if is_group(name, value):
+            given = {field: changed.get(PREFIXES[name] + field, each) for field, each in value._asdict().items()}
+            result[name] = value._replace(**given)
+        else:
+            result[name] = changed.get(name, value)
+    return result
+
+
+def is_group(name: str, value: Any) -> bool:
+    return name in PREFIXES and hasattr(value, "_fields")
+
+
+def flat_types(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the types of arguments, which have the arguments' form, by the names in flat."""
+    result: dict[str, Any] = {}
+    for name, kind in types.items():
+        if is_group(name, arguments[name]):
+            result |= {PREFIXES[name] + field: each for field, each in zip(arguments[name]._fields, kind, strict=True)}
+        else:
+            result[name] = kind
+    return result

@@ -1,0 +1,217 @@
+"""Backward, second kernel: a program owns a block of keys and walks the queries that see them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import Call, PerQuery, cdiv, strided
+from .band import whole_tile
+from .configs import TileConfig
+from .dropout import kept
+from .masking import exists, first_query, last_query, locate, visible
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
+from .table import Table
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .walk import FAR, NEAR, first_part, near_keys, part_range, stop_part, walk_position
+from .words import key_of_column, store_words
+from .workspace import Part, Plan
+
+
+@triton.jit(do_not_specialize=["first_program", "lowest", "highest", "first", "last", "num_heads"])
+def dkv_kernel(
+    inputs,
+    d_outs,
+    d_keys,
+    d_values,
+    per_query,
+    words,
+    first_program,
+    lowest,
+    highest,
+    call,
+    first,
+    last,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    SKEW: tl.constexpr,
+):
+    """d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; per_query is what dq_kernel has left.
+
+    words [1, items, Nq, columns], or None: where gradients of scores go for dtable_words_kernel, those of relative positions from
+    lowest to highest at least; see words.py for SKEW. Beside a clamped table these are near; so they are without words if lowest
+    and highest are there, to give the same bits.
+
+    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words a
+    part of that, from first_program on: whole heads, or some blocks of one.
+    """
+    VALUE_TILE: tl.constexpr = TILE.values
+    num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
+    program = tl.program_id(0)
+    if words is not None:
+        program += first_program
+    block = program % num_blocks
+    key_head = program // num_blocks % (num_heads // SHAPE.group)
+    place = locate(call.sequences, call.window, program // num_blocks // (num_heads // SHAPE.group))
+    key_start = block * TILE.block_n
+    if call.sequences.cu_seqlens_k is not None:
+        if key_start >= place.key_rows:
+            return
+
+    tile_m = tl.arange(0, TILE.block_m)
+    tile_n = key_order(TILE)
+    offs_n = key_start + tile_n
+    valid_n = exists(offs_n, place, call.window)
+    keys = head_matrix(inputs.key, place.entry, key_head, place.key_start, SHAPE.wide_index)
+    key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+    WANTS_SCORES: tl.constexpr = d_keys is not None or words is not None
+    if WANTS_SCORES:
+        values = head_matrix(inputs.value, place.entry, key_head, place.key_start, SHAPE.wide_index)
+        value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+    if d_keys is not None:
+        d_key = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
+    if d_values is not None:
+        d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
+
+    # Along the queries the relative position falls: keys in the future of the table come first.
+    row_first = first_query(key_start, place, call.window, TILE.block_m)
+    row_stop = tl.where(key_start < place.num_keys, last_query(key_start + TILE.block_n - 1, place, call.window), 0)
+    near_start = row_first
+    near_stop = row_first if TILE.coverage == "no table" else row_stop
+    if TILE.coverage == "clamp" or TILE.coverage == "zero":
+        # As seen from the keys: i - j has the sign and the limits turned round.
+        near_first, near_last = first, last
+        if lowest is not None and TILE.coverage == "clamp":  # far tiles leave no words
+            near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
+        near_start, near_stop = near_keys(
+            key_start, -near_last, -near_first, -place.query_offset, TILE.block_n, TILE.block_m, TILE.coverage
+        )
+        near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
+
+    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
+    for member in range(SHAPE.group):
+        head = key_head * SHAPE.group + member
+        head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
+        head_d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
+        mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
+        if inputs.rel_query is not None:
+            head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
+        term = Table(
+            None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
+            call.scaling.rel_scale,
+            None if inputs.rel_bias is None else head_vector(inputs.rel_bias, head),
+            call.scaling.bias_scale,
+            first,
+            last,
+        )
+        if inputs.rel_value is not None:
+            value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
+        scale = exponent_scale(call.scaling, mask)
+        if words is not None:
+            item = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
+            head_words = head_matrix(words, 0, item, 0, False)
+
+        for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
+            start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
+            for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
+                row_start = walk_position(PART, position, near_start, near_stop, TILE.coverage)
+                offs_m = row_start + tile_m
+                valid_m = offs_m < place.num_queries
+                relative = key_start - row_start - place.query_offset
+                query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+                side = tl.where(row_start < near_start, 1, 0)
+                if PART == NEAR and HAS_TERM:
+                    rel_query = query
+                    if inputs.rel_query is not None:
+                        rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+                    scores = whole_tile(rel_query, term, relative, TILE)
+                else:
+                    scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+                row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+                if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
+                    far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
+                    far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
+                    scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+                scores = tile_scores(query, key, scores, TILE.precision)
+                # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
+                seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
+                scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                probs = probabilities(scores, seen, scale, row_max, log_sum)
+                if call.dropout is not None:
+                    stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+                if WANTS_SCORES:
+                    if PART == NEAR and inputs.rel_value is not None:
+                        d_probs = whole_tile(d_out, value_table, relative, VALUE_TILE)
+                    elif inputs.rel_value is not None and TILE.coverage == "clamp":
+                        far_term = side_vector(per_query.far_values, place.entry, head, side, place.query_start)
+                        far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
+                        d_probs = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+                    else:
+                        d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+                    d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+                # Between the two, so that the matrix units have work while dS is computed.
+                if d_values is not None:
+                    kept_probs = probs if call.dropout is None else tl.where(stays, probs, 0.0)
+                    # [N, M] @ [M, Dv] -> [N, Dv]
+                    d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
+                if WANTS_SCORES:
+                    if call.dropout is not None:
+                        d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+                    delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
+                    delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
+                    if inputs.rel_value is not None:
+                        d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+                    d_scores = probs * (d_probs - delta[:, None])
+                    if call.scaling.softcap is not None:
+                        d_scores *= slope
+                    d_words = d_scores.to(query.dtype)
+                    if words is not None and PART == NEAR:
+                        part_start = first_program % num_blocks * TILE.block_n
+                        column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
+                        store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
+                    if d_keys is not None:
+                        # [N, M] @ [M, D] -> [N, D]
+                        d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
+
+    valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
+    if d_keys is not None:
+        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, SHAPE.wide_index)
+        store_rows(d_keys, key_start, tile_n, valid_n, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
+    if d_values is not None:
+        if call.dropout is not None:
+            d_value *= tl.cast(call.dropout.keep_scale, tl.float32)
+        d_values = head_matrix(d_values, place.entry, key_head, place.key_start, SHAPE.wide_index)
+        store_rows(d_values, key_start, tile_n, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)
+
+
+def launch_dkv(
+    call: Call,
+    tile: TileConfig,
+    per_query: PerQuery,
+    d_out: torch.Tensor,
+    d_key: torch.Tensor | None,
+    d_value: torch.Tensor | None,
+    plan: Plan | None = None,
+    words: torch.Tensor | None = None,
+    part: Part | None = None,
+) -> None:
+    """Launch dkv_kernel for all keys, or for a part of them that leaves words; see there."""
+    programs = cdiv(call.common.sequences.max_seqlen_k, tile.block_n) * call.num_sequences * call.key_heads
+    has_limits = plan is not None and (words is not None or call.coverage == "clamp")
+    call.launch(
+        "dkv",
+        dkv_kernel,
+        tile,
+        (programs if part is None else part.programs,),
+        d_outs=strided(d_out),
+        d_keys=strided(d_key),
+        d_values=strided(d_value),
+        per_query=per_query,
+        words=strided(words),
+        first_program=None if part is None else part.first_program,
+        lowest=plan.lowest if has_limits else None,
+        highest=plan.highest if has_limits else None,
+        SKEW=0 if words is None else plan.skew,
+    )

@@ -1,0 +1,284 @@
+"""Backward, first kernel: a program owns a block of queries and walks their keys, as the forward does.
+
+It gives d_query and d_rel_query, and what the other two kernels need of each query: the exact delta and, for clamped tables,
+the terms of the keys beyond the table and sums over these keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import Call, PerQuery, cdiv, strided
+from .band import add_terms, blocks_before, empty_band, next_terms, waiting_dtype
+from .configs import TileConfig
+from .dropout import kept
+from .masking import exists, locate, visible
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
+from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows, store_sides
+from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
+
+
+@triton.jit
+def rounded_delta(out, d_out, tile_m, TILE: tl.constexpr):
+    """Compute rowsum(out * d_out) [M]. out was rounded, so this is off by the same amount for all keys of a query; the sum of dS
+    will tell by how much."""
+    if out.dtype == tl.float32:
+        # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
+        # [M, Dv] @ [Dv, M] -> [M, M]
+        products = tl.dot(d_out, tl.trans(out), input_precision=TILE.precision)
+        delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
+    else:
+        # Of the transposed along axis 0: the sum along axis 1 has a layout that took up to 20 more registers in the loop.
+        delta = tl.sum(tl.trans(out.to(tl.float32) * d_out.to(tl.float32)), axis=0)
+    return delta
+
+
+@triton.jit
+def multiply_band(acc, d_scores, waiting, reached, relative, scaling, IS_QUERY: tl.constexpr, TILE: tl.constexpr):
+    """Add a tile's dS times the rows of rel_key, see add_terms. IS_QUERY: to d_query, in its units."""
+    if IS_QUERY and scaling.rel_scale is not None:
+        d_scores *= tl.cast(scaling.rel_scale, tl.float32)
+    return add_terms(acc, d_scores, waiting, reached, relative, TILE)
+
+
+@triton.jit(do_not_specialize=["first", "last", "num_heads"])
+def dq_kernel(
+    inputs,
+    outs,
+    d_outs,
+    d_queries,
+    d_rel_queries,
+    d_lses,
+    per_query,
+    call,
+    first,
+    last,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """d_query, d_rel_query and more of BLOCK_M queries of one head. d_queries, d_rel_queries and d_lses (zeros) may be None.
+
+    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; without outs the delta to begin with is there already. Its far_*,
+    [B, H, 2, Nq], are about far keys, those in tiles wholly beyond a clamped table, past and future: far_scores and far_values
+    are what the tables' end rows add to all their scores and dP; far_sums is their sum of dS and far_kept of what is kept of P.
+    Grid: (query blocks * batch * heads,), query blocks fastest.
+    """
+    VALUE_TILE: tl.constexpr = TILE.values
+    num_blocks = tl.cdiv(call.sequences.max_seqlen_q, TILE.block_m)
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
+    if call.window[1] is not None:
+        block = num_blocks - 1 - block  # the longest walks first
+    row_start = block * TILE.block_m
+    if call.sequences.cu_seqlens_q is not None:
+        if row_start >= place.num_queries:
+            return
+
+    tile_m = tl.arange(0, TILE.block_m)
+    offs_m = row_start + tile_m
+    tile_n = key_order(TILE)
+    valid_m = offs_m < place.num_queries
+    keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
+    values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
+    queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
+    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+    d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
+    d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
+    row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+    deltas = row_vector(per_query.deltas, place.entry, head, place.query_start)
+    if d_lses is not None:
+        d_lses = row_vector(d_lses, place.entry, head, place.query_start)
+    if outs is None:
+        delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
+    else:
+        outs = head_matrix(outs, place.entry, head, place.query_start, SHAPE.wide_index)
+        out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+        delta = rounded_delta(out, d_out, tile_m, TILE)
+        if d_lses is not None:
+            delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
+
+    last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
+    key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
+
+    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
+    rel_query = query
+    if inputs.rel_query is not None:
+        rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
+        rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+    term = Table(
+        None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
+        call.scaling.rel_scale,
+        None if inputs.rel_bias is None else head_vector(inputs.rel_bias, head),
+        call.scaling.bias_scale,
+        first,
+        last,
+    )
+    if TILE.coverage == "clamp":
+        zeros = tl.full([TILE.block_m], 0.0, tl.float32)
+        past, past_sum, future, future_sum = zeros, zeros, zeros, zeros
+        past_kept, future_kept = zeros, zeros
+    if HAS_TERM and TILE.coverage == "clamp":
+        far_past, far_future = far_terms(rel_query, term, TILE)
+        store_sides(per_query.far_scores, place, head, offs_m, valid_m, far_past, far_future)
+    if inputs.rel_key is not None:  # its rows make the gradient of the query
+        lowest, highest = reached_positions(row_start, last_query, place, call.window)
+        matrix, reached_first, reached_last = reached_rows(term, lowest, highest, TILE)
+        reached = Table(matrix, None, None, None, reached_first, reached_last)
+    if inputs.rel_value is not None:
+        value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
+    if inputs.rel_value is not None and TILE.coverage == "clamp":
+        past_value, future_value = far_terms(d_out, value_table, VALUE_TILE)
+        store_sides(per_query.far_values, place, head, offs_m, valid_m, past_value, future_value)
+
+    WANTS_BAND: tl.constexpr = (
+        inputs.rel_key is not None and (d_queries if inputs.rel_query is None else d_rel_queries) is not None
+    )
+    total = tl.full([TILE.block_m], 0.0, tl.float32)
+    acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+    if inputs.rel_query is not None:
+        rel_acc = tl.full([TILE.block_m, SHAPE.block_dr], 0.0, tl.float32)
+    scale = exponent_scale(call.scaling, mask)
+
+    for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
+        start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
+        relative = start - row_start - place.query_offset
+        if PART == NEAR and HAS_TERM:
+            carried = blocks_before(rel_query, term, relative, TILE)
+        if PART == NEAR and inputs.rel_value is not None:
+            values_carried = blocks_before(d_out, value_table, relative, VALUE_TILE)
+        if PART == NEAR and WANTS_BAND:
+            waiting = empty_band(TILE, waiting_dtype(TILE, inputs.rel_key[0].dtype.element_ty))
+
+        for position in tl.range(start, stop, TILE.block_n, disable_licm=TILE.rotation != "gather" and SHAPE.block_d > 64):
+            key_start = walk_position(PART, position, near_start, near_stop, TILE.coverage)
+            offs_n = key_start + tile_n
+            valid_n = exists(offs_n, place, call.window)
+            relative = key_start - row_start - place.query_offset
+            if PART == NEAR and HAS_TERM:
+                scores, carried = next_terms(rel_query, term, carried, relative, TILE)
+            else:
+                scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+            if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
+                far_term = tl.where(key_start < near_start, far_past, far_future)
+                scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores = tile_scores(query, key, scores, TILE.precision)
+            seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
+            if mask is not None:
+                seen = seen & valid_m[:, None]
+            scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+            probs = probabilities(scores, seen, scale, row_max, log_sum)
+
+            if PART == NEAR and inputs.rel_value is not None:
+                d_probs, values_carried = next_terms(
+                    d_out,
+                    value_table,
+                    values_carried,
+                    relative,
+                    VALUE_TILE,
+                )
+            elif inputs.rel_value is not None and TILE.coverage == "clamp":
+                far_term = tl.where(key_start < near_start, past_value, future_value)
+                d_probs = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+            else:
+                d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+            value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+            if call.dropout is not None:
+                stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+            if inputs.rel_value is not None:
+                d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+            d_scores = probs * (d_probs - delta[:, None])
+            total += tl.sum(d_scores, axis=1)
+            if call.scaling.softcap is not None:
+                d_scores *= slope
+
+            if PART == FAR and TILE.coverage == "clamp":
+                is_past = key_start < near_start
+                if HAS_TERM:
+                    d_sum = tl.sum(d_scores, axis=1)
+                    sum = tl.sum(probs * slope if call.scaling.softcap is not None else probs, axis=1)
+                    past += tl.where(is_past, d_sum, 0.0)
+                    past_sum += tl.where(is_past, sum, 0.0)
+                    future += tl.where(is_past, 0.0, d_sum)
+                    future_sum += tl.where(is_past, 0.0, sum)
+                if inputs.rel_value is not None:
+                    kept_sum = tl.sum(probs if call.dropout is None else tl.where(stays, probs, 0.0), axis=1)
+                    past_kept += tl.where(is_past, kept_sum, 0.0)
+                    future_kept += tl.where(is_past, 0.0, kept_sum)
+            if d_queries is not None:
+                # [M, N] @ [N, D] -> [M, D]
+                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
+            if PART == NEAR and WANTS_BAND:
+                if inputs.rel_query is None:
+                    acc, waiting = multiply_band(acc, d_scores, waiting, reached, relative, call.scaling, True, TILE)
+                else:
+                    rel_acc, waiting = multiply_band(rel_acc, d_scores, waiting, reached, relative, call.scaling, False, TILE)
+
+        if PART == NEAR and WANTS_BAND and TILE.carry == "both":
+            nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+            behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_n) * TILE.block_n - row_start - place.query_offset
+            for ahead in tl.static_range(TILE.block_m // TILE.block_n):
+                relative = behind + ahead * TILE.block_n
+                if inputs.rel_query is None:
+                    acc, waiting = add_terms(acc, nothing, waiting, reached, relative, TILE)
+                else:
+                    rel_acc, waiting = add_terms(rel_acc, nothing, waiting, reached, relative, TILE)
+
+    correction = settled(total, TILE.block_n)  # the exact delta less delta
+    if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
+        correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
+    tl.store(deltas + offs_m, delta + correction, mask=valid_m)
+    if HAS_TERM and TILE.coverage == "clamp":
+        past = settled(past - correction * past_sum, TILE.block_n)
+        future = settled(future - correction * future_sum, TILE.block_n)
+        store_sides(per_query.far_sums, place, head, offs_m, valid_m, past, future)
+    if inputs.rel_value is not None and TILE.coverage == "clamp":
+        past_kept, future_kept = settled(past_kept, TILE.block_n), settled(future_kept, TILE.block_n)
+        store_sides(per_query.far_kept, place, head, offs_m, valid_m, past_kept, future_kept)
+    unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+    rel_unit = unit if call.scaling.rel_scale is None else unit * tl.cast(call.scaling.rel_scale, tl.float32)
+    if d_rel_queries is not None:
+        if TILE.coverage == "clamp":
+            rel_acc = add_end_rows(rel_acc, past, future, term, lowest, highest, TILE)
+        d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
+        store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc * rel_unit, SHAPE.rel_dim, SHAPE.block_dr)
+    if d_queries is not None:
+        if TILE.coverage == "clamp" and inputs.rel_key is not None and inputs.rel_query is None:
+            if call.scaling.rel_scale is not None:
+                past *= tl.cast(call.scaling.rel_scale, tl.float32)
+                future *= tl.cast(call.scaling.rel_scale, tl.float32)
+            acc = add_end_rows(acc, past, future, term, lowest, highest, TILE)
+        d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
+        store_rows(d_queries, row_start, tile_m, valid_m, acc * unit, SHAPE.head_dim, SHAPE.block_d)
+
+
+def launch_dq(
+    call: Call,
+    tile: TileConfig,
+    per_query: PerQuery,
+    out: torch.Tensor | None,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    d_query: torch.Tensor | None,
+    d_rel_query: torch.Tensor | None,
+) -> None:
+    """Launch dq_kernel for all queries; see there."""
+    programs = cdiv(call.common.sequences.max_seqlen_q, tile.block_m) * call.num_sequences * call.heads
+    call.launch(
+        "dq",
+        dq_kernel,
+        tile,
+        (programs,),
+        outs=strided(out),
+        d_outs=strided(d_out),
+        d_queries=strided(d_query),
+        d_rel_queries=strided(d_rel_query),
+        d_lses=strided(d_lse),
+        per_query=per_query,
+    )

@@ -1,0 +1,80 @@
+"""Backward, last kernel: the end rows of a clamped table's gradient, from the dq kernel's sums over the keys beyond the table."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import LAUNCH_OPTIONS, strided
+from .configs import padded_width
+from .tiles import head_matrix, load_rows, side_vector
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_heads", "num_rows"])
+def dtable_ends_kernel(
+    rows,
+    sums,
+    d_tables,
+    factor,
+    num_entries,
+    num_heads,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    WIDE_INDEX: tl.constexpr,
+):
+    """The first and the last row of a clamped table's partial sums, d_tables: the far keys. ``factor * sum_i sums_i rows_i`` over
+    the vectors that the table is multiplied with, rows [B, H, Nq, D], and dq_kernel's sums [B, H, 2, Nq].
+
+    Grid: (table heads, splits), divided as in dtable_kernel.
+    """
+    table_head = tl.program_id(0)
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    tile_m = tl.arange(0, BLOCK_M)
+    past = tl.zeros([BLOCK_WIDTH], tl.float32)
+    future = tl.zeros([BLOCK_WIDTH], tl.float32)
+    num_units = num_entries if PER_HEAD else num_entries * num_heads
+    for unit in range(split, num_units, num_splits):
+        entry = unit if PER_HEAD else unit // num_heads
+        head = table_head if PER_HEAD else unit % num_heads
+        head_rows = head_matrix(rows, entry, head, 0, WIDE_INDEX)
+        past_sums = side_vector(sums, entry, head, 0, 0)
+        future_sums = side_vector(sums, entry, head, 1, 0)
+        for row_start in tl.range(0, num_rows, BLOCK_M):
+            valid_m = row_start + tile_m < num_rows
+            tile = load_rows(head_rows, row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH).to(tl.float32)
+            past_sum = tl.load(past_sums + row_start + tile_m, mask=valid_m, other=0.0)
+            future_sum = tl.load(future_sums + row_start + tile_m, mask=valid_m, other=0.0)
+            past += tl.sum(tile * past_sum[:, None], axis=0)
+            future += tl.sum(tile * future_sum[:, None], axis=0)
+
+    factor = tl.cast(factor, tl.float32)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    first_row = head_matrix(d_tables, split, table_head, 0, WIDE_INDEX)[0] + columns
+    last_row = head_matrix(d_tables, split, table_head + 1, 0, WIDE_INDEX)[0] - WIDTH + columns
+    tl.store(first_row, past * factor, mask=columns < WIDTH)
+    tl.store(last_row, future * factor, mask=columns < WIDTH)
+
+
+def launch_ends(
+    vectors: torch.Tensor, sums: torch.Tensor, partial: torch.Tensor, factor: float, per_head: bool, wide_index: bool
+) -> None:
+    """Launch dtable_ends_kernel; see there. partial: [splits, table heads, rows, width]."""
+    entries, heads, length, width = vectors.shape
+    splits, table_heads = partial.shape[:2]
+    dtable_ends_kernel[(table_heads, splits)](
+        rows=strided(vectors),
+        sums=strided(sums),
+        d_tables=strided(partial),
+        factor=factor,
+        num_entries=entries,
+        num_heads=heads,
+        num_rows=length,
+        WIDTH=width,
+        BLOCK_WIDTH=padded_width(width),
+        BLOCK_M=64,
+        PER_HEAD=per_head,
+        WIDE_INDEX=wide_index,
+        **LAUNCH_OPTIONS,
+    )

@@ -1,0 +1,107 @@
+"""The gradients of tables: partial sums that programs share, what is added to them afterwards, and their total."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .._core.spec import AttentionSpec, AttentionTensors
+from . import configs
+from .arguments import Call, TableGradients, TableRows, cdiv, strided
+from .bwd_dtable_ends import launch_ends
+from .walk import clamp_margin
+from .workspace import Plan
+
+TABLES = ("rel_key", "rel_value", "rel_bias")
+
+
+class TableSums:
+    """Partial sums (splits, table heads, rows), in float32, of the tables whose gradients are wanted.
+
+    Where one program has all of a gradient, it is its own sum. Keys beyond a clamped table have rows of their own: near ones by
+    distance (the margins), all far ones in one more row at either end.
+
+    Attributes:
+        wanted: names of the tables.
+        arguments, rows, grid: for the kernels that make the sums.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        tensors: AttentionTensors,
+        spec: AttentionSpec,
+        gradients: Mapping[str, torch.Tensor | None],
+        tiles: Mapping[str, configs.TileConfig],
+        plan: Plan | None,
+    ) -> None:
+        self.call, self.spec, self.gradients = call, spec, gradients
+        self.wanted = [name for name in TABLES if gradients[name] is not None]
+        if not self.wanted:
+            return
+        # Tables that the heads share get a sum for each head where another table has one.
+        ranks = {name: 1 + (name != "rel_bias") for name in TABLES}
+        tables = {name: getattr(tensors, name) for name in TABLES}
+        per_head = any(table.dim() > ranks[name] for name, table in tables.items() if table is not None)
+        table_heads = call.heads if per_head else 1
+        self.num_rows = spec.last - spec.first + 1
+        is_clamped = call.coverage == "clamp"
+        margin = clamp_margin(tiles["dq"].block_m, tiles["dq"].block_n) if is_clamped else 0
+        self.padding = margin + 1 if is_clamped else 0
+        tile = tiles["dtable" if plan is None else "dtable_words"]
+        row_blocks = cdiv(self.num_rows + 2 * margin, tile.block_n)
+        device = tensors.query.device
+        if plan is None:
+            units = call.num_sequences * call.heads // table_heads
+            splits = configs.table_splits(device, row_blocks * table_heads, units)
+        else:  # heads that are not in the workspace have no work
+            busy = row_blocks * min(table_heads, plan.items)
+            splits = configs.table_splits(device, busy, cdiv(tensors.query.shape[2], tile.block_m))
+        adds = plan is not None and len(plan.parts) > 1
+        self.rows = TableRows(per_head, tiles["dq"].block_m, tiles["dq"].block_n, adds)
+        self.grid = row_blocks * table_heads, splits
+
+        sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name in self.wanted:
+            gradient = gradients[name]
+            rank = ranks[name]
+            if splits == 1 and self.padding == 0 and (gradient.dim() > rank) == per_head and not adds:
+                sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # nothing will be left to add up
+            else:
+                shape = (splits, table_heads, self.num_rows + 2 * self.padding, *gradient.shape[gradient.dim() + 1 - rank :])
+                new = gradient.new_zeros if adds else gradient.new_empty
+                sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
+        self.arguments = TableGradients(*(strided(sums.get(name)) for name in TABLES))
+
+    def add_far(self, d_out: torch.Tensor, far_sums: torch.Tensor | None, far_kept: torch.Tensor | None) -> None:
+        """Fill the end rows of a clamped table, by what the dq kernel has summed over the keys far beyond it."""
+        if self.call.coverage != "clamp":
+            return
+        per_head, wide_index = self.rows.per_head, self.call.shape.wide_index
+        ends = (
+            ("rel_key", self.call.rel_query, far_sums, self.spec.rel_scale),
+            ("rel_value", d_out, far_kept, self.call.fixed.keep_scale),
+        )
+        for name, vectors, sums, factor in ends:
+            if name in self.partials:
+                launch_ends(vectors, sums, self.partials[name], factor, per_head, wide_index)
+        if "rel_bias" in self.partials:
+            partial = self.partials["rel_bias"]
+            both = far_sums.sum((0, 3)) if per_head else far_sums.sum((0, 1, 3))[None]
+            for side in (0, -1):  # not [0, -1], a tensor that would have to be copied to the GPU
+                partial[1:, :, side] = 0
+                partial[0, :, side] = both[:, side]
+
+    def add_up(self) -> None:
+        """Write the gradients: the total of the partial sums, the rows beyond a clamped table added to its end rows."""
+        padding, stop = self.padding, self.padding + self.num_rows
+        for name, partial in self.partials.items():
+            total = partial[0] if partial.shape[0] == 1 else partial.sum(0)
+            inner = total[:, padding:stop]
+            if padding:
+                inner[:, 0] += total[:, :padding].sum(1)
+                inner[:, -1] += total[:, stop:].sum(1)
+            gradient = self.gradients[name]
+            shared = gradient.dim() == partial.dim() - 2
+            gradient.copy_(inner[0] if shared and not self.rows.per_head else inner.sum(0) if shared else inner)
