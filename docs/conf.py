@@ -30,6 +30,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!triton_relattn).*")]  # classes of torch 
 html_theme = "furo"
 html_title = f"triton_relattn {version}"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_sphinx = html_show_copyright = False
 
 # Files of the repository that pages include: a link to one of them leads to the page.
