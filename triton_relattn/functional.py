@@ -161,7 +161,7 @@ def fused_relative_attention(
         query_offset: query i stands at key position i + query_offset; an int, or (B,) int32 or int64, or a tensor of one for
             all. 0 aligns the upper left corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the
             lower right one (a key-value cache).
-        dropout_p: probability with which a probability is dropped; the others are multiplied by 1 / (1 - dropout_p). What is
+        dropout_p: dropout probability of the attention weights; those kept are multiplied by 1 / (1 - dropout_p). What is
             dropped depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
             inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
         scale: factor of q.k, ``D ** -0.5`` by default.
@@ -169,8 +169,8 @@ def fused_relative_attention(
         softcap: limit the logits smoothly to +-softcap.
         enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
-        exact_delta: also compute the gradient of the query without the rounding of out (see README, Numerics). The other
-            gradients always are, and with "blockwise" and "reference" all. Costs a second pass over the keys.
+        exact_delta: compute the gradient of the query, too, without the rounding of out (docs/numerics.md says why). The other
+            gradients always are, and all of ``"blockwise"`` and ``"reference"``. Costs ``"triton"`` a second pass over the keys.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default triton on a GPU
             that can run it, else blockwise, on a GPU with a warning that says why, once for each reason. One that is asked for
             by name is used, or raises.
@@ -322,8 +322,8 @@ def fused_relative_attention_varlen(
             ``torch._dynamo.config.capture_scalar_outputs``).
         query_offset: an int, or (B,), one of each sequence.
 
-    The others are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Dropout of sequence b is that of
-    batch entry b there.
+    The other arguments are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Sequence b drops what
+    batch entry b drops there.
 
     Returns:
         out (total_q, Hq, Dv); with ``return_lse`` also lse (Hq, total_q).

@@ -127,9 +127,9 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
         bucket(r) = r                                                                     if |r| <= m
                   = sign(r) * (m + ceil((m - 1) log(|r| / m) / log((max_position - 1) / m)))    else
 
-    -bucket_size < bucket < bucket_size as long as |r| < max_position. bucket(-r) = -bucket(r). The models' relative position is
-    query - memory = -r, and they add the span (= bucket_size): row r of a table needs theirs at ``span - bucket(r)``, limited
-    to [0, 2 * span - 1]. The logarithm is float32, as in the models.
+    ``-bucket_size < bucket < bucket_size`` as long as ``|r| < max_position``, and ``bucket(-r) = -bucket(r)``. The models'
+    relative position is query - memory = -r, and they add the span (= bucket_size): row r of a table needs theirs at
+    ``span - bucket(r)``, limited to [0, 2 * span - 1]. The logarithm is float32, as in the models.
 
     Args:
         relative_position: integers, any shape.

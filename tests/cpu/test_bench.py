@@ -234,7 +234,7 @@ def test_plot_from_csv_alone(smallest: int, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
-    """What the README shows comes from these rows: all baselines, both directions, and where they come from."""
+    """What the documentation shows comes from these rows: all baselines, both directions, and where they come from."""
     folder = Path(__file__).parents[2] / "bench" / "results" / "cpu"
     paths = [folder / "speed.csv", folder / "memory.csv"]
     for path in paths:
@@ -247,12 +247,12 @@ def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
         assert {row["verified"] for row in rows if row["verb"] == "speed"} <= {"yes"}
     assert main(["plot", *map(str, paths), "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"speed.png", "memory.png"}
-    readme = (folder.parents[2] / "README.md").read_text()
-    assert summary.markdown([row for path in paths for row in read(path)]) in readme
+    page = (folder.parents[2] / "docs" / "benchmarks.md").read_text()
+    assert summary.markdown([row for path in paths for row in read(path)]) in page
 
 
 def test_committed_results_of_models(tmp_path: Path) -> None:
-    """Ours is right and the leanest at the longest length; the table of the README is made of them."""
+    """Ours is right and the leanest at the longest length; the table of docs/transformers.md is made of them."""
     path = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "models.csv"
     rows = read(path)
     measured = {row["case"] for row in rows}
@@ -265,7 +265,7 @@ def test_committed_results_of_models(tmp_path: Path) -> None:
         assert all(dict(ours)[points[-1][0]] < points[-1][1] for points in others if points)
     assert {row["status"] for row in rows if row["method"] == OURS} == {"ok"}
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
-    assert summary.models(rows) in (path.parents[3] / "README.md").read_text()
+    assert summary.models(rows) in (path.parents[3] / "docs" / "transformers.md").read_text()
 
 
 def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,7 +287,7 @@ def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_committed_results_of_accuracy() -> None:
-    """Every case, in float16 and float32 the kernels too; the table of the README."""
+    """Every case, in float16 and float32 the kernels too; the table of docs/numerics.md."""
     path = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "accuracy.csv"
     rows = read(path)
     assert {row["status"] for row in rows} == {"ok"}
@@ -299,7 +299,7 @@ def test_committed_results_of_accuracy() -> None:
         for dtype in ("bf16", "fp16", "fp32"):
             found = {row["method"] for row in rows if (row["case"], row["dtype"]) == (case, dtype)}
             assert found == methods_of.get(dtype, methods_of["fp16"]), (case, dtype)
-    assert accuracy.markdown(rows) in (path.parents[3] / "README.md").read_text()
+    assert accuracy.markdown(rows) in (path.parents[3] / "docs" / "numerics.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,9 +1,11 @@
-"""What the README and the docstrings show runs, and what the README says of support is so."""
+"""What README, docs/ and the docstrings show runs, and what they say of support, families, files and links is so."""
 
 from __future__ import annotations
 
 import doctest
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,104 @@ from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WID
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.nn import attention, table
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, TRANSFORMERS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "transformers.md").read_text()
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+MODEL, LAYER, PARAKEET = (1, 8, 1024, 64), (2, 100, 512), (1, 100, 1024)
+# The shape of ``out`` after each example of a page.
+EXAMPLES = {
+    "README.md": [MODEL, LAYER, PARAKEET],
+    "usage.md": [MODEL, MODEL, MODEL, LAYER, LAYER],
+    "tables.md": [MODEL],
+    "torch.md": [(2, 60, 512), MODEL, MODEL],
+    "transformers.md": [PARAKEET],
+}
 
 
-def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, as one would type them."""
+def cells_of(line: str) -> list[str]:
+    """The cells of a table's row."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def relative_links(page: str) -> list[str]:
+    """Links that lead to files, without their anchors; code is no link."""
+    text = re.sub(r"```.*?```|`[^`\n]*`(?!\])", "", page, flags=re.DOTALL)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:", target)]
+    return [target for target in targets if target]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.name)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as one would type them; each page begins anew."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shapes = []
-    for example in examples:
+    for example in PYTHON.findall(page.read_text()):
         exec(example, names)
-        shapes.append(names["out"].shape)
-    assert names["table"].grad.any()
-    heads, model = (1, 8, 1024, 64), (2, 100, 512)
-    assert shapes == [heads, heads, model, (2, 60, 512), heads, (1, 100, 1024), heads]
-    assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+        shapes.append(tuple(names["out"].shape))
+    assert shapes == EXAMPLES[page.name]
+    if page.name in ("README.md", "usage.md"):
+        assert names["table"].grad.any()
+    if page.name == "usage.md":
+        assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_is_short() -> None:
+    """150 lines and 1200 words: what is longer belongs to docs/."""
+    assert len(README.splitlines()) <= 150 and len(README.split()) <= 1200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = [target for target in relative_links(page.read_text()) if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = re.findall(r"```\{toctree\}\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    listed = {line for block in contents for line in block.splitlines() if line and not line.startswith(":")}
+    assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
+def test_map_of_the_house() -> None:
+    """Every file and folder that it names exists, and every module and folder of the package has a place in it."""
+    page = (ROOT / "docs" / "development.md").read_text()
+    rows = [
+        cells_of(line) for line in page.split("## Map of the house")[1].split("\n## ")[0].splitlines() if line.startswith("| `")
+    ]
+    places = [where.strip("`") for where, _ in rows]
+    assert len(places) > 20 and not [place for place in places if not (ROOT / place).exists()]
+    package = {path.stem if path.suffix == ".py" else path.name for path in (ROOT / "triton_relattn").iterdir()}
+    found = {Path(place).parts[1].removesuffix(".py") for place in places if place.startswith("triton_relattn/")}
+    assert found == package - {"__init__", "__pycache__", "py.typed"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """As seen from the repository, from the package, or from the page."""
+    named = set(re.findall(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|md|txt|csv|ipynb))`", page.read_text()))
+    seen_from = (ROOT, ROOT / "triton_relattn", page.parent)
+    assert not [name for name in named if not any((folder / name).exists() for folder in seen_from)]
+
+
+def test_make_targets_exist() -> None:
+    """Every ``make target`` that a page names is in the Makefile, and ``make help`` tells of it."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    assert {"setup", "test", "docs", "help"} <= named | {"setup"} <= targets, named - targets
+    assert set(re.findall(r"^([a-z-]+):.*?## ", makefile, re.MULTILINE)) == targets
+
+
+def test_figures_are_drawn_anew(tmp_path: Path) -> None:
+    """docs/figures.py still draws what docs/_static has. (Their bytes depend on the version of matplotlib.)"""
+    pytest.importorskip("matplotlib")
+    subprocess.run([sys.executable, ROOT / "docs" / "figures.py", "--out", tmp_path], check=True)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (ROOT / "docs" / "_static").glob("*.svg")} and len(drawn) == 3
 
 
 @pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention, replacement, families])
@@ -50,9 +132,9 @@ def test_readme_support_table() -> None:
     """Its columns are the implementations, its dtypes and widths those of the predicate that decides."""
     rows = {
         cells[0]: cells[1:]
-        for line in README.splitlines()
+        for line in README.split("\n## Support\n")[1].splitlines()
         if line.startswith("|")
-        for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
+        for cells in [cells_of(line)]
     }
     assert [name.strip('`"') for name in rows[""]] == list(IMPLEMENTATIONS)
     assert {dtype for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in TRITON_DTYPES} == set(TRITON_DTYPES)
@@ -61,10 +143,22 @@ def test_readme_support_table() -> None:
     assert rows["width of rel_query"][0] == f"up to {MAX_TRITON_WIDTH}"
 
 
-def test_readme_names_every_family() -> None:
-    table = README.split("\n| family |")[1].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
-    assert rows == [[family.name, family.adds] for family in supported_families()]
+def test_every_family_is_named() -> None:
+    table = TRANSFORMERS.split("\n| family |")[1].split("\n\n")[0]
+    rows = [cells_of(line) for line in table.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [[family.name, family.adds] for family in supported_families()]
+    assert f"[{len(rows)} families](docs/transformers.md)" in README
+    assert all(len(row) == 3 for row in rows)
+
+
+def test_tables_have_the_columns_of_their_headings() -> None:
+    """No row of one table has slipped into another."""
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            lines = block.splitlines()
+            widths = {len(re.sub(r"`[^`]*`", "", line).strip().strip("|").split("|")) for line in lines[1:]}
+            assert len(widths) == 1, (page.name, lines[0])
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

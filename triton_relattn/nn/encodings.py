@@ -169,7 +169,7 @@ class ALiBiEncoding(nn.Module):
     """``-slope * |r|`` added to the logits, a slope for each head. Source: Press et al., "ALiBi", 2021.
 
     Args:
-        learned: make the slopes parameters, ``slopes``; keep them in float32 or more, as -slope * |r| has no room in 16 bits.
+        learned: make the slopes parameters, ``slopes``; keep them in float32 or more, as ``-slope * |r|`` has no room in 16 bits.
     """
 
     heads: torch.Tensor

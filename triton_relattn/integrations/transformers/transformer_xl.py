@@ -21,7 +21,7 @@ def folded(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The query, and the arguments of the operator that make the term: rel_key (H, R, D) of the distances between the ends."""
     query, rel_bias = tables.fold_transformer_xl(query, rel_key, u, v, scale)
-    # u's gradient sums the query's over all queries: its rounding errors would add up (README, Numerics).
+    # u's gradient sums the query's over all queries: its rounding errors would add up (docs/numerics.md).
     return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(*ends), "exact_delta": True}
 
 

@@ -1,0 +1,75 @@
+"""What the source distribution and the wheel hold: the package with its data, and nothing that is only for developers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import triton_relattn
+
+ROOT = Path(__file__).parents[2]
+VERSION = triton_relattn.__version__
+BUILD = """
+import sys
+from setuptools import build_meta
+folder = sys.argv[1]  # setuptools puts other arguments there
+build_meta.build_sdist(folder)
+build_meta.build_wheel(folder)
+"""
+
+
+def tracked(folder: str) -> set[str]:
+    """Files below a folder, but for what tests and tools leave there."""
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with both, built of a copy: setuptools leaves a build folder behind and would package an old one's files."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("dist")
+    ignored = shutil.ignore_patterns(".*", "out", "build", "dist", "*.egg-info", "__pycache__")
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    done = subprocess.run([sys.executable, "-c", BUILD, folder], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_wheel(built: Path) -> None:
+    """All of the package, its marker for types, its data and the license; no tests, benchmarks or examples."""
+    with zipfile.ZipFile(built / f"triton_relattn-{VERSION}-py3-none-any.whl") as wheel:
+        names = set(wheel.namelist())
+        metadata = Parser().parsestr(wheel.read(f"triton_relattn-{VERSION}.dist-info/METADATA").decode())
+    package = {name for name in names if name.startswith("triton_relattn/")}
+    assert package == {name for name in tracked("triton_relattn") if not name.endswith(".md")}
+    assert "triton_relattn/py.typed" in package
+    info = f"triton_relattn-{VERSION}.dist-info"
+    assert {name for name in names - package if not name.startswith(info)} == set()
+    assert f"{info}/licenses/LICENSE" in names
+    assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10" and "torch" in str(metadata.get_all("Requires-Dist"))
+    assert set(metadata.get_all("Provides-Extra") or ()) >= {"transformers", "plots", "docs", "test"}
+    assert (ROOT / "README.md").read_text().splitlines()[0] in str(metadata.get_payload())
+
+
+def test_source_distribution(built: Path) -> None:
+    """What the wheel is built of, and the README and license that it names."""
+    with tarfile.open(built / f"triton_relattn-{VERSION}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in tracked("triton_relattn") if not name.endswith(".md")} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert not [name for name in names if name.startswith(("bench/", "out/", "."))]
+
+
+def test_citation_and_changelog_know_the_version() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().count("\n## ") >= 1
