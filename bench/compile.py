@@ -18,13 +18,13 @@ from typing import Any
 import triton
 
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.architectures import ARCHITECTURES
 
 from .cases.attention import DTYPES
 from .cases.configurations import TILE_COLUMNS
 from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import (
-    SHARED_MEMORY,
     Resources,
     compiled,
     is_launched,
@@ -141,7 +141,7 @@ def row(case: KernelCase) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_list(parser, "targets", tuple(SHARED_MEMORY), TARGETS)
+    add_list(parser, "targets", tuple(ARCHITECTURES), TARGETS)
     add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
     add_list(parser, "features", FEATURES, FEATURES)
     add_list(parser, "kernels", configs.KERNELS, configs.KERNELS)

@@ -26,28 +26,12 @@ from triton.runtime.jit import JITFunction
 
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, workspace
+from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 
 from .cases.configurations import way_of
-
-# Shared memory one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
-SHARED_MEMORY = {
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_120": 101_376,
-    "gfx942": 65_536,
-    "gfx950": 163_840,
-}
-
-
-# Multiprocessors of the largest GPU of an architecture, where it matters for a grid.
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
-
 
 HOOK_IS_IN_KEYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton's caches tell apart what was compiled with a hook in its pipeline."""
@@ -151,7 +135,7 @@ def recorded_launches(
     }
     kept = {name: CompiledKernel.__dict__.get(name) for name in replaced}
     pipeline_hook = triton.knobs.runtime.add_stages_inspection_hook
-    device_questions = {"architecture": lambda _: target, "multiprocessors": lambda _: MULTIPROCESSORS.get(target, 64)}
+    device_questions = {"architecture": lambda _: target, "multiprocessors": lambda _: architecture_of(target).multiprocessors}
     answers = {name: getattr(configs, name) for name in device_questions}
     active = driver._active
     driver.set_active(_AbsentGPU(gpu_target(target)))
@@ -229,8 +213,9 @@ class Resources:
 
     def fits(self, target: str) -> bool:
         """Whether a program can run there at all."""
-        registers = 255 if target.startswith("sm_") else 512
-        return self.shared_bytes <= SHARED_MEMORY[target] and self.registers <= registers and self.tensor_memory <= 512
+        known = architecture_of(target)
+        fits = self.shared_bytes <= known.shared_memory and self.registers <= known.most_registers
+        return fits and self.tensor_memory <= 512
 
 
 def matrix_instructions(loop: Counter[str]) -> int:

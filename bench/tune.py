@@ -21,6 +21,7 @@ import torch
 
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
+from triton_relattn.kernels.architectures import ARCHITECTURES
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
@@ -30,7 +31,7 @@ from .cases import attention as cases
 from .cases.attention import Case
 from .cases.configurations import TILE_COLUMNS, shown
 from .compile import counts
-from .compiled import SHARED_MEMORY, compiled, is_launched, resources, way_of
+from .compiled import compiled, is_launched, resources, way_of
 from .cycles.predict import near_share, predict
 from .measure import timing
 from .measure.processes import processes
@@ -108,7 +109,9 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
         row |= {name: count for name, count in counts(used).items() if name in COLUMNS}
         row["instructions_per_score"] = used.main_loop.total() * config.num_warps / (config.block_m * config.block_n)
         if not used.fits(task.arch):
-            row["status"] = f"does not fit: {used.shared_bytes} of {SHARED_MEMORY[task.arch]} bytes, {used.registers} registers"
+            row["status"] = (
+                f"does not fit: {used.shared_bytes} of {ARCHITECTURES[task.arch].shared_memory} bytes, {used.registers} registers"
+            )
         elif (prediction := predict(kernel, config.block_m, config.block_n)) is not None:
             near = near_share(spec.first, spec.last, task.case.length, config.block_m, config.block_n)
             row["cycles"] = round(prediction.mean_cycles(near))
@@ -235,7 +238,7 @@ def unknown(tasks: Sequence[Task], profile: Path) -> list[Task]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cases(parser, ("long", "speech", "inkling"))
     add_list(parser, "kernels", configs.KERNELS, configs.KERNELS)
-    parser.add_argument("--target", choices=SHARED_MEMORY, help="without a GPU, or instead: what to compile for (default: sm_90)")
+    parser.add_argument("--target", choices=ARCHITECTURES, help="without a GPU, or instead: what to compile for (default: sm_90)")
     parser.add_argument(
         "--reach", type=int, default=3, help="how many steps from the default configuration to look (%(default)s)"
     )

@@ -16,8 +16,6 @@ from bench.cases import features
 from bench.cases.features import LENGTH, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import (
-    MULTIPROCESSORS,
-    SHARED_MEMORY,
     Launch,
     Resources,
     matrix_instructions,
@@ -26,6 +24,7 @@ from bench.compiled import (
 )
 from tests.compile.test_forward import NVIDIA, SWEEP, on_triton_3_7
 from triton_relattn.kernels import configs, workspace
+from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 
@@ -109,7 +108,11 @@ def test_grids() -> None:
     assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
     block = selected("dtable", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
     blocks = triton.cdiv(31, block)
-    assert recorded["dtable"] == (blocks, configs.PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS["sm_90"] // blocks, 1)
+    assert recorded["dtable"] == (
+        blocks,
+        configs.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors // blocks,
+        1,
+    )
     # As many blocks as the GPU can hold at once need no partial sums.
     (_, _, table) = launches("sm_90", torch.float16, 16, "full", length=32 * LENGTH, heads=2)
     assert table.grid == (triton.cdiv(64 * LENGTH - 1, block), 1, 1)
@@ -190,7 +193,7 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     def sums(length: int) -> int:
         """Of the programs that share a block of rows, and the sum of these: as many as keep the GPU busy, whatever the length."""
         rows, tile = 2 * length - 1, selected("dtable_words", "sm_90", *call("full", torch.float16, 16, length=length))
-        splits = min(length // tile.block_m, 4 * MULTIPROCESSORS["sm_90"] // triton.cdiv(rows, tile.block_n))
+        splits = min(length // tile.block_m, 4 * architecture_of("sm_90").multiprocessors // triton.cdiv(rows, tile.block_n))
         return (splits + 1 if splits > 1 else 0) * rows * 16 * 4
 
     limit = 32 * 2**20
@@ -206,7 +209,7 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = {kernel: selected(kernel, "sm_90", *call("clamp", torch.float16, 16, length=4096)) for kernel in configs.KERNELS}
     skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
     band = -(-(9 + 2 * configs_margin(4096) + skew - 1 + 15) // 64) * 64
-    most = 2 * 4 * MULTIPROCESSORS["sm_90"] * tiles["dtable_words"].block_n * 16 * 4  # partial sums
+    most = 2 * 4 * architecture_of("sm_90").multiprocessors * tiles["dtable_words"].block_n * 16 * 4  # partial sums
     assert all(0 <= more(length, "clamp") - length * min(band, length) * 2 <= most for length in lengths)
 
 
@@ -226,7 +229,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
         ("gfx942", torch.bfloat16, 128),
     ):
         for launch in launches(target, dtype, width, "clamp causal"):
-            assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], (target, dtype, width, launch.name)
+            assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width, launch.name)
 
 
 @pytest.mark.slow
@@ -234,7 +237,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
     for launch in launches(target, dtype, width, f"{table} causal"):
-        assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
+        assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)

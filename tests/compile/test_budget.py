@@ -13,11 +13,12 @@ import triton
 from bench.cases import features
 from bench.cases.attention import DTYPES
 from bench.compile import BUDGET, KernelCase, budgets, counts, predicted, used_by
-from bench.compiled import SHARED_MEMORY, Resources, compiled, resources
+from bench.compiled import Resources, compiled, resources
 from bench.cycles.machine import MACHINES
 from bench.cycles.predict import Loop, Prediction
 from bench.cycles.simulate import Steady
 from bench.report.text import table
+from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 
 REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"
@@ -60,7 +61,7 @@ def worse(
     budget_scores = int(budget["block_m"]) * int(budget["block_n"]) / int(budget["num_warps"])
     limits: list[tuple[str, float, float, float]] = [
         ("spill_bytes", int(budget["spill_bytes"]), now["spill_bytes"], 1.0),
-        ("shared_bytes", SHARED_MEMORY[target], now["shared_bytes"], 1.0),
+        ("shared_bytes", architecture_of(target).shared_memory, now["shared_bytes"], 1.0),
     ]
     for column, allowed in (("loop_instructions", ALLOWED), ("matrix_instructions", 1.0)):
         limits.append((f"{column} per score", int(budget[column]) / budget_scores, now[column] / scores, allowed))

@@ -13,11 +13,12 @@ import torch
 import triton
 
 from bench.cases.features import call
-from bench.compiled import SHARED_MEMORY, Launch, recorded_launches
+from bench.compiled import Launch, recorded_launches
 from tests.compile.test_forward import NVIDIA
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.walk import clamp_margin
@@ -46,7 +47,7 @@ def test_special_features_fit(target: str, width: int, precision: str, monkeypat
             if target == "sm_86" and precision == "bf16":
                 backward(out, lse, out, statistics, tensors, spec)
         for launch in recorded:
-            assert launch.kernel.metadata.shared <= SHARED_MEMORY.get(target, 65_536), (name, launch.name)
+            assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (name, launch.name)
 
 
 def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tuple[Any, Any]:
@@ -109,7 +110,7 @@ def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed:
     ends = ["dtable_ends"] * 2 if outside == "clamp" else []
     assert [launch.name for launch in recorded] == ["forward", "dq", "dq", "dkv", "dtable", *ends]
     for launch in recorded:
-        assert launch.kernel.metadata.shared <= SHARED_MEMORY[target], launch.name
+        assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

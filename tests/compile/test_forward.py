@@ -14,8 +14,9 @@ from triton.compiler.compiler import CompiledKernel
 
 from bench.cases.features import LENGTH, TABLES, call
 from bench.compile import KernelCase, used_by
-from bench.compiled import SHARED_MEMORY, Resources, matrix_instructions, recorded_launches, selected
+from bench.compiled import Resources, matrix_instructions, recorded_launches, selected
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -101,7 +102,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
         ("gfx942", torch.bfloat16, 128),
     ):
         _, kernel = launch(target, dtype, width, "clamp causal")
-        assert kernel.metadata.shared <= SHARED_MEMORY[target], (target, dtype, width)
+        assert kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width)
 
 
 @pytest.mark.slow
@@ -110,4 +111,4 @@ def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: in
     """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
     config, kernel = launch(target, dtype, width, f"{table} causal")
     assert config.why_invalid(target, table != "none") is None
-    assert kernel.metadata.shared <= SHARED_MEMORY[target]
+    assert kernel.metadata.shared <= architecture_of(target).shared_memory

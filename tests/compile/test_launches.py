@@ -18,12 +18,13 @@ import torch
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.compiled import MULTIPROCESSORS, Launch, recorded_launches, resources
+from bench.compiled import Launch, recorded_launches, resources
 from tests import cases
 from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Shape, TableRows, Tile
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import Inputs, make_inputs
@@ -316,7 +317,7 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
                 assert launch["num_sequences"] == sequences
             else:  # of the heads in the workspace
                 programs = programs // table_heads * min(table_heads, launch["words"][0].shape[1])
-            assert splits == 1 or programs * splits <= 4 * MULTIPROCESSORS.get(target, 64)
+            assert splits == 1 or programs * splits <= 4 * architecture_of(target).multiprocessors
         else:
             assert launch.grid == (table_heads, splits)
 
@@ -369,7 +370,7 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
     assert parts == 0 or call.may_use_workspace(target)
     if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
         (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
-        assert MULTIPROCESSORS.get(target, 64) * 128 * heads // key_heads * queries * 4 > 2**28
+        assert architecture_of(target).multiprocessors * 128 * heads // key_heads * queries * 4 > 2**28
     for launch in launches:
         check_grid(target, launch)
         check_programs(target, call, launch, launches)

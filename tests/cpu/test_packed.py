@@ -121,6 +121,20 @@ def test_beyond_float16_terms_are_its_largest_number() -> None:
     assert_within_budget("out", results["out"][within], golden[within], plain[within], factor=2, exact_reference=True)
 
 
+def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
+    """Small tiles that fit anywhere, and a line in the log; never another GPU's configurations by accident."""
+    for arch in ("sm_75", "sm_130", "gfx1201"):
+        caplog.clear()
+        for kernel in configs.KERNELS:
+            for width in (64, 128, 256):
+                config = configs.select(kernel, arch, torch.bfloat16, width, "full")
+                assert max(config.block_m, config.block_n) <= 64 and config.rotation == "gather"
+                assert config.why_invalid(arch, True) is None
+        assert [record.getMessage() for record in caplog.records] == [
+            f"the kernels have no configurations for {arch}; small tiles are used, which are slow"
+        ]
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter"])
 def test_who_rotates_how(arch: str) -> None:
     """Rotations in registers are for where accumulators lie as quads.py says."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.compiled import SHARED_MEMORY, Launch, recorded_launches
+from bench.compiled import Launch, recorded_launches
+from triton_relattn.kernels.architectures import architecture_of
 
 from . import machine
 from .decode import decode
@@ -53,8 +54,8 @@ def emulated(target: str, seed: int = 0, change: Callable[[str, str], str] | Non
 
     def run(launch: Launch, arguments: tuple[Any, ...]) -> None:
         shared = launch.kernel.metadata.shared
-        if shared > SHARED_MEMORY[target]:  # as the driver would say
-            raise OutOfResources(shared, SHARED_MEMORY[target], "shared memory")
+        if shared > architecture_of(target).shared_memory:  # as the driver would say
+            raise OutOfResources(shared, architecture_of(target).shared_memory, "shared memory")
         ptx: str = launch.kernel.asm["ptx"]
         if change is not None:
             ptx = change(launch.name, ptx)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from . import profiles
+from .architectures import architecture_of
 from .tile_config import KERNELS as KERNELS
 from .tile_config import MAX_BLOCK, TileConfig
 
@@ -40,7 +41,7 @@ def input_precision(dtype: torch.dtype, arch: str) -> str:
     """How float32 products are computed, as torch.set_float32_matmul_precision says; 16-bit inputs do not depend on it."""
     if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
-    return "ieee" if arch.startswith("gfx") and arch != "gfx942" else "tf32"  # of AMD's, only these units have it
+    return "tf32" if architecture_of(arch).has_tf32 else "ieee"
 
 
 def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
@@ -226,11 +227,6 @@ def profile_key(
     return profiles.Key(kernel, arch, dtype_name, _tile_width(width), coverage, is_causal, special, bucket)
 
 
-def rotates_in_registers(arch: str) -> bool:
-    """Whether accumulators of matrix products lie as quads.py says."""
-    return arch.startswith(("sm_8", "sm_12")) or arch == "sm_90"
-
-
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
     """Whether terms, q.E with a bias, are rounded to float16 on their way to the scores, two in a word.
 
@@ -239,14 +235,16 @@ def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
     Hence this depends on nothing else. Terms of float16 obey the error rule of bfloat16 inputs; with float16 inputs the gradient
     of a table would be off by several times what their own rounding costs.
     """
-    return dtype == torch.bfloat16 and rotates_in_registers(arch)
+    return dtype == torch.bfloat16 and architecture_of(arch).rotates_in_registers
 
 
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
     carries = {"forward": ("scores", None), "dq": ("both", "scores", None)} if has_table else {}
-    rotations = ("gather", "registers") if has_table and rotates_in_registers(arch) else ("gather",)
-    limits = (None, 128, 168) if arch.startswith("sm_") else (None,)  # two programs of eight warps, or four; three of four
+    rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
+    limits = (
+        (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
+    )  # two programs of eight warps, or four; three of four
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
     every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
     return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table) is None]
@@ -291,14 +289,16 @@ def _default(kernel: str, kind: Kind, precision: str) -> TileConfig:
 
 def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     arch, _, width, coverage, _, special = kind
-    if arch.startswith("gfx"):
+    unit = architecture_of(arch).unit
+    if unit == "unknown":
+        return TileConfig(32 if width <= 64 else 16, 32 if width <= 64 else 16, 4, 1)
+    if unit == "mfma":
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
         return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
-    unit = "mma" if arch == "sm_80" else "small mma" if arch.startswith(("sm_8", "sm_12")) else "wgmma"
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
     calls: list[tuple[object, ...]] = [(name, width, unit, coverage) for name in names]
-    if rotates_in_registers(arch) and not _lacks_registers(kernel, width, unit, special):
+    if architecture_of(arch).rotates_in_registers and not _lacks_registers(kernel, width, unit, special):
         config = _find(_CONFIGS, calls)
         if config is not None:
             return replace(config, rotation="gather" if coverage == "no table" or kernel == "dtable_words" else "registers")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .architectures import architecture_of
+
 KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words")
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
@@ -54,16 +56,16 @@ class TileConfig:
                 return f"{name} must be a power of two, got {value}"
         if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
             return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
-        warp = 64 if arch.startswith("gfx9") else 32
-        if self.num_warps * warp > MAX_THREADS:
-            return f"num_warps must be at most {MAX_THREADS // warp}, got {self.num_warps}"
+        known = architecture_of(arch)
+        if self.num_warps * known.warp > MAX_THREADS:
+            return f"num_warps must be at most {MAX_THREADS // known.warp}, got {self.num_warps}"
         if not 1 <= self.num_stages <= MAX_STAGES:
             return f"num_stages must lie in [1, {MAX_STAGES}], got {self.num_stages}"
         if self.carry not in (None, "scores", "both"):
             return f'carry must be None, "scores" or "both", got {self.carry!r}'
         if self.rotation not in ("gather", "registers"):
             return f'rotation must be "gather" or "registers", got {self.rotation!r}'
-        if self.max_registers is not None and (arch.startswith("gfx") or not 32 <= self.max_registers <= 255):
+        if self.max_registers is not None and (not known.is_nvidia or not 32 <= self.max_registers <= 255):
             return f"max_registers must lie in [32, 255], on NVIDIA GPUs alone, got {self.max_registers}"
         if self.rotation != "gather" and self.block_m % (16 * self.num_warps):
             return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
@@ -71,6 +73,6 @@ class TileConfig:
             return f"block_n must be at most 128 for rotations in registers, got {self.block_n}"
         if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
             return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
-        if arch.startswith("sm_10") and self.num_warps == 4 and self.num_stages > 1:
+        if known.few_stages and self.num_warps == 4 and self.num_stages > 1:
             return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
         return None

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._core.spec import AttentionSpec, AttentionTensors
+from .architectures import architecture_of
 from .arguments import Call, cdiv
 from .tile_config import TileConfig
 from .walk import clamp_margin
@@ -80,7 +81,7 @@ def why_not(call: Call, tensors: AttentionTensors) -> str | None:
         return "sequences are packed: a rectangle for each would be mostly empty"
     if tensors.query_offsets is not None:
         return "sequences have relative positions of their own"
-    if call.arch.startswith("gfx"):
+    if not architecture_of(call.arch).is_nvidia:
         return "words are read 2 bytes at a time, which nobody has looked at on AMD's GPUs"
     return None
 

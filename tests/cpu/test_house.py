@@ -1,0 +1,54 @@
+"""Sizes of what a reader has in view at once: functions, parameters, files. They may shrink."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import triton_relattn
+
+PACKAGE = Path(triton_relattn.__file__).parent
+LONGEST_KERNEL, LONGEST_FUNCTION = 240, 140
+MOST_PARAMETERS_OF_A_KERNEL = 16
+LARGEST_FILE = 500
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield path, node
+
+
+def is_kernel(node: ast.FunctionDef) -> bool:
+    return node.name.endswith("_kernel") and bool(node.decorator_list)
+
+
+def test_kernels_take_few_arguments() -> None:
+    kernels = {node.name: len(node.args.args) for _, node in functions() if is_kernel(node)}
+    assert set(kernels) == {
+        *("forward_kernel", "dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_words_kernel", "dtable_ends_kernel"),
+    }
+    assert max(kernels.values()) <= MOST_PARAMETERS_OF_A_KERNEL, kernels
+
+
+def test_functions_can_be_read() -> None:
+    for path, node in functions():
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        most = LONGEST_KERNEL if is_kernel(node) else LONGEST_FUNCTION
+        assert lines <= most, f"{path.name}: {node.name} has {lines} lines"
+
+
+def test_a_kernel_and_its_launcher_share_a_file() -> None:
+    kernels = [path for path, node in functions() if is_kernel(node)]
+    assert len(kernels) == len(set(kernels))
+    for path in kernels:
+        launchers = [node.name for where, node in functions() if where == path and node.name.startswith(("launch_", "forward"))]
+        assert launchers, path
+
+
+def test_files_can_be_read() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        lines = len(path.read_text().splitlines())
+        assert lines <= LARGEST_FILE, f"{path}: {lines} lines"

@@ -1,0 +1,72 @@
+"""The GPUs that the kernels have configurations for: one entry each, of what configurations depend on.
+
+To add one, add an entry. ``python -m bench compile --targets NAME`` tells what fits, ``python -m bench tune`` what is fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+logger = logging.getLogger("triton_relattn")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of GPU.
+
+    Attributes:
+        unit: the table of configurations in configs.py that it takes: "wgmma" multiplies 64 rows of four warps, "mma" 16 rows of
+            one, "small mma" the same beside 100 KB of shared memory, "mfma" is AMD's; "unknown": small tiles that fit anywhere.
+        shared_memory: that one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
+        multiprocessors: of its largest GPU, where nobody can ask the GPU itself.
+        rotates_in_registers: whether accumulators of matrix products lie as quads.py says.
+        warp: threads.
+        most_registers: of a thread.
+        has_tf32: whether its matrix units compute it.
+        few_stages: whether loops of 4 warps must have one stage: Triton 3.6 and 3.7 miscompile some others.
+    """
+
+    unit: str
+    shared_memory: int
+    multiprocessors: int = 64
+    rotates_in_registers: bool = False
+    warp: int = 32
+    most_registers: int = 255
+    has_tf32: bool = True
+    few_stages: bool = False
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.unit != "mfma"
+
+
+ARCHITECTURES = {
+    "sm_80": Architecture("mma", 166_912, 108, rotates_in_registers=True),
+    "sm_86": Architecture("small mma", 101_376, rotates_in_registers=True),
+    "sm_87": Architecture("small mma", 166_912, rotates_in_registers=True),
+    "sm_89": Architecture("small mma", 101_376, rotates_in_registers=True),
+    "sm_90": Architecture("wgmma", 232_448, 132, rotates_in_registers=True),
+    "sm_100": Architecture("wgmma", 232_448, 148, few_stages=True),
+    "sm_103": Architecture("wgmma", 232_448, 148, few_stages=True),
+    "sm_120": Architecture("small mma", 101_376, rotates_in_registers=True),
+    "sm_121": Architecture("small mma", 101_376, rotates_in_registers=True),
+    "gfx90a": Architecture("mfma", 65_536, warp=64, most_registers=512, has_tf32=False),
+    "gfx942": Architecture("mfma", 65_536, 304, warp=64, most_registers=512),
+    "gfx950": Architecture("mfma", 163_840, warp=64, most_registers=512, has_tf32=False),
+}
+
+
+@functools.cache
+def architecture_of(name: str) -> Architecture:
+    """Return what is known of "sm_90", "gfx942", ...; of one that is not, what holds for all, with a line in the log."""
+    known = ARCHITECTURES.get(name)
+    if known is not None:
+        return known
+    if name != "interpreter":
+        logger.warning("the kernels have no configurations for %s; small tiles are used, which are slow", name)
+    is_amd = name.startswith("gfx")
+    if is_amd:
+        return Architecture("mfma", 65_536, warp=64 if name.startswith("gfx9") else 32, most_registers=512, has_tf32=False)
+    return Architecture("unknown", 65_536)
