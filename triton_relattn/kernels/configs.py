@@ -242,9 +242,8 @@ def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
     carries = {"forward": ("scores", None), "dq": ("both", "scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
-    limits = (
-        (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
-    )  # two programs of eight warps, or four; three of four
+    # Two programs of eight warps, or four, on a multiprocessor; three of four.
+    limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
     every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
     return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table) is None]
