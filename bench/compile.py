@@ -1,4 +1,4 @@
-"""What the kernels take on GPUs that are not there, and how many instructions the relative terms add.
+"""Resources of the kernels on GPUs that are not there, and how many instructions the relative terms add.
 
 For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table; on sm_80
 and sm_90 the cycles that a model predicts, too (bench/cycles/README.md).
@@ -48,11 +48,11 @@ COLUMNS = (
     *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit", "status"),
 )
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
-"""What a budget holds of a kernel."""
+"""Counts that a budget has of a kernel."""
 PREDICTED = ("cycles", "far_cycles", "wgmma_products", "wgmma_groups")
-"""What it holds besides if the model knows the target: cycles for 64 x 64 scores, far_cycles of those beyond a bounded table."""
+"""Columns of targets that the model knows: cycles for 64 x 64 scores, far_cycles of those beyond a bounded table."""
 BUDGET = ROOT / "bench" / "budgets" / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.csv"
-"""Of the installed Triton: counts of registers and instructions belong to a version."""
+"""The budget of the installed Triton: counts of registers and instructions belong to a version."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ KEYS = tuple(field.name for field in fields(KernelCase))
 
 @functools.cache
 def used_by(case: KernelCase, config: configs.TileConfig) -> Resources:
-    """What the kernel takes with this configuration."""
+    """Return what the kernel takes with this configuration."""
     return resources(compiled(case.kernel, case.target, *case.call, config))
 
 
 @functools.cache
 def predicted(case: KernelCase, config: configs.TileConfig) -> Prediction | None:
-    """What the model of cycles says of the kernel with this configuration; None if it does not know the target."""
+    """Return the prediction for the kernel with this configuration; None if the model does not know the target."""
     return predict(compiled(case.kernel, case.target, *case.call, config), config.block_m, config.block_n)
 
 

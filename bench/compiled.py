@@ -83,7 +83,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Of the kernel, without what all names end with: "forward", "dq", ..."""
+        """Return the kernel's name without its ending: "forward", "dq", ..."""
         return self.kernel.metadata.name.removesuffix("_kernel")
 
 
@@ -188,7 +188,7 @@ def compiled(
 
 @dataclass
 class Resources:
-    """What a kernel takes, and the instructions of its innermost loops, the one with most of them first.
+    """Resources of a kernel, and the instructions of its innermost loops, the one with most of them first.
 
     Attributes:
         registers: per thread; on AMD's GPUs vector registers, accumulators among them.

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Size(NamedTuple):
-    """Of what a model gets: so many sequences, of so many frames or tokens."""
+    """Size of a model's input: so many sequences, of so many frames or tokens."""
 
     length: int
     batch: int = 1
@@ -105,7 +105,7 @@ def use(model: nn.Module, method: str) -> None:
 
 
 def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
-    """Of one direction; it returns the output, or the output and the gradients of all parameters, which stay allocated."""
+    """Return a step of one direction: it returns the output, or that and the gradients of all parameters, which stay allocated."""
 
     def output() -> torch.Tensor:
         # Wav2Vec2-Conformer writes zeros into its input.

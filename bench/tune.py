@@ -66,7 +66,7 @@ class Task:
 
     @property
     def call(self) -> Call:
-        """Of tensors that take no memory."""
+        """Return the call, of tensors that take no memory."""
         return Call(*self.case.resolved(self.case.empty(), self.has_table), arch=self.arch)
 
     @property
@@ -100,7 +100,7 @@ def candidates(task: Task, reach: int) -> list[TileConfig]:
 
 
 def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
-    """What a configuration takes; its status says why it is left out."""
+    """Return the row of what a configuration takes; its status says why it is left out."""
     row: dict[str, Any] = {"status": "ok"}
     try:
         call_tensors, spec = task.case.resolved(task.case.empty(), task.has_table)
@@ -123,7 +123,7 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
 def run_kernel(
     task: Task, tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, saved: Sequence[Any], config: TileConfig
 ) -> list[torch.Tensor]:
-    """What a kernel computes in a configuration. saved: out and statistics of the forward."""
+    """Run a kernel in a configuration and return its results. saved: out and statistics of the forward."""
     if task.kernel == "forward":
         return list(forward(tensors, spec, config)[:2])
     wanted = [name in WANTED[task.kernel] for name in DIFFERENTIABLE]
@@ -186,7 +186,7 @@ def best_of(rows: Sequence[dict[str, Any]]) -> int | None:
 
 
 def cost(row: dict[str, Any]) -> float:
-    """What configurations are ranked by: predicted cycles, without a model instructions for a score."""
+    """Return the number that configurations are ranked by: predicted cycles, without a model instructions for a score."""
     return float(row.get("cycles") or row["instructions_per_score"])
 
 
@@ -230,7 +230,7 @@ def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[
 
 
 def unknown(tasks: Sequence[Task], profile: Path) -> list[Task]:
-    """Those that a profile does not have yet."""
+    """Return the tasks that a profile does not have yet."""
     known = profiles.load(profile)
     return [task for task in tasks if task.key not in known]
 
@@ -253,7 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(options: argparse.Namespace) -> list[Task]:
-    """What is to be done: without what the profile has."""
+    """Return the tasks that are to be done, without those that the profile has."""
     options.device = available_device() if options.target is None else "cpu"
     arch = configs.architecture(torch.device("cuda")) if options.device == "cuda" else options.target or "sm_90"
     options.profile = options.profile or profiles.user_profile_path(arch)

@@ -48,7 +48,7 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
 
 
 class OptionsVarlen(TypedDict, total=False):
-    """What both functions take by name, but for what decides on the type of their result; see their signatures."""
+    """Keywords of both functions that do not decide on the type of the result; see their signatures."""
 
     rel_query: torch.Tensor | None
     rel_value: torch.Tensor | None

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     rel_bias: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Those of rel_query, rel_value and rel_bias that there are: the tensors that a call takes by keyword."""
+        """Return rel_query, rel_value and rel_bias, those that there are: the tensors that a call takes by keyword."""
         terms = {"rel_query": self.rel_query, "rel_value": self.rel_value, "rel_bias": self.rel_bias}
         return {name: tensor for name, tensor in terms.items() if tensor is not None}
 
@@ -160,7 +160,7 @@ def forward_backward(
 def dropout_mask(
     batch: int, heads: int, num_queries: int, num_keys: int, dropout_p: float, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """What dropout keeps, bool, (batch, heads, num_queries, num_keys).
+    """Return the mask of what dropout keeps, bool, (batch, heads, num_queries, num_keys).
 
     Draws from torch's generator as a call of the operator does: after the same ``torch.manual_seed`` both drop the same.
 
@@ -177,7 +177,7 @@ def dropout_mask(
 
 
 class DenseGradients(NamedTuple):
-    """What :func:`dense_gradients` returns, all in float64; None is the gradient of a tensor that is not there."""
+    """Results of :func:`dense_gradients`, all in float64; None is the gradient of a tensor that is not there."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -186,7 +186,7 @@ class DenseGradients(NamedTuple):
     d_value: torch.Tensor
     d_rel_key: torch.Tensor | None
     d_scores: torch.Tensor
-    """Of the logits before softcap, (B, Hq, Nq, Nk): of q.k it is this times scale, of p.E times rel_scale."""
+    """Gradient of the logits before softcap, (B, Hq, Nq, Nk): times scale it is that of q.k, times rel_scale that of p.E."""
     d_rel_query: torch.Tensor | None
     d_rel_value: torch.Tensor | None
     d_rel_bias: torch.Tensor | None

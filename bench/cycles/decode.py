@@ -28,7 +28,7 @@ PIPES = ("none", "imad", "fma", "alu", "mufu", "uniform", "memory", "tensor")
 
 
 NOTHING, WGMMA, COPY, END_COPIES, AWAIT_COPIES, AWAIT_WGMMA, BARRIER = range(7)
-"""What an instruction does besides taking time."""
+"""Effects of an instruction besides taking time."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Step:
 
     @functools.cached_property
     def counted(self) -> str:
-        """What the pipe's cycles are counted under."""
+        """Return the name that the pipe's cycles are counted under."""
         return "fma" if self.unit == "fma" else PIPES[self.pipe]
 
 

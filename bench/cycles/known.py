@@ -21,7 +21,7 @@ def _tile(tensor_ptr, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _statistics(tensor_ptr, start, length, ROWS: tl.constexpr):
-    """Of rows from start on: a float32 for each."""
+    """Load a float32 for each of the rows from start on."""
     return tl.load(tensor_ptr + tl.program_id(1) * length + start + tl.arange(0, ROWS))
 
 

@@ -1,4 +1,4 @@
-"""What a multiprocessor of an A100 and of an H100 is, as far as the model needs to know.
+"""The multiprocessors of an A100 and of an H100, as far as the model needs to know.
 
 Where each figure comes from:
 

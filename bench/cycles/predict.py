@@ -1,4 +1,4 @@
-"""What the model says of a compiled kernel: cycles for 64 x 64 scores, what limits it, whether wgmma overlap anything."""
+"""Predictions for a compiled kernel: cycles for 64 x 64 scores, what limits it, whether wgmma overlap anything."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loop:
 
     @property
     def limit(self) -> str:
-        """What limits it: the busiest unit if it is FULL, else what the scheduler waits for most."""
+        """Return what limits it: the busiest unit if it is FULL, else what the scheduler waits for most."""
         unit = max(UNITS, key=lambda unit: self.turn.busy[unit])
         share = f"{unit} {self.turn.busy[unit]:.0%}"
         if self.turn.busy[unit] >= FULL:

@@ -1,4 +1,4 @@
-"""What depends on the figures that nobody has published: each is varied, the others stay."""
+"""Sensitivity to figures that nobody has published: each is varied, the others stay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "end of a loop: 20 cycles": {"branch": 20.0},
     "nothing is late": {"late": 0.0},
 }
-"""What is said of it -> fields of a Machine."""
+"""Description -> fields of a Machine."""
 
 
 def predicted_variants(case: KernelCase) -> dict[str, Prediction | None]:

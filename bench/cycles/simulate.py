@@ -22,7 +22,7 @@ from .sass import Instruction
 PHASES = 6
 """Programs that share a multiprocessor run in step or not, as they began: so many beginnings are simulated, for the mean."""
 TURNS, FIRST_TURNS = 8, 2
-"""Of each simulation, and how many of them do not count, because the programs have just begun."""
+"""Turns of each simulation, and how many do not count, because the programs have just begun."""
 _TENSOR = PIPES.index("tensor")
 
 
@@ -212,7 +212,7 @@ class _Run:
             self.ends.append(time)
 
     def _await(self, warp: _Warp, ready: float) -> None:
-        """What the warp's next instruction waits for."""
+        """Return what the warp's next instruction waits for."""
         step, reason = self.steps[warp.position], "dependencies"
         if self.random() < self.machine.late_share:
             ready += self.machine.late

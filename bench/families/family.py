@@ -1,4 +1,4 @@
-"""What a family of models is here."""
+"""A family of models, as bench and the tests build it."""
 
 from __future__ import annotations
 

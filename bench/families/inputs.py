@@ -46,13 +46,13 @@ def tokens(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
 
 
 def translation(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
-    """Of an encoder and a decoder; the longest of the encoder's sequences is the shortest of the decoder's."""
+    """Make the inputs of an encoder and a decoder; the longest of the encoder's sequences is the shortest of the decoder's."""
     decoder = {f"decoder_{name}": each for name, each in tokens(config, length, lengths).items()}
     return {**tokens(config, length, lengths.flip(0)), **decoder}
 
 
 def encoded(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
-    """Of a decoder alone."""
+    """Make the inputs of a decoder alone."""
     encoder = {"encoder_hidden_states": torch.randn(len(lengths), length, config.hidden_size)}
     encoder["encoder_attention_mask"] = exist(lengths.flip(0), length).long()
     return {**tokens(config, length, lengths), **encoder}

@@ -12,6 +12,7 @@ PACKAGE = Path(triton_relattn.__file__).parent
 LONGEST_KERNEL, LONGEST_FUNCTION = 240, 140
 MOST_PARAMETERS_OF_A_KERNEL = 16
 LARGEST_FILE = 500
+AVOIDED = ("What", "Of", "Those", "Its")
 
 
 def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
@@ -46,6 +47,19 @@ def test_a_kernel_and_its_launcher_share_a_file() -> None:
     for path in kernels:
         launchers = [node.name for where, node in functions() if where == path and node.name.startswith(("launch_", "forward"))]
         assert launchers, path
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """As in "Load ...", "Return ...", "The ...": a sentence that begins with "What" has to be read twice."""
+    for folder in (PACKAGE, PACKAGE.parent / "bench", PACKAGE.parent / "examples"):
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    first = node.value.split(maxsplit=1)[:1]
+                    lines = (node.end_lineno or 0) - node.lineno
+                    if first and first[0] in AVOIDED and (lines or len(node.value) > 30):
+                        source = path.read_text().splitlines()[node.lineno - 1].strip()
+                        assert not source.startswith('"""'), f"{path}: {source}"
 
 
 def test_files_can_be_read() -> None:

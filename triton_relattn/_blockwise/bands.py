@@ -100,7 +100,7 @@ class Packed(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """What each query has for each table row: for near keys a band, for far keys one sum."""
+    """Sums of each query for each table row: for near keys a band, for far keys one number."""
 
     band: torch.Tensor | None  # (tables * panels, rows, width)
     far: list[torch.Tensor]  # (sequences, heads, queries, 1), for each of Reach.far

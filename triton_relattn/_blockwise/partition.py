@@ -186,7 +186,7 @@ class Group:
 
 
 class Frame:
-    """What blocks of one shape and place have in common: memory for their scores, their window, and their tables.
+    """State that blocks of one shape and place share: memory for their scores, their window, and their tables.
 
     Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
     """
@@ -297,7 +297,7 @@ class Block:
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
-        """What the probabilities are multiplied by, as matrices; None without dropout."""
+        """Return the factors of the probabilities, as matrices; None without dropout."""
         seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
         if seed is None:
             return None

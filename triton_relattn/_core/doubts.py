@@ -29,7 +29,7 @@ def _other_layout(packed: bool) -> str:
 
 
 def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What to do about a wrong call, and the arguments that it changes."""
+    """Say what to do about a wrong call, and which arguments that changes."""
     packed = given.get("cu_seqlens") is not None
     if given.get("rel_key") is not None and given.get("attn_mask") is None and not packed:
         yield "a mask is given by its name: attn_mask=...", {"rel_key": None, "attn_mask": given["rel_key"]}

@@ -26,14 +26,14 @@ def largest_dropped(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """What the probabilities that stay are multiplied by."""
+    """Return the factor of the probabilities that stay."""
     return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def keep_mask(
     seed: torch.Tensor, dropout_p: float, sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, keys: slice
 ) -> torch.Tensor:
-    """What is not dropped, bool, of shape (..., keys) for sequence, head and query indices that broadcast to (..., 1)."""
+    """Return the mask of what is kept, bool, of shape (..., keys), for sequence, head and query indices that broadcast to (..., 1)."""
     start = keys.start // 4
     groups = torch.arange(start, (keys.stop + 3) // 4, device=seed.device)
     c0, c1, c2, c3 = torch.broadcast_tensors(groups, query, head, sequence)

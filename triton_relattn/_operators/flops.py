@@ -17,7 +17,8 @@ _NUM_TENSORS = len(AttentionTensors._fields)
 
 
 def _operations(shapes: Any) -> tuple[int, int, int, int]:
-    """Of one product each: queries with keys, probabilities with values, queries with rel_key, probabilities with rel_value."""
+    """Count the operations of each product: queries with keys, probabilities with values, queries with rel_key, probabilities
+    with rel_value."""
     tensors: Any = AttentionTensors(*shapes)
     batch, heads, num_queries, width = tensors.query
     num_keys, value_width = tensors.key[2], tensors.value[3]

@@ -205,7 +205,7 @@ for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, 
 
 
 _REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed.tensor": sharding.register}
-"""What remains to be registered, by the module of torch that has to be imported first."""
+"""Registrations that are still to be done, by the module of torch that has to be imported first."""
 
 
 @untraced

@@ -1,4 +1,4 @@
-"""What every launch passes to its kernel, put together once."""
+"""The arguments that every launch passes to its kernel, put together once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fitting import DoesNotFit, Place, current
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
-"""Of every launch: Triton 3.9 warns where it is left out, because 3.10 changes what that means."""
+"""Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
 
 
 class Sequences(NamedTuple):
@@ -76,7 +76,7 @@ class TableGradients(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What is neither a tensor of numbers nor known when a kernel is compiled."""
+    """Arguments of all kernels besides numbers and constants: sequences, visible keys, dropout, scales."""
 
     sequences: Sequences
     window: tuple[int | None, int | None]

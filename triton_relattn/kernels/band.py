@@ -34,14 +34,14 @@ def term_dtype(tile):
 
 @triton.constexpr_function
 def waiting_dtype(tile, dtype):
-    """What elements of a tile are in while they wait to be multiplied with table rows, and then rounded to their dtype."""
+    """Return the dtype in which gradients of scores wait for their table block to be complete."""
     return tl.float32 if tile.rotation == "gather" else dtype
 
 
 @triton.jit
 def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr = False):
-    """What of a tile [M, N] is rotated and delayed: all of it ("gather"), or its two chunks [M, W], or, if DTYPE has 16 bits, one
-    word for an element of each. SATURATE: beyond float16's range its largest number."""
+    """Split a tile [M, N] into the pieces that are rotated and delayed: the tile itself ("gather"), its two chunks [M, W], or, if
+    DTYPE has 16 bits, words of an element of each. SATURATE: beyond float16's range its largest number."""
     if TILE.rotation == "gather":
         return (tile.to(DTYPE),)
     else:
@@ -104,7 +104,7 @@ def step_back(chunks, before, where):
 
 @triton.jit
 def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """What delayed carries of parts cut with this DTYPE, before the first tile."""
+    """Return the state of delayed before the first tile, zeros, for parts cut with this DTYPE."""
     if TILE.rotation != "gather" and DTYPE != tl.float32:
         words = tl.full([TILE.block_m, TILE.block_n // 2], 0, tl.uint32)
         if TILE.block_m == 2 * TILE.block_n:
@@ -211,7 +211,7 @@ def blocks_before(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """What next_terms carries to the tile at this relative position, the first of a walk."""
+    """Compute the state that next_terms needs for the first tile of a walk, at this relative position."""
     carried = empty_band(TILE, term_dtype(TILE))
     if TILE.carry is not None:
         for ago in tl.static_range(TILE.block_m // TILE.block_n, 0, -1):

@@ -190,7 +190,7 @@ _GATHERED: dict[tuple[object, ...], TileConfig] = {
 
 
 class Kind(NamedTuple):
-    """What select distinguishes, besides the kernel and the length; see there."""
+    """Properties of a call that select depends on, besides the kernel and the length; see there."""
 
     arch: str
     dtype: torch.dtype
@@ -220,7 +220,7 @@ def profile_key(
     special: str | None,
     length: int,
 ) -> profiles.Key:
-    """What select distinguishes, as a profile stores it. Arguments as of select."""
+    """Return the properties that select depends on, as a profile stores them. Arguments as of select."""
     precision = input_precision(dtype, arch)
     dtype_name = str(dtype).removeprefix("torch.") if precision == "ieee" else precision
     bucket = profiles.length_bucket(length)

@@ -33,7 +33,7 @@ LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 
 @dataclass(frozen=True)
 class Key:
-    """What configs.select distinguishes; configs.profile_key makes it from a call."""
+    """Properties of a call that configs.select depends on; configs.profile_key makes one from a call."""
 
     kernel: str
     arch: str

@@ -42,7 +42,7 @@ def tanh(x):
 
 @triton.jit
 def exponent_scale(scaling, mask):
-    """What finished scores are multiplied with to get powers of two. scaling: arguments.Scaling."""
+    """Return the factor that turns finished scores into exponents of two. scaling: arguments.Scaling."""
     if is_linear(scaling.softcap, mask):
         return tl.cast(scaling.base_2_scale, tl.float32)
     else:

@@ -14,7 +14,7 @@ from .tiles import key_order, load_rows
 
 
 class Table(NamedTuple):
-    """What rows of queries, or of d_out, are multiplied with: a table of one head."""
+    """One head's table: its rows are multiplied with queries, or with d_out; its bias and positions."""
 
     matrix: Any  # (pointer, row stride, column stride) of rel_key or rel_value, or None
     scale: Any  # factor of the product, or None for 1

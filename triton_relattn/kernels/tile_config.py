@@ -1,4 +1,4 @@
-"""What a launch configuration is, and which ones the kernels allow."""
+"""Launch configurations, and which ones the kernels allow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TileConfig:
         return max(1, REGISTERS // (32 * self.num_warps * (self.max_registers or 255)))
 
     def smaller(self) -> TileConfig | None:
-        """What needs less of a multiprocessor: a stage less, or half the tile; None: nothing does. Still valid with a table."""
+        """Return the next smaller configuration, one stage less or half the tile and still valid; None if there is none."""
         if self.num_stages > 1:
             return replace(self, num_stages=self.num_stages - 1)
         if max(self.block_m, self.block_n) <= 16:

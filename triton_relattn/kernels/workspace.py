@@ -27,7 +27,7 @@ MOST_WORDS = 2**30
 
 
 class Part(NamedTuple):
-    """What one launch of the dkv kernel leaves in the workspace."""
+    """One launch of the dkv kernel: its programs, and the pairs whose words they leave in the workspace."""
 
     first_program: int  # of the launch for all keys
     programs: int

@@ -13,7 +13,7 @@ from torch import nn
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this device has of a parameter. Of a replicated one, each device computes a part of the gradient, which is summed."""
+    """Return this device's shard of a parameter. Gradients of a replicated one are partial sums, which are added up."""
     if not _is_distributed(tensor):
         return tensor
     from torch.distributed.tensor import Partial, Replicate
@@ -30,7 +30,7 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def plan() -> dict[str, Any]:
-    """What ``parallelize_module`` takes for a RelativeMultiheadAttention.
+    """Return the plan that ``parallelize_module`` takes for a RelativeMultiheadAttention.
 
     The heads of all projections and of the encoding are sharded; inputs and outputs are replicated. The processes need the same
     seed, so with attention dropout the first heads of each drop the same probabilities. An attn_mask for each head is not

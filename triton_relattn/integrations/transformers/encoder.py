@@ -1,4 +1,4 @@
-"""What the modules have in common that hand masks and positions to attention."""
+"""Common parts of the modules that hand masks and positions to attention."""
 
 from __future__ import annotations
 

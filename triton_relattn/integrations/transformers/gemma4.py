@@ -45,13 +45,13 @@ class Gemma4AudioAttention(stock.Gemma4AudioAttention):
         return self.post(join_heads(out).to(hidden_states.dtype)), None
 
     def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """What queries that see no key get: all logits of their chunk's keys, zeros around the sequence included, are equal."""
+        """Return what queries get that see no key: all logits of their chunk, zeros around the sequence included, are equal."""
         means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
         return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 
 
 class Gemma4AudioModel(Encoder, stock.Gemma4AudioModel):
-    """Its mask is of padding only: the window is in its attention."""
+    """Encoder with a mask of padding only: the window is in its attention."""
 
     attention = Gemma4AudioAttention
     mask_function = PADDING

@@ -1,4 +1,4 @@
-"""What the attention modules of the families have in common."""
+"""Common parts of the attention modules of the families."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tens
 
 
 def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """What queries get whose logits are all replaced by the lowest number: the mean of the values.
+    """Return what queries get whose logits are all replaced by the lowest number: the mean of the values.
 
     Where q.k is added to that number instead, it vanishes, but its gradient passes the addition. So here: the derivative of the
     softmax where all logits are equal is the covariance of keys and values.

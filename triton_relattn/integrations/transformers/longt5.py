@@ -18,7 +18,7 @@ from .t5 import BucketedAttention
 
 
 class LongT5Attention(BucketedAttention, stock.LongT5Attention):
-    """Of the decoder."""
+    """Attention of the decoder."""
 
 
 class LongT5LocalAttention(stock.LongT5LocalAttention):
@@ -70,7 +70,7 @@ class LongT5LocalAttention(stock.LongT5LocalAttention):
         return self.relative_attention_bias(buckets).T
 
     def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """What padding gets: the mean of its block and of those beside it, zeros around the sequence included."""
+        """Return what padding gets: the mean of its block and of those beside it, zeros around the sequence included."""
         sums = in_blocks(value.transpose(1, 2), self.block_len).sum(1).unflatten(0, (len(value), -1))  # (B, blocks, H, D)
         around = pad(sums, (0, 0, 0, 0, 1, 1)).unfold(1, 3, 1).sum(-1) / (3 * self.block_len)
         return around.repeat_interleave(self.block_len, 1)[:, : value.shape[2]].transpose(1, 2)

@@ -60,7 +60,7 @@ for name, function in ((PADDING, padding), (PADDING_IF_THAT_IS_ALL, padding_if_t
 
 @functools.cache
 def _view_class(config_class: type, mask_function: str) -> type:
-    """Of configs that share all attributes of another one, ``stock``, but name mask_function."""
+    """Base class of configs that share all attributes of another one, ``stock``, but name mask_function."""
 
     def get_text_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         text = self.stock.get_text_config(*args, **kwargs)

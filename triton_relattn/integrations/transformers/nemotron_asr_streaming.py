@@ -73,7 +73,7 @@ class NemotronAsrStreamingEncoderBlock(stock.NemotronAsrStreamingEncoderBlock):
 
 
 class NemotronAsrStreamingEncoder(Encoder, stock.NemotronAsrStreamingEncoder):
-    """Its mask is of padding only; it tells its attention of the chunks, of which the stock encoder makes a mask (B, 1, N, N)."""
+    """Encoder with a mask of padding only; attention is told of the chunks, of which stock makes a mask (B, 1, N, N)."""
 
     attention = NemotronAsrStreamingEncoderAttention
     mask_function = PADDING

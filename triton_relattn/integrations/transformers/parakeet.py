@@ -43,7 +43,7 @@ class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
 
 
 class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
-    """Its mask stays (B, 1, 1, N), and all sequences have one table of positions unless dropout makes them differ."""
+    """Encoder whose mask stays (B, 1, 1, N); all sequences have one table of positions unless dropout makes them differ."""
 
     attention = ParakeetEncoderAttention
     mask_function = None
