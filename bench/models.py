@@ -105,7 +105,7 @@ def use(model: nn.Module, method: str) -> None:
 
 
 def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
-    """Return a step of one direction: it returns the output, or that and the gradients of all parameters, which stay allocated."""
+    """Return a step of one direction: it returns the output, or that and all parameters' gradients, which stay allocated."""
 
     def output() -> torch.Tensor:
         # Wav2Vec2-Conformer writes zeros into its input.

@@ -33,7 +33,7 @@ def keep_scale(dropout_p: float) -> float:
 def keep_mask(
     seed: torch.Tensor, dropout_p: float, sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, keys: slice
 ) -> torch.Tensor:
-    """Return the mask of what is kept, bool, of shape (..., keys), for sequence, head and query indices that broadcast to (..., 1)."""
+    """Return what is kept, bool, of shape (..., keys), for sequence, head and query indices that broadcast to (..., 1)."""
     start = keys.start // 4
     groups = torch.arange(start, (keys.stop + 3) // 4, device=seed.device)
     c0, c1, c2, c3 = torch.broadcast_tensors(groups, query, head, sequence)
