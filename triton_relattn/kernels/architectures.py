@@ -18,7 +18,8 @@ class Architecture:
 
     Attributes:
         unit: the table of configurations in configs.py that it takes: "wgmma" multiplies 64 rows of four warps, "mma" 16 rows of
-            one, "small mma" the same beside 100 KB of shared memory, "mfma" is AMD's; "unknown": small tiles that fit anywhere.
+            one, "small mma" the same beside 100 KB of shared memory, "mfma" is AMD's; "unknown": small tiles that fit anywhere;
+            "interpreter": none.
         shared_memory: that one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
         multiprocessors: of its largest GPU, where nobody can ask the GPU itself.
         rotates_in_registers: whether accumulators of matrix products lie as quads.py says.
@@ -64,9 +65,9 @@ def architecture_of(name: str) -> Architecture:
     known = ARCHITECTURES.get(name)
     if known is not None:
         return known
-    if name != "interpreter":
-        logger.warning("the kernels have no configurations for %s; small tiles are used, which are slow", name)
-    is_amd = name.startswith("gfx")
-    if is_amd:
+    if name == "interpreter":
+        return Architecture("interpreter", 65_536)
+    logger.warning("the kernels have no configurations for %s; small tiles are used, which are slow", name)
+    if name.startswith("gfx"):
         return Architecture("mfma", 65_536, warp=64 if name.startswith("gfx9") else 32, most_registers=512, has_tf32=False)
     return Architecture("unknown", 65_536)

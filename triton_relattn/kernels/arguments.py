@@ -135,11 +135,6 @@ def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
-def _is_nvidia(device: torch.device) -> bool:
-    name = configs.architecture(device)
-    return name != "interpreter" and architecture_of(name).is_nvidia
-
-
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Copy an operand of matrix products that cannot be loaded 16 bytes at a time: one of 16 bits a number, on an NVIDIA GPU,
     whose numbers do not lie side by side, or whose rows begin where Triton cannot tell that 16 bytes do.
@@ -148,7 +143,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     is loaded by cp.async and another, of less than 4 bytes at a time, cannot be, Triton 3.7.1 leaves out the fence between the
     cp.async and the wgmma that reads what it has brought. tests/emulator shows that, and tells when it is mended.
     """
-    if tensor.element_size() != 2 or not _is_nvidia(tensor.device):
+    if tensor.element_size() != 2 or architecture_of(configs.architecture(tensor.device)).unit in ("mfma", "interpreter"):
         return tensor
     *strides, step = tensor.stride()
     if step == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides):
