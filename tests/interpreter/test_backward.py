@@ -112,7 +112,7 @@ TABLE_TILES = ((16, 16), (32, 16), (32, 32), (64, 64))
 
 
 @pytest.mark.parametrize(
-    ("dq", "dtable"),
+    ("rows", "table"),
     [
         pytest.param(rows, table, marks=() if (m + n) % 4 == 1 else pytest.mark.slow)
         for m, rows in enumerate(ROWS_TILES)
