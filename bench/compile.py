@@ -19,6 +19,7 @@ import triton
 
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.architectures import ARCHITECTURES
+from triton_relattn.kernels.tile_config import OF_TABLES
 
 from .cases.attention import DTYPES
 from .cases.configurations import TILE_COLUMNS
@@ -132,7 +133,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
-        if case.kernel not in ("dtable", "dtable_words"):
+        if case.kernel not in OF_TABLES:
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:

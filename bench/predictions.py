@@ -21,6 +21,7 @@ import triton
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.tile_config import OF_TABLES
 
 from .cases.attention import CLIPPED, Case
 from .cases.configurations import kernels_of, shown
@@ -40,8 +41,6 @@ PATH = ROOT / "bench" / "predictions.csv"
 KEYS = ("verb", "case", "method", "direction", "config")
 COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "target", "triton")
 """cycles: for 64 x 64 scores, near and beyond a bounded table, of all kernels together. tflops: as FlashAttention counts."""
-OF_TABLES = ("dtable", "dtable_words")
-"""Kernels that own rows of a table, and see nothing beyond it."""
 REPRESENTATIVE = Case(4, 32, 4096, 64)
 """Sizes of calls whose machine code stands for that of all sizes."""
 

@@ -29,7 +29,7 @@ from triton_relattn.kernels.forward import forward
 
 from .cases import attention as cases
 from .cases.attention import Case
-from .cases.configurations import TILE_COLUMNS, shown
+from .cases.configurations import TILE_COLUMNS, WANTED, shown
 from .compile import counts
 from .compiled import compiled, is_launched, resources, way_of
 from .cycles.predict import near_share, predict
@@ -47,8 +47,6 @@ COLUMNS = (
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
-WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
-"""Gradients for which the kernel runs, with the dq kernel before it if need be: its time is then in all of them alike."""
 LARGEST_GAIN_OF_NOISE = 0.02  # a configuration must be faster than the default by more
 CHECKED_LENGTH = 300  # of the call that a configuration is checked with
 ERROR_FACTOR, ERROR_FLOOR = 1.5, 1e-5  # of the default configuration's error, relative in norm

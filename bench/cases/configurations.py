@@ -17,6 +17,8 @@ from .attention import Case
 
 TILE_COLUMNS = tuple(field.name for field in fields(configs.TileConfig))
 """Columns of a configuration."""
+WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
+"""Gradients that make the backward launch a kernel, after the dq kernel if that has to come first."""
 OF_DIRECTION = {
     "forward": configs.KERNELS[:1],
     "backward": configs.KERNELS[1:],

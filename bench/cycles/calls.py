@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from triton_relattn.kernels.configs import PROGRAMS_PER_MULTIPROCESSOR
+from triton_relattn.kernels.configs import KERNELS, PROGRAMS_PER_MULTIPROCESSOR
+from triton_relattn.kernels.tile_config import OF_TABLES
 
 from ..compile import KernelCase
 from .machine import Machine
 from .predict import SCORES, Prediction
 
-FORWARD, BACKWARD = ("forward",), ("dq", "dkv", "dtable", "dtable_words")
+FORWARD, BACKWARD = KERNELS[:1], KERNELS[1:]
 """Kernels of a direction. A call with a workspace has the dtable_words kernel instead of the dtable kernel."""
 PRODUCTS = {FORWARD: 2, BACKWARD: 5}
 """Products that FlashAttention counts."""
@@ -32,7 +33,7 @@ def of_call(
     total = 0.0
     has_workspace = replace(call, kernel="dtable_words") in found
     for kernel in kernels:
-        if kernel in ("dtable", "dtable_words") and (far or call.features.startswith("none")):
+        if kernel in OF_TABLES and (far or call.features.startswith("none")):
             continue
         if kernel == ("dtable" if has_workspace else "dtable_words"):
             continue

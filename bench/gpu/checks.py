@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.cases.configurations import shown
+from bench.cases.configurations import WANTED, shown
 from bench.compiled import way_of
 from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing
@@ -22,13 +22,13 @@ from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.tile_config import OF_TABLES
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize
 from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
-WANTED = {"dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
 
 
@@ -192,7 +192,7 @@ def config_cases(tiny: bool) -> list[Case]:
         for causal in ((True,) if tiny else (False, True))
         for table in TABLES
         for kernel in configs.KERNELS
-        if table != "none" or kernel not in ("dtable", "dtable_words")
+        if table != "none" or kernel not in OF_TABLES
     ]
 
 

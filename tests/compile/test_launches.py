@@ -27,6 +27,7 @@ from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Shape, TableRows, Tile
 from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.tile_config import OF_TABLES
 from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -295,7 +296,7 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
         if launch["words"] is not None:  # one part after the other
             assert launch["first_program"] == sum(each.grid[0] for each in parts[: parts.index(launch)])
     else:
-        table = next(each for each in launches if each.name in ("dtable", "dtable_words"))
+        table = next(each for each in launches if each.name in OF_TABLES)
         table_heads = heads if call.per_head else 1
         splits, units = table.grid[1], sequences * heads // table_heads
         partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
@@ -310,7 +311,7 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
         per_head = launch["PER_HEAD"] if launch.name == "dtable_ends" else launch["ROWS"].per_head
         assert per_head == call.per_head
-        if launch.name in ("dtable", "dtable_words"):
+        if launch.name in OF_TABLES:
             programs = blocks(call.num_rows + 2 * margin, "block_n") * table_heads
             assert launch.grid == (programs, splits)
             if launch.name == "dtable":

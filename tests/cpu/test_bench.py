@@ -23,6 +23,7 @@ from bench.__main__ import VERBS, main
 from bench.cases import attention as cases
 from bench.cases import methods
 from bench.cases.attention import Case
+from bench.cases.configurations import shown
 from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
 from bench.measure import point, timing
@@ -30,6 +31,7 @@ from bench.report import summary
 from bench.report.rows import STAMP, read
 from bench.verbs import accuracy, memory, speed, verify
 from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn.kernels import configs
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")
 SMALL = ["--cases", "small", "--no-verify", "--device", "cpu"]
@@ -66,6 +68,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in (*METHODS, *cases.GROUPS, "valid configurations", "b1 h8 n16384 d64 full fp32"))
+    lines = [line for line in printed.splitlines() if line.startswith("forward")]
+    for coverage, line in zip(("no table", "full"), lines, strict=True):
+        assert line.endswith(shown(configs.select("forward", "sm_90", torch.bfloat16, 64, coverage)))
 
 
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

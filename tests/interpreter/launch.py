@@ -21,6 +21,7 @@ from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.tile_config import COVERAGES
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,
@@ -31,7 +32,6 @@ from triton_relattn.testing import (
 )
 
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
-COVERAGE = ("no table", "full", "clamp", "zero")
 SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
 SEED = torch.tensor([0x1234_5678_9ABC_DEF0])
 """Of dropout, in all calls of this module."""
@@ -78,7 +78,7 @@ def selectable(kernel: str) -> list[TileConfig]:
         torch.set_float32_matmul_precision(precision)
         for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGE, (False, True)):
+                for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGES, (False, True)):
                     for special in (None,) if coverage == "no table" else SPECIAL:
                         config = configs.select(kernel, arch, dtype, width, coverage, is_causal, special)
                         warps = 4 if config.rotation == "gather" else config.num_warps

@@ -15,7 +15,7 @@ from .bwd_dq import launch_dq
 from .bwd_dtable import launch_dtable
 from .bwd_dtable_words import launch_dtable_words
 from .fitting import until_it_fits
-from .table_sums import TableSums
+from .table_sums import TABLES, TableSums
 
 
 def backward(
@@ -107,18 +107,20 @@ def _backward(
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query)
 
     of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
-    sums = TableSums(call, tensors, spec, gradients, tiles, plan)
-    if not sums.wanted or plan is None:
+    sums = None
+    if any(gradients[name] is not None for name in TABLES):
+        sums = TableSums(call, tensors, spec, gradients, tiles, plan)
+    if sums is None or plan is None:
         if gradients["key"] is not None or gradients["value"] is not None:
             launch_dkv(*of_keys)
-        if sums.wanted:
+        if sums is not None:
             launch_dtable(call, tiles["dtable"], per_query, d_out, sums.arguments, sums.rows, sums.grid)
     else:
         words = query.new_empty(plan.shape)
         for part in plan.parts:  # in this order
             launch_dkv(*of_keys, words, part)
             launch_dtable_words(call, tiles["dtable_words"], words, sums.arguments, plan, part, sums.rows, sums.grid)
-    if sums.wanted:
+    if sums is not None:
         sums.add_far(d_out, far[2], far[3])
         sums.add_up()
     return tuple(gradients.values())

@@ -12,7 +12,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, blocks_before, empty_band, next_terms, waiting_dtype
 from .configs import TileConfig
 from .dropout import kept
-from .masking import exists, locate, visible
+from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows, store_sides
@@ -66,13 +66,7 @@ def dq_kernel(
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     VALUE_TILE: tl.constexpr = TILE.values
-    num_blocks = tl.cdiv(call.sequences.max_seqlen_q, TILE.block_m)
-    block = tl.program_id(0) % num_blocks
-    head = tl.program_id(0) // num_blocks % num_heads
-    place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
-    if call.window[1] is not None:
-        block = num_blocks - 1 - block  # the longest walks first
-    row_start = block * TILE.block_m
+    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
     if call.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
             return

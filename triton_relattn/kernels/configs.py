@@ -15,8 +15,8 @@ import torch
 
 from . import profiles
 from .architectures import architecture_of
+from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
 from .tile_config import KERNELS as KERNELS
-from .tile_config import MAX_BLOCK, TileConfig
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, so that its uneven walks even out
 
@@ -279,6 +279,8 @@ def select(
 
 @functools.cache
 def _default(kernel: str, kind: Kind, precision: str) -> TileConfig:
+    if kind.coverage not in COVERAGES:
+        raise ValueError(f"coverage must be one of {COVERAGES}, got {kind.coverage!r}")
     if kind.dtype == torch.float32:
         config = _select_float32(kernel, kind.width, kind.special, precision)
     else:
@@ -290,7 +292,7 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     arch, _, width, coverage, _, special = kind
     unit = architecture_of(arch).unit
     if unit == "unknown":
-        return TileConfig(32 if width <= 64 else 16, 32 if width <= 64 else 16, 4, 1)
+        return TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 16, 4, 1)
     if unit == "mfma":
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)

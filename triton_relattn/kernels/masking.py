@@ -53,6 +53,18 @@ def locate(sequences, window, batch):
 
 
 @triton.jit
+def locate_queries(sequences, window, num_heads, BLOCK_M: tl.constexpr):
+    """(first query, head, place) of a program that owns a block of queries, in a grid of them * batch * heads, blocks fastest."""
+    num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    place = locate(sequences, window, tl.program_id(0) // num_blocks // num_heads)
+    if window[1] is not None:
+        block = num_blocks - 1 - block  # the longest walks first
+    return block * BLOCK_M, head, place
+
+
+@triton.jit
 def exists(offs_n, place, window):
     """Mask [N] of the keys that some query may see: of the others nothing is read."""
     if window[0] is None:

@@ -23,7 +23,6 @@ class TableSums:
     distance (the margins), all far ones in one more row at either end.
 
     Attributes:
-        wanted: names of the tables.
         arguments, rows, grid: for the kernels that make the sums.
     """
 
@@ -37,9 +36,6 @@ class TableSums:
         plan: Plan | None,
     ) -> None:
         self.call, self.spec, self.gradients = call, spec, gradients
-        self.wanted = [name for name in TABLES if gradients[name] is not None]
-        if not self.wanted:
-            return
         # Tables that the heads share get a sum for each head where another table has one.
         ranks = {name: 1 + (name != "rel_bias") for name in TABLES}
         tables = {name: getattr(tensors, name) for name in TABLES}
@@ -63,9 +59,10 @@ class TableSums:
         self.grid = row_blocks * table_heads, splits
 
         sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name in self.wanted:
+        for name, rank in ranks.items():
             gradient = gradients[name]
-            rank = ranks[name]
+            if gradient is None:
+                continue
             if splits == 1 and self.padding == 0 and (gradient.dim() > rank) == per_head and not adds:
                 sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # nothing will be left to add up
             else:

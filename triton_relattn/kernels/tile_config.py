@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from .architectures import architecture_of
 
 KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words")
+OF_TABLES = KERNELS[3:]
+"""Kernels that own rows of a table, and see nothing beyond it."""
+COVERAGES = ("no table", "full", "clamp", "zero")
+"""Which pairs a table has rows for; see AttentionSpec.coverage."""
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8

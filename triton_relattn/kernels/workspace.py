@@ -136,6 +136,9 @@ def _part_size(count: int, most: int, programs: int, slots: int) -> int:
     Of sizes that take as many waves, the one with the fewest parts, and of those the smallest: parts as large as each other.
     """
 
+    if most >= count:  # one part, which is as few waves as there can be
+        return count
+
     def waves_and_parts(size: int) -> tuple[int, int]:
         parts, rest = divmod(count, size)
         return parts * cdiv(size * programs, slots) + cdiv(rest * programs, slots), parts + (rest > 0)
