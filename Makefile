@@ -25,12 +25,13 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint suite ## lint and all tests but the slow ones: before a pull request
+test: lint ## lint and a third of the cases of every test, in five minutes: before a pull request
+	$(MAKE) suite SHARE=3
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need
-	$(PYTEST) tests --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py
+suite: setup ## the tests alone, in the two processes that they need; SHARE=3: a third of them
+	$(PYTEST) tests --ignore tests/interpreter --share $(or $(SHARE),1)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py --share $(or $(SHARE),1)
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
@@ -48,11 +49,10 @@ smoke: setup ## imports, compiled kernels, some calls: for another version of tr
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
 		tests/interpreter/test_backward.py::test_widths tests/fuzz/test_kernels.py
 
-# All there is: with the long sweeps, and two minutes of fuzzing.
-test-all: test test-slow ## test, test-slow and two minutes of fuzzing: before a release
+test-all: lint suite ## lint, all tests but the long sweeps, and two minutes of fuzzing: what a pull request is held to
 	$(MAKE) fuzz SECONDS=60
 
-test-slow: setup ## the long sweeps
+test-slow: setup ## the long sweeps, hours: before a release
 	$(PYTEST) -m slow tests --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
 

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,6 +42,29 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     module: SkippedModule = SkippedModule.from_parent(parent, path=module_path)
     module.reason = reason
     return module
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", type=int, default=1, metavar="N", help="one in N of the cases of each test, and no test marked thorough"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one in --share of the cases of each test, at least one, and the same ones every time."""
+    share = config.getoption("--share")
+    if share == 1:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thorough") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[pytest.Item] = set()
+    for group in cases.values():
+        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        kept.update(group[: math.ceil(len(group) / share)])
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -102,27 +102,29 @@ def longest(rows: Sequence[Row], direction: str = "forward+backward") -> str:
 
 
 def ratios(rows: Sequence[Row]) -> str:
-    """How many times as long as ours a stock model takes, a line for each model and size, and their geometric mean."""
-    lines = [["model", "length", "batch", "stock", *DIRECTIONS], ["---"] * (4 + len(DIRECTIONS))]
-    every: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
-    times = {(*size_of(row), row["method"], row["direction"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
-    for size in dict.fromkeys(size_of(row) for row in rows):
-        for method in dict.fromkeys(row["method"] for row in rows if size_of(row) == size and row["method"] != OURS):
-            cells = []
-            for direction in DIRECTIONS:
-                stock, ours = (times.get((*size, name, direction)) for name in (method, OURS))
-                cells.append(f"{stock / ours:.2f} ({short_time(stock)} / {short_time(ours)})" if stock and ours else "-")
-                every[direction] += [stock / ours] if stock and ours else []
-            if cells != ["-"] * len(DIRECTIONS):
-                lines.append([*size, method, *cells])
-    means = [f"{math.exp(sum(map(math.log, each)) / len(each)):.2f}" if each else "-" for each in every.values()]
-    lines.append(["geometric mean", "", "", "", *means])
+    """How many times as long as ours a stock model takes, a line for each model, and their geometric mean, as Markdown."""
+    sizes = list(dict.fromkeys((str(row["seqlen"]), str(row["batch"])) for row in rows))
+    columns = [(direction, *size) for direction in DIRECTIONS for size in sizes]
+    times = {of_column(row, row["case"], row["method"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
+    heads = [f"{direction}<br>{length} x {batch}" for direction, length, batch in columns]
+    lines = [["model", "stock", *heads], ["---"] * (2 + len(columns))]
+    every: list[list[float]] = [[] for _ in columns]
+    for case, method in dict.fromkeys((row["case"], row["method"]) for row in rows if row["method"] != OURS):
+        cells = []
+        for column, found in zip(columns, every, strict=True):
+            stock, ours = (times.get((*column, case, name)) for name in (method, OURS))
+            cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
+            found += [stock / ours] if stock and ours else []
+        if cells != ["-"] * len(columns):
+            lines.append([case, method, *cells])
+    means = [f"{math.exp(sum(map(math.log, each)) / len(each)):.2f}" if each else "-" for each in every]
+    lines.append(["geometric mean", "", *means])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\nTime of the stock model over ours, medians.\n"
 
 
-def size_of(row: Row) -> tuple[str, str, str]:
-    """Model, length and batch of a row of models."""
-    return row["case"], str(row["seqlen"]), str(row["batch"])
+def of_column(row: Row, *others: str) -> tuple[str, ...]:
+    """Direction, length and batch of a row of models, and others."""
+    return row["direction"], str(row["seqlen"]), str(row["batch"]), *others
 
 
 def show_time(milliseconds: float, ours: float | None) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import pytest_collection_modifyitems
 from tests.mutants import __main__ as command
 from tests.mutants import runner
 from tests.mutants.catalogue import FAULTS
@@ -193,3 +195,30 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sign-of-r", "future-first"]
     with pytest.raises(SystemExit):
         command.main(["--only", "nonsense"])
+
+
+@dataclass(frozen=True)
+class Item:
+    """A test as pytest has collected it."""
+
+    nodeid: str
+    is_thorough: bool = False
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if self.is_thorough and name == "thorough" else None
+
+
+def test_share() -> None:
+    """--share keeps the same cases of every test, one in so many and at least one, and no test that is marked thorough."""
+    items = [Item(f"a.py::test_a[{number}]") for number in range(10)] + [Item("a.py::test_b"), Item("a.py::test_c", True)]
+    dropped: list[Item] = []
+    config: Any = SimpleNamespace(
+        getoption={"--share": 3}.get, hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+    )
+    kept: list[Any] = list(items)
+    pytest_collection_modifyitems(config, kept)
+    assert [item.nodeid.partition("[")[0] for item in kept] == ["a.py::test_a"] * 4 + ["a.py::test_b"]
+    assert sorted(kept + dropped, key=items.index) == items
+    again: list[Any] = items[::-1]
+    pytest_collection_modifyitems(config, again)
+    assert set(again) == set(kept)

@@ -95,6 +95,8 @@ class Runner:
     quick_seconds: float = QUICK_SECONDS
     folder_seconds: float = FOLDER_SECONDS
     only_quick: bool = False
+    share: int = 1
+    """One in so many cases of each test, as make test has them."""
     processes: set[subprocess.Popen[str]] = field(default_factory=set)
     stopped: bool = False
 
@@ -148,18 +150,25 @@ class Runner:
                 raise RuntimeError(f"a copy in {copy} imports {origin}")
 
     def attempt(self, fault: Fault) -> Outcome:
-        """Put a fault into a copy and run its tests there, and if they pass all of their folder."""
+        """Put a fault into a copy and run its tests there, and if they pass all of their folder.
+
+        Of a share of all cases the first tests are without the cases that they name, which may not be among them.
+        """
         started = time.monotonic()
+        first, options = fault.tests, ["-x"]
+        if self.share > 1:
+            first = tuple(dict.fromkeys(test.partition("[")[0] for test in fault.tests))
+            options.append(f"--share={self.share}")
         with copied(self.root) as copy:
             try:
                 fault.apply(copy)
             except StaleFault as error:
                 return Outcome(fault, STALE, detail=str(error))
-            stages = [(fault.tests, self.quick_seconds)]
+            stages = [(first, self.quick_seconds)]
             if not self.only_quick:
                 stages.append(((fault.folder,), self.folder_seconds))
             for tests, limit in stages:
-                result = self.pytest(("-x", *tests), copy, fault.folder, limit)
+                result = self.pytest((*options, *tests), copy, fault.folder, limit)
                 seconds = time.monotonic() - started
                 if result.failures:
                     test, why = next(iter(result.failures.items()))
