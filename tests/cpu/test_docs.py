@@ -1,4 +1,4 @@
-"""What README, docs/ and the docstrings show runs, and what they say of support, families, files and links is so."""
+"""The examples in README, docs/ and the docstrings run, and their statements on support, families, files and links are true."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_docstring_examples(module: Any) -> None:
 
 
 def test_readme_support_table() -> None:
-    """Its columns are the implementations, its dtypes and widths those of the predicate that decides."""
+    """The table's columns are the implementations; its dtypes and widths are those of the predicate that chooses one."""
     rows = {
         cells[0]: cells[1:]
         for line in README.split("\n## Support\n")[1].splitlines()
