@@ -1,14 +1,15 @@
 """The rotating band: the relative term of a tile from one matrix product and one rotation. DERIVATION.md explains it.
 
-A table block holds the products of the tile's queries with the BLOCK_N table rows that start at the tile's own relative
-position: ``block[m, c] = q_m . E[row(j0 - i0 - query_offset + c)]``. Cut into chunks of W columns, numbered on from tile to
-tile, with query m = W * group + m', the term of query m and key W * b + n' of the tile is
+A table block holds the products of the tile's M queries with the N table rows that start at the tile's own relative position:
+``block[m, c] = q_m . E[row(j0 - i0 - query_offset + c)]``. It is cut into chunks of W columns, which are numbered on from tile to
+tile. The term of query m = W * group + m' and key n = W * half + n' of the tile is
 
-    chunk[b - group - wraps][m, (n' - m') mod W]   with   wraps = (n' < m')
+    chunk[half - group - wraps][m, (n' - m') mod W]   with   wraps = (n' < m')
 
-so two steps give it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. What
-is carried to the next tile is rotated already; no block is multiplied or rotated twice. The gradient of the scores goes the
-same way back.
+Two steps compute it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. The state
+that is carried to the next tile is rotated already, so no block is multiplied or rotated twice. The gradient of the scores goes
+the same way back.
+
 """
 
 import triton
