@@ -42,7 +42,7 @@ class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
         return split_heads(positions.pos_proj(sinusoids), self.head_dim)[0]
 
     def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what queries get that see no key: all logits of their chunk, zeros around the sequence included, are equal."""
+        """Return the output of queries that see no key: the mean over their chunk's keys, zeros around the sequence included."""
         means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
         return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 
