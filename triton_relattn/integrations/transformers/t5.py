@@ -17,8 +17,8 @@ from .heads import added, attend_to_past, first_position, is_causal, join_heads,
 class BucketedAttention:
     """Mixin: q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
 
-    The first layer makes b, biases (H, R) of distances up to the greatest bucket's first, and passes it on to the others. Stock
-    layers pass on (1, H, Nq, Nk).
+    The first layer makes b, biases (H, R) of distances up to relative_attention_max_distance, beyond which they do not change,
+    and passes it on to the others. Stock layers pass on (1, H, Nq, Nk).
     """
 
     projections = ("q", "k", "v", "o")

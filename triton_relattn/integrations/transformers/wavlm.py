@@ -14,7 +14,7 @@ from .heads import join_heads, query_key_value, refuse_weights, split_heads
 
 
 class WavLMAttention(stock.WavLMAttention):
-    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer makes b and passes it on."""
+    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on to the others."""
 
     def forward(
         self,
