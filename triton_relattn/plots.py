@@ -131,7 +131,6 @@ def attention_terms(
 
 def mean_by_distance(probs: torch.Tensor, query_offset: int | torch.Tensor = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the relative positions that occur, (R,), and their mean probability in each head, (H, R), over all pairs."""
-
     batch, heads, num_queries, num_keys = probs.shape
     offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
     distance = torch.arange(num_keys, device=probs.device) - torch.arange(num_queries, device=probs.device)[:, None] - offset

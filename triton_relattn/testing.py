@@ -414,7 +414,6 @@ def table_gradient_budget(
     once to the inputs' dtype and summed exactly, and the result is rounded to the table's dtype. A low-precision reference is no
     yardstick: it is so far off that an implementation with the delta of a rounded out would pass.
 
-
     Args:
         table: "rel_key", "rel_value" or "rel_bias".
         arguments: as of :func:`dense_gradients`.
@@ -481,7 +480,6 @@ def assert_gradients_close_fp32(
 
     Some gradients cancel to nothing. So 2e-4 is relative to the larger of two norms: golden's, and that of as many elements of
     5 % of the largest RMS among all gradients of the call.
-
 
     Raises:
         AssertionError: the error is larger, something is not finite, or all golden gradients are zero.

@@ -184,7 +184,6 @@ def test_costs_are_those_of_the_budgets() -> None:
         ratio = "" if plain is None else f"{int(row['cycles']) / int(plain['cycles']):.2f}"
         figures = [f"{int(row['spill_bytes']):,}", cycles(kernel, where, "full"), cycles(kernel, where, "none"), ratio]
         assert found == [*tile, *figures], (kernel, where)
-
     for kernel, where, near, far, plain in clamped:
         assert f"{near}, {far}" == cycles(kernel, where, "clamp") and plain == cycles(kernel, where, "none"), (kernel, where)
     for kernel, where, *found in models:

@@ -52,7 +52,6 @@ def test_every_kind_is_caught(target: str) -> None:
 @pytest.mark.parametrize(("target", "case"), [("sm_80", "clamp causal"), ("sm_90", "full"), ("sm_90", "zero rel_value")])
 def test_in_calls_of_the_package(target: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Most faults that are planted in the package's own kernels are caught, and some of every kind that the emulator can see."""
-
     status = faults.main(["--target", target, "--case", case, "--each", "3"])
     caught, every = map(int, re.findall(r"^(\d+) of (\d+) caught", capsys.readouterr().out, re.MULTILINE)[0])
     assert status == 0 and caught > 0.7 * every

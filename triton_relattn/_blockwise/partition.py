@@ -344,7 +344,6 @@ def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
 def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Return (sequences, heads, rows, width) as (sequences * heads / group, group * rows, width): one matrix for the heads that
     share a key."""
-
     sequences, heads, length, width = rows.shape
     rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)
     return rows if rows.stride(2) == 1 else rows.contiguous()

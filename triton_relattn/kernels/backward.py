@@ -133,7 +133,6 @@ def _far_sums(call: Call, tensors: AttentionTensors) -> list[torch.Tensor | None
     """Allocate far_scores, far_values, far_sums and far_kept of PerQuery; None for those that a call does not have."""
     query = tensors.query
     new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros  # rows outside all sequences are summed, too
-
     of_scores = tensors.rel_key is not None or tensors.rel_bias is not None
     exist = (of_scores, tensors.rel_value is not None, of_scores, tensors.rel_value is not None)
     shape = (*query.shape[:2], 2, query.shape[2])

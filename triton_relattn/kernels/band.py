@@ -9,7 +9,6 @@ tile. The term of query m = W * group + m' and key n = W * half + n' of the tile
 Two steps compute it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. The state
 that is carried to the next tile is rotated already, so no block is multiplied or rotated twice. The gradient of the scores goes
 the same way back.
-
 """
 
 import triton

@@ -313,7 +313,6 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
 def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) -> bool:
     """Return whether large tiles would spill kilobytes: with 16 rows a warp, an operand of width 128 takes 64 registers of a
     lane."""
-
     if unit == "wgmma":
         return False
     if width == 128:

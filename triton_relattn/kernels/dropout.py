@@ -11,7 +11,6 @@ NUM_ROUNDS = tl.constexpr(ROUNDS)
 @triton.jit
 def kept(dropout, batch, head, offs_m, offs_n):
     """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: arguments.Dropout."""
-
     seed = tl.load(dropout.seed)
     word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, NUM_ROUNDS)
     even = tl.where(offs_n & 2 == 0, word_0, word_2)

@@ -165,7 +165,6 @@ def reached_rows(table, lowest, highest, TILE: tl.constexpr):
 @triton.jit
 def add_end_rows(acc, past, future, table, lowest, highest, TILE: tl.constexpr):
     """Return acc [M, D] + past * first row + future * last row of a clamped table. A row that is not reached is left out."""
-
     columns = tl.arange(0, TILE.block_width)
     pointers = table.matrix[0] + columns * table.matrix[2]
     # Not (columns < TILE.width) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.

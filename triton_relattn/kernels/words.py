@@ -48,7 +48,6 @@ def load_words(matrix, row_start, tile_m, column, within, BLOCK_N: tl.constexpr)
 
     The words of a query are side by side, but not aligned: from query to query they move on by a column.
     """
-
     n = tl.arange(0, BLOCK_N)
     start = matrix[0] + (tl.cast(row_start, tl.int64) * matrix[1] + column)
     return tl.load(start + (tile_m[None, :] * (matrix[1] + 1) + n[:, None]), mask=within, other=0.0)

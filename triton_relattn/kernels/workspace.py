@@ -151,7 +151,6 @@ def _part_size(count: int, most: int, programs: int, slots: int) -> int:
 def _parts(units: int, blocks: int, group: int, block_n: int, step: int, part_of_unit: int) -> list[Part]:
     """Return parts of ``step`` programs each: several whole units (a batch entry and a head of the keys), or some blocks of keys
     of one unit."""
-
     parts = []
     if part_of_unit == blocks:
         for first in range(0, units * blocks, step):

@@ -110,7 +110,6 @@ class RelativePositionTable(nn.Module):
 
 def _stretched(relative: torch.Tensor, old: RelativePositions, new: RelativePositions) -> torch.Tensor:
     """Map new relative positions to places among the old ones, past and future each by a factor of its own."""
-
     if (old.first > 0 or old.last < 0 or new.first > 0 or new.last < 0) or (
         (old.first < 0) != (new.first < 0) or (old.last > 0) != (new.last > 0)
     ):

@@ -75,7 +75,6 @@ def supported_families() -> tuple[Family, ...]:
 
 def table() -> str:
     """Return the families as text, a line for each."""
-
     rows = [("family", "adds to q · k", "since"), *((each.name, each.adds, each.since) for each in FAMILIES)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -61,7 +61,6 @@ def refuse_weights(asked: dict[str, Any]) -> None:
     """Raise ValueError if output_attentions is asked for; warn if transformers collects weights, since there are none."""
     if asked.get("output_attentions"):
         raise ValueError("output_attentions=True needs the weights, Nq x Nk numbers that are never made: disable(model) first")
-
     if not torch.compiler.is_compiling() and any("attentions" in each for each in _active_collector.get() or ()):
         warnings.warn("output_attentions: an enabled model has no weights to collect; disable(model) first", stacklevel=2)
 

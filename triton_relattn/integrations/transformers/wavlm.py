@@ -14,7 +14,7 @@ from .heads import join_heads, query_key_value, refuse_weights, split_heads
 
 
 class WavLMAttention(stock.WavLMAttention):
-    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on to the others."""
+    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on."""
 
     def forward(
         self,
@@ -31,7 +31,6 @@ class WavLMAttention(stock.WavLMAttention):
         elif position_bias.dim() != 2:
             shape = tuple(position_bias.shape)
             raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
-
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             position_bias[..., None],
@@ -51,7 +50,6 @@ class WavLMAttention(stock.WavLMAttention):
 
     def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the gate of each query and head, (B, H, N, 1)."""
-
         sums = self.gru_rel_pos_linear(split_heads(hidden_states, self.head_dim)).unflatten(-1, (2, 4)).sum(-1)
         a, b = sums.sigmoid().chunk(2, dim=-1)
         return a * (b * self.gru_rel_pos_const - 1.0) + 2.0
