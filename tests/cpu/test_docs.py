@@ -165,10 +165,11 @@ def test_tables_have_the_columns_of_their_headings() -> None:
 def test_costs_are_those_of_the_budgets() -> None:
     """The tables under "What it costs" show tiles, spills and cycles of bench/budgets."""
     with (ROOT / "bench" / "budgets" / "triton-3.7.csv").open() as file:
-        budgets = {(row["kernel"], f"{row['target']}, {row['head_dim']}", row["features"]): row for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    budgets = {(row["kernel"], f"{row['target']}, {row['head_dim']}", row["features"]): row for row in rows}
 
     def cycles(*key: str) -> str:
-        row = budgets.get(key, {})  # type: ignore[call-overload]
+        row = budgets.get(key, {})  # type: ignore[arg-type]
         return ", ".join(f"{int(row[name]):,}" for name in ("cycles", "far_cycles") if row.get(name))
 
     page = (ROOT / "triton_relattn" / "kernels" / "DERIVATION.md").read_text().split("\n## What it costs\n")[1]
@@ -176,12 +177,12 @@ def test_costs_are_those_of_the_budgets() -> None:
     full, clamped, models = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
     assert len(full) == len(models) == 20 and len(clamped) == 12
     for kernel, where, *found in full:
-        row, plain = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
+        row, without = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
         stages = row["num_stages"] + (" stage" if row["num_stages"] == "1" else " stages")
         carry = row["carry"] if kernel in ("forward", "dq") else ""  # the others do not walk along the keys
         rotation = row["rotation"] if kernel != "dtable_words" else ""
         tile = [f"{row['block_m']} x {row['block_n']}, {row['num_warps']} warps, {stages}", carry or "-", rotation or "-"]
-        ratio = "" if plain is None else f"{int(row['cycles']) / int(plain['cycles']):.2f}"
+        ratio = "" if without is None else f"{int(row['cycles']) / int(without['cycles']):.2f}"
         figures = [f"{int(row['spill_bytes']):,}", cycles(kernel, where, "full"), cycles(kernel, where, "none"), ratio]
         assert found == [*tile, *figures], (kernel, where)
     for kernel, where, near, far, plain in clamped:
