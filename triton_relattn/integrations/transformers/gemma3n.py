@@ -35,7 +35,7 @@ class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
         return torch.where(sees_a_key(lse), out, self._attend_evenly(value)).transpose(1, 2)
 
     def _table(self, query: torch.Tensor) -> torch.Tensor:
-        """(H, R, D)."""
+        """Return rel_key, (H, R, D)."""
         positions = self.relative_position_embedding
         distances = torch.arange(self.max_past_horizon, -self.max_future_horizon - 1, -1, device=query.device)
         sinusoids = positions._get_timing_signal_1d_pos(distances[None], dtype=query.dtype)
