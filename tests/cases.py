@@ -73,7 +73,7 @@ def random_mask(choose: random.Random, shape: tuple[int, int, int, int], dtype: 
 
 
 def random_scalars(choose: random.Random, wanted: Container[str], has_rel_key: bool) -> dict[str, Any]:
-    """Those arguments that padded and packed calls have in common and that depend on no length."""
+    """Draw the arguments that padded and packed calls have in common and that do not depend on a length."""
     arguments: dict[str, Any] = {}
     if "rel_scale" in wanted and has_rel_key:
         arguments["rel_scale"] = choose.choice((1.0, 0.2, -0.4))

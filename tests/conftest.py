@@ -1,5 +1,5 @@
-"""What holds for every test: one thread per worker, poisoned memory, no profile of the user's, and each kind of test in the
-process made for it."""
+"""Settings of every test: one thread per worker, poisoned memory, no profile of the user's, and each kind of test in the process
+made for it."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 fused_relative_attention          softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i], and more such terms and masks
 fused_relative_attention_varlen   the same for sequences packed one after the other
-RelativePositions                 which row of a table belongs to which relative position
-merge_attention                   attention over parts of the keys, put together
-can_run_triton                    whether the Triton kernels can serve given tensors
+RelativePositions                 the relative positions that the rows of a table stand for
+merge_attention                   merge attention over two parts of the keys
+can_run_triton                    tell whether the Triton kernels can serve given tensors
 tables                            conversions from other table layouts
 nn, plots                         modules, and pictures of a call: imported by their names
 """

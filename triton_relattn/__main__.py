@@ -57,7 +57,7 @@ def _device_name(device: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
-    parser.add_argument("--families", action="store_true", help="only the models of transformers that can be enabled")
+    parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
     if not parser.parse_args(argv).families:
         print(f"{environment(available_device())}\n\nModels of transformers that can be enabled:\n")
     print(families.table())

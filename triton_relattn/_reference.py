@@ -33,10 +33,11 @@ def reference_attention(
     enable_gqa: bool = False,
     exact_delta: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse as :func:`triton_relattn.fused_relative_attention` defines them; it has the arguments and validates them.
+    """Compute out and lse as :func:`triton_relattn.fused_relative_attention` defines them, densely. It explains the arguments and
+    validates them; enable_gqa and exact_delta change nothing here.
 
     Every step is one line of the formula, in the dtype of the inputs. dropout_seed and first_sequence, the number of the first
-    batch entry, say which probabilities are dropped.
+    batch entry, select the probabilities that are dropped.
     """
     batch, heads, num_queries, _ = query.shape
     num_keys, device = key.shape[2], query.device
@@ -73,19 +74,19 @@ def reference_attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:
-        # A finite number stays finite, also from a float32 mask for half precision.
+        # A finite number stays finite, even if a float32 mask is added to 16-bit logits.
         smallest = max(torch.finfo(dtype).min for dtype in (logits.dtype, attn_mask.dtype))
         logits = logits + attn_mask.clamp_min(smallest).to(logits.dtype)
         visible = visible & (attn_mask != float("-inf"))
     visible = visible.expand_as(logits)
     sees_nothing = ~visible.any(-1, keepdim=True)
 
-    # A row that sees nothing has no softmax: it takes part as if it saw everything equally, and is cleared afterwards.
+    # A query that sees nothing has no softmax. It is computed as if it saw all keys equally, and cleared afterwards.
     logits = logits.masked_fill(~visible, float("-inf")).masked_fill(sees_nothing, 0)
     probs = torch.softmax(logits, dim=-1).masked_fill(sees_nothing, 0)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     logits = logits.to(lse_dtype)
-    # Not torch.logsumexp: its derivative is exp(logits - lse), wrong where all logits are so large that lse rounds the sum away.
+    # Not torch.logsumexp: its derivative, exp(logits - lse), is wrong where logits are so large that lse rounds the sum away.
     top = logits.detach().amax(-1, keepdim=True) if num_keys else logits.new_zeros(batch, heads, num_queries, 1)
     lse = (top + (logits - top).exp().sum(-1, keepdim=True).log()).masked_fill(sees_nothing, float("-inf")).squeeze(-1)
     if dropout_p > 0:
@@ -109,7 +110,7 @@ def position_term(
     inside: torch.Tensor,
     rel_scale: float,
 ) -> torch.Tensor:
-    """``rel_scale * (p_i . E[row]) + b[row]``, (B, H, Nq, Nk) as row is, and 0 where it does not apply (``inside`` is False)."""
+    """Compute ``rel_scale * (p_i . E[row]) + b[row]``, (B, H, Nq, Nk) like row, and 0 where ``inside`` is False."""
     term = torch.zeros(row.shape, dtype=rel_query.dtype, device=row.device)
     if rel_key is not None:
         term = rel_scale * (rel_query @ rel_key.mT).gather(-1, row)
@@ -121,7 +122,7 @@ def position_term(
 
 
 def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of a resolved call; the sequences of a packed batch are computed one after the other."""
+    """Compute out and lse of a resolved call; the sequences of a packed batch are computed one after the other."""
     query, key, value, rel_query = tensors[:4]
 
     def attend(queries: slice, keys: slice, first_sequence: int, offset: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

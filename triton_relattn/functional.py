@@ -21,9 +21,9 @@ AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, ...] = ()) -> tuple[Any, ...]:
-    """Under torch.autocast float32 and 16-bit operands in its dtype, as torch casts those of scaled_dot_product_attention.
+    """Under torch.autocast, cast operands to its dtype, as torch casts those of scaled_dot_product_attention; else do nothing.
 
-    added: what is added to the logits, at the end of the result; numbers become float32.
+    added: tensors that are added to the logits. They become float32, unless they are bool, and come last in the result.
     """
     query = operands[0]
     device = query.device.type if isinstance(query, torch.Tensor) else "meta"
@@ -48,7 +48,7 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
 
 
 class OptionsVarlen(TypedDict, total=False):
-    """Keywords of both functions that do not decide on the type of the result; see their signatures."""
+    """Keywords of both functions on which the type of the result does not depend; see their signatures."""
 
     rel_query: torch.Tensor | None
     rel_value: torch.Tensor | None
@@ -125,7 +125,7 @@ def fused_relative_attention(
     exact_delta: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention with learned embeddings of the distance, in memory linear in the sequence lengths.
+    """Compute attention with learned embeddings of the distance, in memory linear in the sequence lengths.
 
     .. code-block:: text
 
@@ -142,62 +142,62 @@ def fused_relative_attention(
         key: (B, Hk, Nk, D).
         value: (B, Hk, Nk, Dv).
         rel_key: the table E, (R, Dr) shared by the heads or (Hq, R, Dr). All tables are optional; without any this is plain
-            attention. Those that are given have the same R. (The fourth argument of scaled_dot_product_attention is the mask.)
-        rel_query: p, (B, Hq, Nq, Dr), what rel_key is multiplied with; by default the query itself.
+            attention. Those that are given have the same R. (In scaled_dot_product_attention the fourth argument is the mask.)
+        rel_query: p, (B, Hq, Nq, Dr), the vectors that rel_key is multiplied with; by default the query itself.
         rel_value: the table A, (R, Dv) or (Hq, R, Dv).
         rel_bias: the table b, (R,) or (Hq, R), in query's dtype or float32.
-        positions: the relative positions the rows of the tables stand for. By default centred,
-            ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R. Short tables are
-            clipped on purpose, as by Shaw et al., and nothing is said of it; nobody clips at distances beyond 512, so that a
-            table of more than 1025 rows that does not cover a call gets a warning. Positions that are given say what is meant;
-            with ``outside="error"`` such calls are refused.
-        attn_mask: broadcasts to (B, Hq, Nq, Nk), without being expanded. Bool: True where a query may attend. Else, in query's
-            dtype or float32, it is added to the logits; it has no gradient.
-        key_lengths: (B,) int32 or int64, how many keys of each batch entry exist; the rest is padding; or a tensor of
-            one number for all.
+        positions: the relative positions that the rows of the tables stand for. By default they are centred,
+            ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R. A short table that does
+            not cover a call is clipped without a warning, as by Shaw et al. A table of more than 1025 rows gets one, since no
+            model clips at distances beyond 512. Give positions to say that it is meant; ``outside="error"`` refuses such calls.
+        attn_mask: broadcasts to (B, Hq, Nq, Nk), without being expanded. Bool: True where a query may attend. Numbers, in
+            query's dtype or float32, are added to the logits; they have no gradient.
+        key_lengths: (B,) int32 or int64, how many keys of each batch entry exist (the rest is padding); or a 0-d tensor, one
+            number for all.
         is_causal: hide keys in the future (r > 0).
-        window_size: (left, right), hide keys with r < -left or r > right; -1: unbounded, None: both are. Tiles outside are not
-            computed. All masks combine: a key is seen if none hides it.
-        query_offset: query i stands at key position i + query_offset; an int, or (B,) int32 or int64, or a tensor of one for
-            all. 0 aligns the upper left corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the
-            lower right one (a key-value cache).
-        dropout_p: dropout probability of the attention weights; those kept are multiplied by 1 / (1 - dropout_p). What is
-            dropped depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
+        window_size: (left, right), hide keys with r < -left or r > right; -1: that side is unbounded; None: both are. Tiles
+            outside are not computed. All masks combine: a key is seen if none hides it.
+        query_offset: query i stands at key position i + query_offset; an int, (B,) int32 or int64, or a 0-d tensor. 0 aligns
+            the upper left corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right
+            one (a key-value cache).
+        dropout_p: dropout probability of the attention weights; those kept are multiplied by 1 / (1 - dropout_p). The choice of
+            weights depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
             inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
         scale: factor of q.k, ``D ** -0.5`` by default.
         rel_scale: factor of p.E, by default scale.
         softcap: limit the logits smoothly to +-softcap.
         enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
-        exact_delta: compute the gradient of the query, too, without the rounding of out (docs/numerics.md says why). The other
-            gradients always are, and all of ``"blockwise"`` and ``"reference"``. Costs ``"triton"`` a second pass over the keys.
-        implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default triton on a GPU
-            that can run it, else blockwise, on a GPU with a warning that says why, once for each reason. One that is asked for
-            by name is used, or raises.
+        exact_delta: compute the gradients of query and rel_query from a delta without the rounding of out (docs/numerics.md
+            says when to ask for it). All other gradients are computed so anyway, and with ``"blockwise"`` and ``"reference"``
+            these, too. Costs ``"triton"`` a second pass over the keys.
+        implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default "triton" on a GPU
+            that can run it, else "blockwise". A GPU that gets "blockwise" warns why, once for each reason. An implementation
+            that is asked for by name is used, or the call raises.
 
     Returns:
         out (B, Hq, Nq, Dv) in the dtype and memory order of query; with ``return_lse`` also lse (B, Hq, Nq), natural
-        logarithm, float32 (float64 for float64 inputs). Both are differentiable, once (with ``"reference"`` any number of times;
-        its out is contiguous). A query that sees no key gives out = 0, lse = -inf and zero gradients.
+        logarithm, float32 (float64 for float64 inputs). Both can be differentiated once (with ``"reference"``, whose out is
+        contiguous, any number of times). A query that sees no key gives out = 0, lse = -inf and zero gradients.
         Keys and values that no query sees (by key_lengths, is_causal or window_size) are not read: they may hold NaN, and their
         gradients are 0.
 
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
-    (float64 for float64), also under ``torch.autocast``, which casts float32 inputs (not rel_bias and masks).
-    Results and gradients repeat bit for bit on the same machine and settings, the number of threads included. Only those of
-    "reference" on a GPU need ``torch.use_deterministic_algorithms(True)`` for that: it gathers, whose gradient adds in any order.
+    (float64 for float64), even under ``torch.autocast``, which casts float32 inputs but not rel_bias and masks.
+    Results and gradients repeat bit for bit on the same machine with the same settings and number of threads. "reference" on a
+    GPU needs ``torch.use_deterministic_algorithms(True)`` for that: it gathers, and a gather's gradient adds in any order.
 
     Raises:
-        ValueError: wrong ranks, shapes, devices or values. The message says so where a mask has taken rel_key's place, or
-            dimensions are in the order (B, N, H, D). The values of key_lengths are checked on the CPU only (a check on a GPU
-            would wait for it; ``TRITON_RELATTN_CHECK_VALUES=1`` asks for it); the kernels limit them to [0, Nk].
+        ValueError: wrong ranks, shapes, devices or values. The message says what to do if a mask has taken rel_key's place, or
+            dimensions are in the order (B, N, H, D). The values of key_lengths are checked on the CPU only, because a check on
+            a GPU would wait for it (``TRITON_RELATTN_CHECK_VALUES=1`` asks for it); the kernels limit them to [0, Nk].
         TypeError: wrong types or dtypes.
         NotImplementedError: ``implementation="triton"`` where it cannot run, with the reason.
 
     Warns, once each:
-        RuntimeWarning: a GPU gets "blockwise" by default. A long table does not cover the call (see positions). The order of
-            dimensions seems to be (B, N, H, D): there are more heads than positions, and more than 256, or just as many as the
-            table covers positions.
+        RuntimeWarning: a GPU gets "blockwise" by default. A long table does not cover the call (see positions). Dimensions
+            seem to be in the order (B, N, H, D): there are more heads than positions, and either more than 256 heads, or as
+            many as the positions that the table covers.
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",
@@ -305,31 +305,31 @@ def fused_relative_attention_varlen(
     exact_delta: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_relative_attention` of B sequences of any lengths, packed one after the other, with no padding.
+    """Compute :func:`fused_relative_attention` of B sequences of any lengths, packed one after the other without padding.
 
-    Sequence b has the queries ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]`` and likewise keys, attends to itself only, and
-    its positions start at 0: query and key 0 of a sequence meet at r = -query_offset.
+    Sequence b has the queries from ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]``, and likewise keys. It attends to itself
+    only. Its positions start at 0: query 0 and key 0 of a sequence have r = -query_offset.
 
     Args:
         query: (total_q, Hq, D).
         key: (total_k, Hk, D).
         value: (total_k, Hk, Dv).
         rel_query: (total_q, Hq, Dr), by default the query.
-        cu_seqlens_q: (B + 1,) int32 or int64, rising from 0 to total_q. cu_seqlens_k: to total_k. Their values, too, are
-            checked on the CPU only.
-        max_seqlen_q: the length of the longest sequence of queries, or more. max_seqlen_k: of keys. Ints, such as
-            ``lengths.max().item()``, which waits for a GPU (and in torch.compile needs
-            ``torch._dynamo.config.capture_scalar_outputs``).
-        query_offset: an int, or (B,), one of each sequence.
+        cu_seqlens_q: (B + 1,) int32 or int64, rising from 0 to total_q.
+        cu_seqlens_k: the same for keys, to total_k. The values of both are checked on the CPU only.
+        max_seqlen_q: an int, the length of the longest sequence of queries, or more. ``lengths.max().item()`` gives it, but
+            waits for a GPU (and in torch.compile needs ``torch._dynamo.config.capture_scalar_outputs``).
+        max_seqlen_k: the same for keys.
+        query_offset: an int, or (B,), one for each sequence.
 
-    The other arguments are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Sequence b drops what
-    batch entry b drops there.
+    The other arguments are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Dropout in sequence b is
+    that of batch entry b of the padded function.
 
     Returns:
         out (total_q, Hq, Dv); with ``return_lse`` also lse (Hq, total_q).
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as there.
+        ValueError, TypeError, NotImplementedError: as :func:`fused_relative_attention`.
 
     Example:
         >>> q, k, v = (torch.randn(12, 2, 16) for _ in range(3))  # lengths 5, 0 and 7

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together."""
+"""Merging of attention over parts of the keys."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from ._core.dtypes import compute_dtype
 def merge_attention(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys from attention over each.
+    """Merge the results of attention over two sets of keys into attention over both.
 
     .. code-block:: text
 
         lse = log(exp(lse1) + exp(lse2))
         out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 
-    For sequence-parallel schemes in which queries meet the keys block by block (ring attention): call
+    This serves sequence-parallel schemes in which queries meet the keys block by block (ring attention). Call
     :func:`triton_relattn.fused_relative_attention` for each block with ``return_lse=True`` and ``query_offset`` = (position of
     the first query) - (position of the block's first key), and merge. Causal masks, windows and tables then see the true
     distances. Gradients flow through out and lse; merging is associative. (With dropout the parts drop independently.)
 
     Args:
-        out1, out2: (..., Nq, Dv). lse1, lse2: (..., Nq), natural logarithm; -inf: no key was seen.
+        out1, out2: (..., Nq, Dv).
+        lse1, lse2: (..., Nq), natural logarithm; -inf: no key was seen.
 
     Returns:
         out in the dtype of out1, and lse in that of lse1; computed in float32 (float64 for float64). A query that sees no key
-        in either has out = 0, lse = -inf and zero gradients.
+        in either set has out = 0, lse = -inf and zero gradients.
 
     Raises:
         ValueError: shapes that do not fit.
 
-    Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021; Liu et al., "Ring Attention", 2023.
+    Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021; Liu et al., "Ring Attention", 2023.
 
     Example:
         >>> q, k, v = (torch.randn(1, 2, 10, 16) for _ in range(3))
@@ -55,7 +56,7 @@ def merge_attention(
     sees_nothing = total == 0
     total = total.masked_fill(sees_nothing, 1)
     shares = (weights / total).unsqueeze(-1)
-    # What has no weight may be anything, also the NaN that others return for a query that sees nothing.
+    # A result without weight may be anything, even the NaN that other functions return for a query that sees nothing.
     first, second = (out.to(dtype).masked_fill(share == 0, 0) for out, share in zip((out1, out2), shares, strict=True))
     out = shares[0] * first + shares[1] * second
     lse = (top + total.log()).masked_fill(sees_nothing, -torch.inf)

@@ -1,6 +1,6 @@
 """Pictures of one attention call: its terms, and how far it looks. Needs matplotlib: ``pip install "triton_relattn[plots]"``.
 
-Dense: for sequences that are short enough to be looked at.
+The functions compute densely, for sequences that are short enough to be looked at.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ def attention_maps(
     head: int = 0,
     **arguments: Any,
 ) -> Any:
-    """Heat maps of the content term, the position term, their sum, and the probabilities.
+    """Draw heat maps of the content term, the position term, their sum, and the probabilities.
 
     Args:
-        query: (B, Hq, Nq, D). key: (B, Hk, Nk, D).
-        batch, head: which entry and which head to show.
-        rel_key and arguments: those of :func:`triton_relattn.fused_relative_attention`, whose formula they are of; what
-            concerns values does not matter.
+        query: (B, Hq, Nq, D).
+        key: (B, Hk, Nk, D).
+        batch, head: the batch entry and the head to show.
+        rel_key, arguments: as of :func:`triton_relattn.fused_relative_attention`. Those that concern values change nothing.
 
     Returns:
         A matplotlib Figure with four axes. The first three share a scale around 0.
 
     Raises:
-        ValueError: as the functional, or more than 4096 x 4096 pairs. ImportError: no matplotlib.
+        ValueError: as the functional, or more than 4096 x 4096 pairs.
+        ImportError: matplotlib is not installed.
     """
     terms = attention_terms(query, key, rel_key, **arguments)
     content, position, probs = (tensor[batch, head].numpy(force=True) for tensor in terms)
@@ -57,7 +58,8 @@ def attention_maps(
 
 
 def attention_by_distance(query: torch.Tensor, key: torch.Tensor, rel_key: torch.Tensor | None = None, **arguments: Any) -> Any:
-    """The mean probability against the relative position r = j - i - query_offset, a line for each head and one for their mean.
+    """Draw the mean probability against the relative position r = j - i - query_offset: a line for each head and one for their
+    mean.
 
     The mean is over all pairs with that r, of all batch entries. Arguments and errors as of :func:`attention_maps`.
 
@@ -91,10 +93,10 @@ def attention_terms(
     rel_scale: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Content term, position term and probabilities of a call, each (B, Hq, Nq, Nk), float32 or float64.
+    """Return content term, position term and probabilities of a call, each (B, Hq, Nq, Nk), float32 or float64.
 
-    Arguments and errors as of :func:`attention_maps`; the terms are before softcap and masks, the probabilities after them and
-    before dropout.
+    Arguments and errors are as of :func:`attention_maps`. The terms are before softcap and masks; the probabilities are after
+    them and before dropout.
     """
     heads, num_queries = query.shape[1:3]
     batch, key_heads, num_keys = key.shape[:3]
@@ -102,7 +104,7 @@ def attention_terms(
         raise ValueError(f"pictures are for at most 4096 x 4096 pairs, got {num_queries} x {num_keys}")
     for name in ("rel_value", "dropout_p", "implementation", "return_lse"):  # change nothing here
         others.pop(name, None)
-    if rel_key is None and rel_bias is None:  # what only a table for values has
+    if rel_key is None and rel_bias is None:  # positions of a table for values, which is not shown
         positions = None
     terms: dict[str, Any] = {"rel_query": rel_query, "rel_bias": rel_bias, "positions": positions}
     terms |= {"query_offset": query_offset, "scale": scale, "rel_scale": rel_scale}
@@ -128,7 +130,7 @@ def attention_terms(
 
 
 def mean_by_distance(probs: torch.Tensor, query_offset: int | torch.Tensor = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Relative positions (R,), and the mean probability of each for each head, (H, R), over all pairs that have it."""
+    """Return the relative positions that occur, (R,), and their mean probability in each head, (H, R), over all pairs."""
     batch, heads, num_queries, num_keys = probs.shape
     offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
     distance = torch.arange(num_keys, device=probs.device) - torch.arange(num_queries, device=probs.device)[:, None] - offset

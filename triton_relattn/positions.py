@@ -1,4 +1,4 @@
-"""Which row of a table belongs to which relative position."""
+"""The relative positions that the rows of a table stand for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 
 LARGEST_POSITION = 2**29
-"""So that sums of a few positions fit the 32 bits in which kernels count."""
+"""Largest position or distance. Sums of a few of them fit the 32 bits in which kernels count."""
 
 
 @dataclass(frozen=True)
 class RelativePositions:
-    """The relative positions a table has rows for, and what happens beyond them.
+    """The relative positions that a table has rows for, and what happens beyond them.
 
     The relative position of key ``j`` as query ``i`` sees it is ``r = j - i - query_offset``: negative in the past,
     positive in the future. Row 0 of a table stands for ``r = first``, its last row for ``r = last``.
@@ -22,9 +22,9 @@ class RelativePositions:
     Args:
         first: relative position of the first row.
         last: relative position of the last row; a table has ``last - first + 1`` rows.
-        outside: what applies beyond them. ``"clamp"`` uses the nearer end row (Shaw et al. 2018),
-            ``"zero"`` drops the relative terms, ``"error"`` has calls refused unless the (longest) lengths, query_offset,
-            window_size and is_causal show that no query sees a key there; other masks are not looked at.
+        outside: what applies beyond them. ``"clamp"`` uses the nearer end row (Shaw et al. 2018), ``"zero"`` drops the
+            relative terms. ``"error"`` refuses calls unless the (longest) lengths, query_offset, window_size and is_causal
+            show that no query sees a key there; other masks are not looked at.
 
     Raises:
         TypeError: ``first`` or ``last`` is not an integer.
@@ -58,7 +58,7 @@ class RelativePositions:
 
     @classmethod
     def centred(cls, num_rows: int, outside: Literal["clamp", "zero", "error"] = "clamp") -> RelativePositions:
-        """Positions ``-(num_rows - 1) / 2 .. (num_rows - 1) / 2``, as in Shaw et al.; ``num_rows`` must be odd."""
+        """Return positions from ``-(num_rows - 1) / 2`` to ``(num_rows - 1) / 2``, as in Shaw et al.; num_rows must be odd."""
         if num_rows % 2 == 0:
             raise ValueError(
                 f"a table with an even number of rows ({num_rows}) has no middle row; say which relative positions "
@@ -68,11 +68,11 @@ class RelativePositions:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a table with these positions."""
+        """The number of rows of a table with these positions."""
         return self.last - self.first + 1
 
     def rows(self, relative_position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of each relative position, and whether the relative terms apply there (always true with clamp)."""
+        """Return the row of each relative position, and whether the relative terms apply there (always true with clamp)."""
         row = relative_position.clamp(self.first, self.last) - self.first
         if self.outside == "clamp":
             return row, torch.ones_like(row, dtype=torch.bool)

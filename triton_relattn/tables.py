@@ -1,7 +1,7 @@
-"""From the layouts and parametrisations of tables found in papers and models to ours: R rows, the most distant past first.
+"""Conversion of the tables of papers and models to the layout of this package: R rows, the most distant past first.
 
-All of it is plain torch, differentiable, on any device. Row ``r - first`` belongs to relative position r = j - i - query_offset.
-A parametrisation by buckets needs no function of its own: indexing its weight with the bucket of each row gives the table, and
+All functions are plain torch, differentiable, and run on any device. Row ``r - first`` belongs to relative position
+r = j - i - query_offset. Tables by buckets need no function of their own: index the weight with the bucket of each row, and
 autograd sums the gradients of the rows into the weight (:func:`t5_buckets` has an example).
 """
 
@@ -18,10 +18,10 @@ from .positions import RelativePositions
 
 
 def from_general_layout(table: torch.Tensor) -> torch.Tensor:
-    """``(..., D, 2T - 1)``, one column per position from the most distant future to the most distant past, to ours.
+    """Convert a table ``(..., D, 2T - 1)``, with a column per position from the most distant future to the most distant past.
 
     Column ``c`` of the given table stands for relative position ``T - 1 - c``; row ``r + T - 1`` of the result for ``r``.
-    A view of the given table with one copy (``flip``), so gradients flow back to it.
+    The result is a copy (``flip``) through which gradients flow back.
 
     Returns:
         (..., 2T - 1, D).
@@ -41,7 +41,7 @@ def from_general_layout(table: torch.Tensor) -> torch.Tensor:
 
 
 def from_future_first(table: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rows from the most distant future to the most distant past, in the order of ``i - j``, to ours.
+    """Convert a table whose rows go from the most distant future to the most distant past, in the order of ``i - j``.
 
     Args:
         table: any shape.
@@ -67,7 +67,7 @@ def from_future_first(table: torch.Tensor, dim: int) -> torch.Tensor:
 def t5_buckets(
     relative_position: torch.Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
 ) -> torch.Tensor:
-    """The bucket of each relative position as T5, MPNet, WavLM and others number them; theirs, too, is r = memory - query.
+    """Return the bucket of each relative position as T5, MPNet, WavLM and others number them. Their r, too, is key - query.
 
     .. code-block:: text
 
@@ -78,7 +78,7 @@ def t5_buckets(
         bucket = bucket + n                                              if bidirectional and r > 0
 
     The logarithm is float32, as in the models: where it falls on a whole number, its rounding decides. From max_distance on the
-    bucket stays the same, so rows for -max_distance .. max_distance (0 if not bidirectional), clamped, serve any length.
+    bucket stays the same: a clamped table with rows for -max_distance .. max_distance (0 if not bidirectional) serves any length.
 
     Args:
         relative_position: integers, any shape.
@@ -87,7 +87,7 @@ def t5_buckets(
         int64, the shape of relative_position, in [0, num_buckets).
 
     Raises:
-        TypeError: relative_position does not hold integers, or the others are none.
+        TypeError: relative_position does not hold integers, or num_buckets or max_distance is not an integer.
         ValueError: too few buckets to have e >= 1, or max_distance <= e.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2019.
@@ -119,7 +119,7 @@ def t5_buckets(
 
 
 def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_position: int) -> torch.Tensor:
-    """The signed bucket of each relative position, as ``make_log_bucket_position`` of DeBERTa-v2, DeBERTa-v3 and SEW-D.
+    """Return the signed bucket of each relative position, as ``make_log_bucket_position`` of DeBERTa-v2, DeBERTa-v3 and SEW-D.
 
     .. code-block:: text
 
@@ -128,7 +128,7 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
                   = sign(r) * (m + ceil((m - 1) log(|r| / m) / log((max_position - 1) / m)))    else
 
     ``-bucket_size < bucket < bucket_size`` as long as ``|r| < max_position``, and ``bucket(-r) = -bucket(r)``. The models'
-    relative position is query - memory = -r, and they add the span (= bucket_size): row r of a table needs theirs at
+    relative position is query - key = -r, and they add the span (= bucket_size). So the row for r is their row
     ``span - bucket(r)``, limited to [0, 2 * span - 1]. The logarithm is float32, as in the models.
 
     Args:
@@ -163,10 +163,10 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
 
 
 def alibi_slopes(num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> torch.Tensor:
-    """The slopes of ALiBi, (num_heads,).
+    """Return the slopes of ALiBi, (num_heads,).
 
-    n = num_heads a power of two: ``2 ** (-8 k / n)``, k = 1 .. n. Else those of the next lower power of two n, and after them
-    every second one of 2n, ``2 ** (-8 k / (2n))``, k = 1, 3, 5, ..., as many as are missing.
+    If n = num_heads is a power of two they are ``2 ** (-8 k / n)``, k = 1 .. n. Else they are those of the next lower power of
+    two n, and after them, as many as are missing, every second one of 2n: ``2 ** (-8 k / (2n))``, k = 1, 3, 5, ...
 
     Raises:
         TypeError: num_heads is not an integer.
@@ -187,22 +187,22 @@ def alibi_slopes(num_heads: int, *, dtype: torch.dtype = torch.float32, device: 
 
 
 def alibi_bias(heads: int | torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """ALiBi as ``rel_bias``: ``-slope * |r|`` for r = first .. last.
+    """Return ALiBi as ``rel_bias``: ``-slope * |r|`` for r = first .. last.
 
     Args:
         heads: the number of heads, for the slopes of :func:`alibi_slopes`, or slopes (H,), which may be learned.
-        first, last: relative positions of the first and the last row. The bias grows without bound: give it a row for every
-            pair that is seen, first = -(Nk - 1) and last = 0 for causal attention.
+        first, last: relative positions of the first and the last row. ALiBi is not clipped, so every pair that is seen needs a
+            row: first = -(Nk - 1) and last = 0 for causal attention.
 
     Returns:
         (H, last - first + 1), in the dtype of the slopes (float32) and on their device.
 
     Raises:
-        TypeError: first, last or a number of heads is not an integer; slopes that are no floating point numbers.
-        ValueError: last < first, no heads, or slopes that are no vector.
+        TypeError: first, last or a number of heads is not an integer; slopes are not floating point numbers.
+        ValueError: last < first, no heads, or slopes that are not a vector.
 
-    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2021. It is causal; for r > 0 this is the
-    symmetric form.
+    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2021, for causal attention. For r > 0 this is
+    the symmetric form.
 
     Example:
         >>> q, k, v = (torch.randn(1, 12, 10, 16) for _ in range(3))
@@ -228,19 +228,20 @@ def sinusoids(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """The sinusoids of the distance that Transformer-XL and Conformers project to their tables.
+    """Return the sinusoids of the distance that Transformer-XL and Conformers project to their tables.
 
     .. code-block:: text
 
         angle[r, c] = -r * base ** (-2 c / width)          r = first .. last, c = 0 .. width / 2 - 1
 
-    The distance is -r = i - j, positive in the past. They are computed in float64 and then rounded to dtype.
+    The distance is -r = i - j, positive in the past. Sinusoids are computed in float64 and then rounded to dtype.
 
     Args:
         first, last: relative positions of the first and the last row; -(T - 1) and T - 1 for T frames.
-        width: of the model (the projection makes heads of it).
+        width: width of the model (the projection splits it into heads).
         order: ``"interleaved"``: sin, cos, sin, cos, ... (fairseq, NeMo, ESPnet; Wav2Vec2-Conformer, Parakeet).
             ``"concatenated"``: all sin, then all cos (Transformer-XL, XLNet).
+        base: wavelengths grow from 2 pi to almost 2 pi * base.
 
     Returns:
         (last - first + 1, width).
@@ -269,7 +270,7 @@ def sinusoids(
 def fold_transformer_xl(
     query: torch.Tensor, rel_key: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two learned biases of Transformer-XL and Conformers, as the operator takes them.
+    """Express the two learned biases of Transformer-XL and Conformers as another query and a ``rel_bias``.
 
     .. code-block:: text
 
@@ -278,17 +279,18 @@ def fold_transformer_xl(
 
     Args:
         query: (B, H, N, D), or packed (total, H, D).
-        rel_key: the table E, (R, D) or (H, R, D). The projected sinusoids of these models (:func:`sinusoids`), whose row 0 is
-            the largest i - j, are in our order as they are.
-        u: the bias of the content, (H, D). v: of the position. (``pos_bias_u``, ``pos_bias_v``; ``r_w_bias``, ``r_r_bias``.)
-        scale: that of the call, ``D ** -0.5`` by default. The call's ``rel_scale`` stays at its default, which is scale.
+        rel_key: the table E, (R, D) or (H, R, D). The projected sinusoids of these models (:func:`sinusoids`) have the largest
+            i - j in row 0, which is the order of this package already.
+        u: the bias of the content term, (H, D); ``pos_bias_u`` or ``r_w_bias`` in models.
+        v: the bias of the position term, (H, D); ``pos_bias_v`` or ``r_r_bias`` in models.
+        scale: scale of the call, ``D ** -0.5`` by default. Leave the call's ``rel_scale`` at its default, which is scale.
 
     Returns:
-        q', query's shape and dtype, to pass as query, and b, (H, R), at least float32, to pass as ``rel_bias``; ``rel_key``
-        stays as it is. Gradients flow to all four tensors.
+        q' in query's shape and dtype, to pass as query, and b, (H, R), at least float32, to pass as ``rel_bias``. Pass
+        ``rel_key`` unchanged. Gradients flow to all four tensors.
 
     Raises:
-        ValueError: query's rank, or u or v is not (H, D), or rel_key does not fit them.
+        ValueError: query has another rank, u or v is not (H, D), or rel_key does not fit them.
 
     Source: Dai et al., "Transformer-XL", 2019; Gulati et al., "Conformer", 2020.
 
@@ -321,6 +323,6 @@ def _require_integers(relative_position: torch.Tensor) -> None:
 
 
 def _relative_positions(first: int, last: int, device: torch.device | str | None) -> torch.Tensor:
-    """first .. last, checked."""
+    """Return the integers from first to last, checked."""
     positions = RelativePositions(first, last)
     return torch.arange(positions.first, positions.last + 1, device=device)

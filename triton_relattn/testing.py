@@ -1,8 +1,8 @@
 """Helpers for tests of this operator and of code that uses it: inputs, a float64 backward by hand, and error budgets.
 
-Tolerances are derived, not chosen. A result may be off by a small multiple of what plain torch is off in the same
-precision; a table's gradient, a sum over all queries that hides systematic errors, is measured against the one rounding
-that cannot be avoided. A check that could not fail (an all-zero golden result, a reference without error) fails.
+Tolerances are derived, not chosen. The error of a result may be a small multiple of the error that plain torch makes in the same
+precision. A table's gradient is a sum over all queries, in which systematic errors add up, so its error is compared with that of
+the one rounding that cannot be avoided. A check that could not fail (golden result all zero, reference without error) fails.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ._core.spec import DIFFERENTIABLE
 from .positions import RelativePositions
 
 SHARP_FACTOR = 8.0
-"""Sharp attention: queries times this, which gives logits of about +-30."""
+"""Factor of the queries for sharp attention, which gives logits of about +-30."""
 SHARP_SHIFT = 4.0
-"""Sharp attention: what is added to value and d_out, so that rowsum(out * d_out) is large against what it cancels with."""
+"""Number added to value and d_out for sharp attention: rowsum(out * d_out) is then large against its difference from dP."""
 
 
 class Inputs(NamedTuple):
@@ -37,12 +37,12 @@ class Inputs(NamedTuple):
     rel_bias: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return rel_query, rel_value and rel_bias, those that there are: the tensors that a call takes by keyword."""
+        """Return the tensors that a call takes by keyword: those of rel_query, rel_value and rel_bias that are not None."""
         terms = {"rel_query": self.rel_query, "rel_value": self.rel_value, "rel_bias": self.rel_bias}
         return {name: tensor for name, tensor in terms.items() if tensor is not None}
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Inputs:
-        """The same numbers in dtype; d_lse in the dtype of lse, which is at least float32."""
+        """Convert all tensors to dtype; d_lse to the dtype of lse, which is at least float32."""
         moved = (None if tensor is None else tensor.to(device, dtype) for tensor in self)
         d_lse = self.d_lse.to(device, torch.promote_types(dtype, torch.float32))
         return Inputs(*moved)._replace(d_lse=d_lse)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def make_inputs(
     seed: int,
     sharp: bool = False,
 ) -> Inputs:
-    """Normally distributed inputs: drawn in float64 from ``seed`` alone, then rounded to ``dtype``.
+    """Draw normally distributed inputs in float64, from ``seed`` alone, and round them to ``dtype``.
 
     ``inputs.to(torch.float64)`` holds the rounded numbers, so that a golden result sees what the implementation saw.
 
@@ -76,9 +76,9 @@ def make_inputs(
         num_rows: rows of all tables, which are (num_rows, width) or with ``per_head`` (heads, num_rows, width), rel_bias
             without the width; None for no table.
         key_heads: heads of key and value, which are shared (``enable_gqa=True``) if they are fewer than ``heads``.
-        rel_width: width of a rel_query, and of rel_key; None for no rel_query.
-        rel_key, rel_value, rel_bias: which tables there are.
-        sharp: attention that looks at few keys, where errors of the backward show: query and rel_query times
+        rel_width: width of rel_query and of rel_key; None for no rel_query.
+        rel_key, rel_value, rel_bias: whether to make each table.
+        sharp: make attention look at few keys, where errors of the backward show: query and rel_query times
             ``SHARP_FACTOR``, value and d_out shifted by ``SHARP_SHIFT``.
     """
     if rel_width is not None and (num_rows is None or not rel_key):
@@ -93,7 +93,7 @@ def make_inputs(
     def table(wanted: bool, *tail: int) -> torch.Tensor | None:
         return normal(*(heads,) * per_head, num_rows, *tail) if wanted and num_rows is not None else None
 
-    # New tensors are drawn last: calls without them keep their numbers.
+    # Optional tensors are drawn last, so that calls without them keep their numbers.
     query = normal(batch, heads, num_queries, width)
     key = normal(batch, key_heads, num_keys, width)
     value = normal(batch, key_heads, num_keys, value_width)
@@ -109,8 +109,8 @@ def make_inputs(
 
 
 def in_memory_order(tensor: torch.Tensor, *order: int, step: int = 1) -> torch.Tensor:
-    """The same tensor in other memory: dimensions in the given order (outermost first), elements of the last one ``step``
-    apart, every dimension padded in front with NaN, which no implementation may read."""
+    """Copy a tensor to other memory: dimensions in the given order (outermost first), elements of the last one ``step`` apart,
+    every dimension padded in front with NaN, which no implementation may read."""
     padded = tensor.new_full([tensor.shape[dim] + 1 for dim in order] + [step], math.nan)
     view = padded[..., 0]
     for dim in range(tensor.dim()):
@@ -119,7 +119,7 @@ def in_memory_order(tensor: torch.Tensor, *order: int, step: int = 1) -> torch.T
 
 
 def with_different_strides(inputs: Inputs) -> Inputs:
-    """The same numbers, every tensor with strides, a storage offset and padding of its own."""
+    """Copy inputs so that every tensor has strides, a storage offset and padding of its own."""
 
     def reordered(tensor: torch.Tensor | None, shared: tuple[int, ...], per_head: tuple[int, ...]) -> torch.Tensor | None:
         return None if tensor is None else in_memory_order(tensor, *(shared if tensor.dim() == len(shared) else per_head), step=3)
@@ -143,9 +143,9 @@ def with_different_strides(inputs: Inputs) -> Inputs:
 def forward_backward(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]], inputs: Inputs, **arguments: Any
 ) -> dict[str, torch.Tensor]:
-    """out, lse, d_query, d_key, d_value and the gradient of each further tensor that there is (d_rel_key, d_rel_query, ...).
+    """Return out, lse, d_query, d_key, d_value and the gradients of further tensors (d_rel_key, d_rel_query, ...), by name.
 
-    The call is ``function(query, key, value, rel_key, **inputs.terms(), **arguments)`` and returns out and lse, as
+    The call is ``function(query, key, value, rel_key, **inputs.terms(), **arguments)``. It must return out and lse, as
     ``fused_relative_attention`` does with ``return_lse=True``. Strides of the inputs are kept.
     """
     tensors = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
@@ -162,7 +162,7 @@ def dropout_mask(
 ) -> torch.Tensor:
     """Return the mask of what dropout keeps, bool, (batch, heads, num_queries, num_keys).
 
-    Draws from torch's generator as a call of the operator does: after the same ``torch.manual_seed`` both drop the same.
+    It draws from torch's generator as a call of the operator does: after the same ``torch.manual_seed`` both drop the same.
 
     Raises:
         ValueError: dropout_p outside [0, 1].
@@ -177,7 +177,7 @@ def dropout_mask(
 
 
 class DenseGradients(NamedTuple):
-    """Results of :func:`dense_gradients`, all in float64; None is the gradient of a tensor that is not there."""
+    """Results of :func:`dense_gradients`, all in float64; None for the gradient of a tensor that is not there."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -186,18 +186,18 @@ class DenseGradients(NamedTuple):
     d_value: torch.Tensor
     d_rel_key: torch.Tensor | None
     d_scores: torch.Tensor
-    """Gradient of the logits before softcap, (B, Hq, Nq, Nk): times scale it is that of q.k, times rel_scale that of p.E."""
+    """Gradient of the logits before softcap, (B, Hq, Nq, Nk). Times scale it is that of q.k, times rel_scale that of p.E."""
     d_rel_query: torch.Tensor | None
     d_rel_value: torch.Tensor | None
     d_rel_bias: torch.Tensor | None
     probs: torch.Tensor
-    """After dropout, (B, Hq, Nq, Nk)."""
+    """Probabilities after dropout, (B, Hq, Nq, Nk)."""
 
 
 def _rows_of_pairs(
     inputs: Inputs, positions: RelativePositions | None, query_offset: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(Nq, Nk) or (B, 1, Nq, Nk) each: relative position, table row, whether relative terms apply (never without a table)."""
+    """Return relative position, table row, and whether relative terms apply, each (Nq, Nk) or (B, 1, Nq, Nk)."""
     device = inputs.query.device
     i = torch.arange(inputs.query.shape[2], device=device)[:, None]
     j = torch.arange(inputs.key.shape[2], device=device)
@@ -211,24 +211,24 @@ def _rows_of_pairs(
 
 
 def _tables(inputs: Inputs) -> list[tuple[torch.Tensor, bool]]:
-    """The tables that there are, and whether their last dimension is a width."""
+    """Return the tables that are not None, and whether their last dimension is a width."""
     named = ((inputs.rel_key, True), (inputs.rel_value, True), (inputs.rel_bias, False))
     return [(table, has_width) for table, has_width in named if table is not None]
 
 
 def _by_pair(by_row: torch.Tensor, row: torch.Tensor, applies: torch.Tensor) -> torch.Tensor:
-    """(B, H, Nq, Nk) from a number for each query and table row, (B, H, Nq, R): 0 where the relative terms do not apply."""
+    """Gather numbers by query and table row, (B, H, Nq, R), for each pair, (B, H, Nq, Nk): 0 where the terms do not apply."""
     return torch.where(applies, by_row.gather(-1, row.expand(*by_row.shape[:3], -1)), 0)
 
 
 def _by_row(by_pair: torch.Tensor, row: torch.Tensor, applies: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The transpose of _by_pair: for each query, by_pair (B, H, Nq, Nk) summed over the keys of each table row."""
+    """Sum by_pair (B, H, Nq, Nk) for each query over the keys of each table row: the transpose of _by_pair."""
     zeros = by_pair.new_zeros(*by_pair.shape[:3], num_rows)
     return zeros.scatter_add_(-1, row.expand_as(by_pair), torch.where(applies, by_pair, 0))
 
 
 def _table_gradient(by_row: torch.Tensor, factor: torch.Tensor, per_head: bool) -> torch.Tensor:
-    """by_row^T factor, summed over batch and queries and, for a shared table, heads; factor is (B, H, Nq, width)."""
+    """Sum by_row^T factor over batch and queries and, for a shared table, heads; factor is (B, H, Nq, width)."""
     return torch.einsum("bhir,bhid->hrd" if per_head else "bhir,bhid->rd", by_row, factor)
 
 
@@ -249,7 +249,7 @@ def dense_gradients(
     enable_gqa: bool = False,
     exact_delta: bool = False,
 ) -> DenseGradients:
-    """Forward and backward written out by hand, dense and in float64; arguments as of ``fused_relative_attention``.
+    """Compute forward and backward by hand, dense and in float64; arguments as of ``fused_relative_attention``.
 
     .. code-block:: text
 
@@ -259,11 +259,11 @@ def dense_gradients(
         dE[row] = rel_scale sum dS[i,j] p_i    dA[row] = sum Pd[i,j] dO_i    db[row] = sum dS[i,j]
 
     Args:
-        keep: what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
-        enable_gqa, exact_delta: change nothing: key and value are shared if they have fewer heads, and delta is exact.
+        keep: the mask of what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
+        enable_gqa, exact_delta: change nothing. Key and value are shared if they have fewer heads, and delta is exact.
     """
     if dropout_p > 0 and keep is None:
-        raise ValueError(f"dropout_p = {dropout_p} needs keep, what is not dropped")
+        raise ValueError(f"dropout_p = {dropout_p} needs keep, the mask of what is not dropped")
     query, key, value, rel_key, d_out, d_lse, rel_query, rel_value, rel_bias = inputs.to(torch.float64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rel_scale = scale if rel_scale is None else rel_scale
@@ -329,7 +329,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _finite_errors(name: str, actual: torch.Tensor, golden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|actual - golden| and golden in float64, both zero where golden is -inf; there actual must be -inf, elsewhere finite."""
+    """Return |actual - golden| and golden in float64, both zero where golden is -inf: actual must be -inf there, else finite."""
     _require(actual.shape == golden.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(golden.shape)}")
     actual, golden = actual.detach().double(), golden.detach().double()
     infinite = golden == -math.inf
@@ -345,7 +345,7 @@ def _finite_errors(name: str, actual: torch.Tensor, golden: torch.Tensor) -> tup
 
 
 def last_place(value: float, dtype: torch.dtype) -> float:
-    """One unit in the last place of numbers as large as ``value`` in dtype."""
+    """Return one unit in the last place of numbers as large as ``value`` in dtype."""
     info = torch.finfo(dtype)
     return info.eps * 2.0 ** math.floor(math.log2(max(abs(value), info.tiny)))
 
@@ -363,11 +363,11 @@ def _require_errors_below(name: str, actual: torch.Tensor, golden: torch.Tensor,
 
 
 def error_budget(golden: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *, factor: float) -> float:
-    """The largest error of a result in dtype: ``factor`` times that of plain torch, and two units in the last place.
+    """Return the error that a result in dtype may have: ``factor`` times that of plain torch, plus two units in the last place.
 
     Args:
         golden: the float64 result. Where it is -inf, the reference must be, too.
-        reference: what the dense reference gives in dtype.
+        reference: the result of the dense reference in dtype.
     """
     errors, finite_golden = _finite_errors("reference", reference, golden)
     return factor * float(errors.max()) + 2 * last_place(float(finite_golden.abs().max()), dtype)
@@ -382,14 +382,14 @@ def assert_within_budget(
     factor: float,
     exact_reference: bool = False,
 ) -> None:
-    """The error of ``actual`` is at most ``factor`` times that of plain torch, plus two units in the last place.
+    """Assert that the error of ``actual`` is at most ``factor`` times that of plain torch, plus two units in the last place.
 
     Args:
         golden: the float64 result for the same (rounded) inputs. Where it is -inf, all three must be.
-        reference: what the dense reference gives in the precision of ``actual``.
+        reference: the result of the dense reference in the precision of ``actual``.
         factor: 2 for out and lse, 3 for gradients.
-        exact_reference: the reference's error may be zero (float64, or few elements); the units in the last place, of the
-            largest golden magnitude in actual's dtype, are then the whole budget.
+        exact_reference: allow the reference's error to be zero (float64, or few elements). The whole budget is then the units
+            in the last place of the largest golden magnitude, in actual's dtype.
 
     Raises:
         AssertionError: the error is larger, something is not finite, or the check would be vacuous.
@@ -408,12 +408,11 @@ def assert_within_budget(
 def table_gradient_budget(
     inputs: Inputs, *, table: str = "rel_key", factor: float = 1.5, **arguments: Any
 ) -> tuple[torch.Tensor, float]:
-    """The golden gradient of a table and the largest error it may have.
+    """Return the golden gradient of a table and the largest error it may have.
 
-    The budget is ``factor`` times what is lost if the float64 dS (for rel_value: P after dropout) is rounded once to the
-    inputs' dtype and summed exactly, plus the rounding of the result to the table's dtype. A low-precision reference is no
-    yardstick here: it is off by so much that an implementation whose dS carries the same error along a whole row (delta
-    from a rounded out) would pass.
+    The budget is ``factor`` times an error that cannot be avoided: the float64 dS (for rel_value: P after dropout) is rounded
+    once to the inputs' dtype and summed exactly, and the result is rounded to the table's dtype. A low-precision reference is no
+    yardstick: it is so far off that an implementation with the delta of a rounded out would pass.
 
     Args:
         table: "rel_key", "rel_value" or "rel_bias".
@@ -446,7 +445,7 @@ def table_gradient_budget(
 def assert_table_gradient(
     name: str, actual: torch.Tensor, inputs: Inputs, *, table: str = "rel_key", factor: float = 1.5, **arguments: Any
 ) -> None:
-    """``actual``, the gradient of a table of the inputs, is as good as dS rounded once to their dtype and summed exactly.
+    """Assert that a table's gradient, ``actual``, is as good as dS rounded once to the inputs' dtype and summed exactly.
 
     For rel_value, P after dropout takes the place of dS.
 
@@ -470,17 +469,17 @@ def _largest_rms(gradients: Iterable[torch.Tensor]) -> float:
 
 
 def float32_gradient_budget(golden: torch.Tensor, all_golden: Iterable[torch.Tensor]) -> float:
-    """The largest norm of a float32 gradient's error, see :func:`assert_gradients_close_fp32`."""
+    """Return the largest norm that a float32 gradient's error may have, see :func:`assert_gradients_close_fp32`."""
     return 2e-4 * max(float(golden.double().norm()), 0.05 * _largest_rms(all_golden) * math.sqrt(golden.numel()))
 
 
 def assert_gradients_close_fp32(
     name: str, actual: torch.Tensor, golden: torch.Tensor, all_golden: Iterable[torch.Tensor]
 ) -> None:
-    """A float32 gradient is within 2e-4 of the golden one, in norm.
+    """Assert that a float32 gradient is within 2e-4 of the golden one, in norm.
 
-    Some gradients cancel to nothing, so the yardstick is the larger of golden's norm and 5 % of the largest RMS among all
-    gradients of the call, spread over golden's elements.
+    Some gradients cancel to nothing. So 2e-4 is relative to the larger of two norms: golden's, and that of as many elements of
+    5 % of the largest RMS among all gradients of the call.
 
     Raises:
         AssertionError: the error is larger, something is not finite, or all golden gradients are zero.

@@ -38,7 +38,7 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
-    """What a backward compiles and launches."""
+    """Return the kernels that a backward compiles and launches."""
     tensors, spec = call(name, dtype, width, **of_call)
     d_lse, statistics = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
     with recorded_launches(target) as recorded:
@@ -103,7 +103,8 @@ def test_products_per_tile() -> None:
 
 
 def test_grids() -> None:
-    """What grows lies on axis 0, whose limit is 2**31 - 1, also with 70,000 heads; the table's programs just fill the GPU."""
+    """Blocks, heads and entries lie on axis 0, whose limit is 2**31 - 1, even with 70,000 heads. The dtable kernel's programs
+    just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
     assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
     block = selected("dtable", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
@@ -191,7 +192,8 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
         return allocated(length, table) - without[table, length]
 
     def sums(length: int) -> int:
-        """Of the programs that share a block of rows, and the sum of these: as many as keep the GPU busy, whatever the length."""
+        """Return the bytes of the partial sums of programs that share a block of rows, and of their total. As many programs share
+        one as keep the GPU busy, whatever the length."""
         rows, tile = 2 * length - 1, selected("dtable_words", "sm_90", *call("full", torch.float16, 16, length=length))
         splits = min(length // tile.block_m, 4 * architecture_of("sm_90").multiprocessors // triton.cdiv(rows, tile.block_n))
         return (splits + 1 if splits > 1 else 0) * rows * 16 * 4

@@ -23,9 +23,9 @@ from triton_relattn.kernels.configs import KERNELS, TileConfig
 
 REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"
 ALLOWED = 1.03
-"""Of the budget's instructions per score."""
+"""Largest allowed ratio to the budget's instructions per score."""
 ALLOWED_CYCLES = 1.05
-"""Of the budget's cycles by the model, whose noise is below 2 %."""
+"""Largest allowed ratio to the budget's cycles by the model, whose noise is below 2 %."""
 SERIALISED = {
     ("forward", 64): ("vits",),
     ("forward", 128): ("zero", "zero causal"),
@@ -55,7 +55,8 @@ def cases(target: str, name: str, head_dim: int) -> list[KernelCase]:
 def worse(
     target: str, budget: Mapping[str, Any], config: TileConfig, used: Resources, found: Prediction | None = None
 ) -> list[tuple[str, str, str]]:
-    """What exceeds a budget's row: its name, the budget, and what it is now. Per score: times warps, over the tile's elements."""
+    """Return the columns of a budget's row that are exceeded: name, budget, and present value. Figures per score are multiplied
+    by the warps and divided by the tile's elements."""
     now, loop = counts(used), used.main_loop
     scores = config.block_m * config.block_n / config.num_warps
     budget_scores = int(budget["block_m"]) * int(budget["block_n"]) / int(budget["num_warps"])

@@ -63,7 +63,7 @@ def test_calibration(index: int, option: calibrate.Option) -> None:
 
 
 def test_comparisons_take_the_best_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that fit; the efficiency is fitted to kernels that do not spill."""
+    """Each comparison takes the fastest configuration that fits; the efficiency is fitted to kernels that do not spill."""
     first, second = calibrate.PUBLISHED[0], calibrate.PUBLISHED[1]
     monkeypatch.setattr(calibrate, "PUBLISHED", (first, second))
     cycles = {(64, 64): 500.0, (128, 64): 400.0}

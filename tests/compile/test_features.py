@@ -1,6 +1,7 @@
-"""What a call may have beyond a table for the keys, compiled for GPUs that are not there.
+"""Features of a call beyond a table for the keys, compiled for GPUs that are not there.
 
-Whether what takes most shared memory fits, all features at once, the grids of packed batches and of heads that share keys.
+The tests check that calls which take most shared memory fit, that all features compile together, and the grids of packed batches
+and of heads that share keys.
 """
 
 from __future__ import annotations

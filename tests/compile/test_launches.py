@@ -1,6 +1,7 @@
-"""What the public functions launch on GPUs that are not there, for calls drawn from a seed: all of it checked, some compiled.
+"""Launches by the public functions on GPUs that are not there, for calls drawn from a seed: all are checked, some compiled.
 
-The real host code runs, from validation to the specialisation of the kernels' arguments. What is expected is stated here anew.
+The real host code runs, from validation to the specialisation of the kernels' arguments. The expected arguments are computed
+here, independently of it.
 """
 
 from __future__ import annotations
@@ -427,7 +428,7 @@ def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> 
 
 
 def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
-    """Of each kind the first launch that is drawn compiles and fits the target."""
+    """Compile the first launch of each kind that is drawn, and assert that it fits the target."""
     missing = set(kinds)
 
     def is_compiled(launch: Recorded) -> bool:
@@ -460,7 +461,7 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
-    """Of every kernel, on one of the targets each."""
+    """Each kernel compiles and fits for every kind of table and every dtype, each on one of the targets."""
     tables = {"dtable": ("full", "clamp", "zero"), "dtable_words": ("full", "clamp", "zero"), "dtable_ends": ("clamp",)}
     wanted = set[Any]()
     for name in KERNELS:

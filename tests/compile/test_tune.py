@@ -50,7 +50,7 @@ def test_candidates_begin_with_the_default_and_stay_near() -> None:
 
 
 def test_a_task_has_the_key_of_its_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the search saves for a case is what a call of that size gets, and a longer one does not."""
+    """A call gets the configuration that the search has saved for a case of its size; a longer call does not."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
     profiles.save(profiles.user_profile_path("sm_90"), {TASK.key: profiles.Entry(TileConfig(32, 16, 2, 1), True, 1.0, 2.0)})
     profiles.forget()

@@ -53,7 +53,7 @@ def varied(model: nn.Module) -> Any:
 
 
 def arguments(name: str, model: nn.Module, lengths: list[int], length: int = LENGTH) -> dict[str, Any]:
-    """Of the model's forward, in the dtype of its parameters."""
+    """Return arguments for the model's forward, in the dtype of its parameters."""
     torch.manual_seed(1)
     made = FAMILIES[name].make(model, length, lengths)
     dtype = next(model.parameters()).dtype

@@ -1,4 +1,4 @@
-"""What the CPU tests share: a dense forward of their own, a typed call of the operator, and a float64 comparison."""
+"""Helpers of the CPU tests: a dense forward of their own, a typed call of the operator, and a float64 comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator is measured against computes the same thing."""
+"""The baselines that the operator is measured against compute the same function."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_memory_goes_on_past_the_failures(
 
 
 def test_exponent() -> None:
-    """Of the longer half: what short lengths add does not count."""
+    """The exponent is fitted to the longer half of the lengths: the overhead of short ones does not count."""
     lengths = (256, 512, 1024, 2048, 4096, 8192)
     assert summary.exponent([(n, 10**8 / n + 5.0 * n**2) for n in lengths]) == pytest.approx(2, abs=0.01)
     assert summary.exponent([(256, 3.0)]) is None and summary.exponent([]) is None
@@ -239,7 +239,8 @@ def test_plot_from_csv_alone(smallest: int, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
-    """What the documentation shows comes from these rows: all baselines, both directions, and where they come from."""
+    """The documentation's figures and tables come from the committed rows, which have all baselines, both directions and one
+    commit."""
     folder = Path(__file__).parents[2] / "bench" / "results" / "cpu"
     paths = [folder / "speed.csv", folder / "memory.csv"]
     for path in paths:
@@ -274,7 +275,7 @@ def test_committed_results_of_models(tmp_path: Path) -> None:
 
 
 def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the table says: bfloat16 beside others, whose error is larger; float32 as good; a failure is a row."""
+    """The table compares errors: ours is smaller than the others' in bfloat16 and as good in float32; a failure is a row."""
     arguments = ["--cases", "sharp,logits near 12800", "--dtypes", "bf16,fp32", "--length", "70"]
     assert main(["accuracy", *arguments, "--csv", str(tmp_path / "rows.csv"), "--device", "cpu"]) == 0
     rows = read(tmp_path / "rows.csv")
@@ -310,7 +311,7 @@ def test_committed_results_of_accuracy() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9)], ids=str)
 def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled on a GPU, not compiled here."""
+    """flex_attention, which is compiled on a GPU, gives the right result when it is not compiled."""
     monkeypatch.setattr(methods, "_compiled_flex_attention", lambda: flex_attention)
     inputs, d_out = case.inputs("cpu")
     inputs = inputs.map(torch.Tensor.detach)
@@ -347,7 +348,7 @@ def test_what_a_case_is() -> None:
 
 
 def test_golden_is_the_reference() -> None:
-    """What methods are checked against, against dense attention in float64."""
+    """The golden result, which methods are checked against, is dense attention in float64."""
     inputs, d_out = CASE.inputs("cpu")
     (out, *_), against = timing.golden(CASE, inputs, d_out, "cpu", True)
     exact = inputs.map(lambda tensor: tensor.detach().double())
@@ -444,7 +445,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_decode_step_is_the_last_query() -> None:
-    """Its table term is that of the end of the sequence; ways that want all queries do not apply."""
+    """A decode step has the table term of the sequence's last query; methods that need all queries do not apply to it."""
     whole = Case(2, 2, 9, 8, dtype="fp32")
     step = whole.resized(9, num_queries=1)
     assert str(step) == "b2 h2 n1:9 d8 full fp32" and step.resized(9, num_queries=None) == whole

@@ -194,7 +194,8 @@ def test_rows_that_no_visible_pair_has_may_hold_nan(case: str, block_size: None)
 
 
 def test_nan_in_one_query_stays_in_its_row(block_size: None) -> None:
-    """Its own output, and the gradients it contributes to (its head's keys and table); all else is bit-equal."""
+    """NaN in a query reaches only its own row of the results and the gradients that it adds to (its head's keys, values and
+    table); all else is bit-equal."""
     inputs = make_inputs(2, 3, 37, 41, 8, num_rows=15, per_head=True, dtype=torch.float32, seed=3)
     query = inputs.query.clone()
     query[1, 2, 20] = math.nan

@@ -59,7 +59,7 @@ EXAMPLE = (
 
 
 def test_control_codes() -> None:
-    """What the words say is read back, whatever other bits they have."""
+    """Control codes are read back from the words of machine code, whatever their other bits are."""
     found = parse(printed(*EXAMPLE))
     assert [replace(each, address=0) for each in found] == list(EXAMPLE)
     assert [each.address for each in found] == [0, 16, 32, 48, 64, 80]
@@ -165,7 +165,7 @@ def test_wgmma() -> None:
 
 
 def test_mma() -> None:
-    """Of m16n8k16 an A100's scheduler does one in 8 cycles."""
+    """A scheduler of the A100 takes 8 cycles for an m16n8k16."""
     step = decode(instruction("HMMA.16816.F32.BF16 R4, R8, R12, R4"), A100)
     assert (step.busy, step.operations) == (8, 2 * 16 * 8 * 16)
     assert decode(instruction("HMMA.1688.F32.TF32 R4, R8, R12, R4"), A100).busy == 8
@@ -214,7 +214,8 @@ def prediction(*cycles: float, groups: int = 2) -> Prediction:
 
 
 def test_predictions() -> None:
-    """Of the longest loop near the diagonal, of the shortest beyond a bounded table; of both by the share of tiles."""
+    """cycles are those of the longest loop, near the diagonal; far_cycles those of the shortest, beyond a bounded table; the mean
+    weighs both by their shares of the tiles."""
     one, two = prediction(1000), prediction(1000, 600, groups=8)
     assert (one.cycles, one.far_cycles, one.mean_cycles(0.25), one.is_serialised) == (500, None, 500, False)
     assert (two.cycles, two.far_cycles, two.mean_cycles(0.25), two.is_serialised) == (500, 300, 350, True)

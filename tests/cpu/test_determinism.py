@@ -39,7 +39,7 @@ ADDS_IN_ANY_ORDER = {
     *("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_", "_index_put_impl_"),
     *("embedding_dense_backward", "gather_backward", "scatter_reduce_", "index_reduce", "index_reduce_"),
 }
-"""Those that on a GPU add to memory in an order that differs from run to run unless that is asked for."""
+"""Operators of torch that on a GPU add in an order which differs from run to run, unless determinism is asked for."""
 
 
 @contextmanager
@@ -140,7 +140,7 @@ MODULES: dict[str, Callable[..., RelativeMultiheadAttention]] = {
 
 
 def of_module(module: RelativeMultiheadAttention) -> dict[str, torch.Tensor]:
-    """Its output and the gradients of its parameters and its input, with dropout, padding and a mask."""
+    """Return a module's output and the gradients of its parameters and input, with dropout, padding and a mask."""
     torch.manual_seed(1)
     x = torch.randn(2, 13, 16, requires_grad=True)
     module.zero_grad()
@@ -216,7 +216,7 @@ def merged() -> None:
 
 
 def test_no_operator_that_adds_in_any_order() -> None:
-    """Of those that make the results differ from run to run on a GPU, or that torch refuses there."""
+    """No operator is used whose results differ from run to run on a GPU, or that torch refuses there for that reason."""
     used = called(partial(results, "blockwise", *everything()))
     assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # it looks into the operators
     for seed in range(8):

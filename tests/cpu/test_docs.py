@@ -1,7 +1,8 @@
-"""What README, docs/ and the docstrings show runs, and what they say of support, families, files and links is so."""
+"""The examples in README, docs/ and the docstrings run, and their statements on support, families, files and links are true."""
 
 from __future__ import annotations
 
+import csv
 import doctest
 import re
 import subprocess
@@ -129,7 +130,7 @@ def test_docstring_examples(module: Any) -> None:
 
 
 def test_readme_support_table() -> None:
-    """Its columns are the implementations, its dtypes and widths those of the predicate that decides."""
+    """The table's columns are the implementations; its dtypes and widths are those of the predicate that chooses one."""
     rows = {
         cells[0]: cells[1:]
         for line in README.split("\n## Support\n")[1].splitlines()
@@ -159,6 +160,36 @@ def test_tables_have_the_columns_of_their_headings() -> None:
             lines = block.splitlines()
             widths = {len(re.sub(r"`[^`]*`", "", line).strip().strip("|").split("|")) for line in lines[1:]}
             assert len(widths) == 1, (page.name, lines[0])
+
+
+def test_costs_are_those_of_the_budgets() -> None:
+    """The tables under "What it costs" show tiles, spills and cycles of bench/budgets."""
+    with (ROOT / "bench" / "budgets" / "triton-3.7.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    budgets = {(row["kernel"], f"{row['target']}, {row['head_dim']}", row["features"]): row for row in rows}
+
+    def cycles(*key: str) -> str:
+        row = budgets.get(key, {})  # type: ignore[arg-type]
+        return ", ".join(f"{int(row[name]):,}" for name in ("cycles", "far_cycles") if row.get(name))
+
+    page = (ROOT / "triton_relattn" / "kernels" / "DERIVATION.md").read_text().split("\n## What it costs\n")[1]
+    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:3]
+    full, clamped, models = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
+    assert len(full) == len(models) == 20 and len(clamped) == 12
+    for kernel, where, *found in full:
+        row, without = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
+        stages = row["num_stages"] + (" stage" if row["num_stages"] == "1" else " stages")
+        carry = row["carry"] if kernel in ("forward", "dq") else ""  # the others do not walk along the keys
+        rotation = row["rotation"] if kernel != "dtable_words" else ""
+        tile = [f"{row['block_m']} x {row['block_n']}, {row['num_warps']} warps, {stages}", carry or "-", rotation or "-"]
+        ratio = "" if without is None else f"{int(row['cycles']) / int(without['cycles']):.2f}"
+        figures = [f"{int(row['spill_bytes']):,}", cycles(kernel, where, "full"), cycles(kernel, where, "none"), ratio]
+        assert found == [*tile, *figures], (kernel, where)
+    for kernel, where, near, far, plain in clamped:
+        assert f"{near}, {far}" == cycles(kernel, where, "clamp") and plain == cycles(kernel, where, "none"), (kernel, where)
+    for kernel, where, *found in models:
+        names = ("shaw", "transformer_xl", "inkling causal", "t5")
+        assert found == [cycles(kernel, where, name) for name in names], (kernel, where)
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

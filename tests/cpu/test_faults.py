@@ -1,4 +1,4 @@
-"""What is around the kernels and goes wrong: folders that cannot be used, a GPU that a profile does not know."""
+"""Failures around the kernels: folders that cannot be used, profiles of another GPU."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ for task in tasks[int(sys.argv[2]) :: 2] + tasks[:3]:
 
 
 def test_two_processes_tune_at_once(tmp_path: Path) -> None:
-    """What each finds, and what both find, is in the profile."""
+    """The profile has the configurations that either process finds, and those that both find."""
     from bench import tune
     from bench.cases import attention as cases
 
@@ -192,7 +192,7 @@ def test_two_processes_tune_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_profile_that_no_gpu_can_serve(arch: str, config: TileConfig, reason: str, tmp_path: Path) -> None:
-    """Of so many threads or stages there is no program."""
+    """Numbers of threads or stages that no GPU has are refused, and not saved."""
     assert reason in str(config.why_invalid(arch, True))
     with pytest.raises(ValueError, match=reason):
         profiles.save(

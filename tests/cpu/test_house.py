@@ -51,7 +51,7 @@ def test_a_kernel_and_its_launcher_share_a_file() -> None:
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     """As in "Load ...", "Return ...", "The ...": a sentence that begins with "What" has to be read twice."""
-    for folder in (PACKAGE, PACKAGE.parent / "bench", PACKAGE.parent / "examples"):
+    for folder in (PACKAGE, *(PACKAGE.parent / name for name in ("bench", "examples", "tests"))):
         for path in sorted(folder.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

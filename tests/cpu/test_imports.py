@@ -1,4 +1,4 @@
-"""What importing the package needs and brings along, each in a process of its own."""
+"""The modules that an import of the package needs and loads. Each test imports in a process of its own."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ say()
 
 @pytest.mark.parametrize("after", ["import", "forward"])
 def test_interpreter_no_longer_asked_for(after: str) -> None:
-    """What TRITON_INTERPRET was when the kernels were loaded stays, also for a first backward after it was unset."""
+    """The kernels keep the value that TRITON_INTERPRET had when they were loaded, even if the first backward comes after it was
+    unset."""
     program = f"""
 import os
 os.environ["TRITON_INTERPRET"] = "1"
@@ -281,7 +282,7 @@ NOT_FOR_KERNELS = {
 
 
 def assert_told_why(printed: str, reason: str) -> None:
-    """Of a call that asks for blockwise and at least one that does not: that one is told, once."""
+    """Assert that a call which asks for blockwise gets no warning, and that calls which do not get one, once for all of them."""
     asked, default, warning, *again = printed.splitlines()
     assert {asked, default, *again} == {"blockwise"}
     assert warning.startswith("RuntimeWarning a call on a GPU is computed by ") and reason in warning

@@ -220,7 +220,7 @@ def test_nan_that_no_query_sees(case: str, dropout_p: float, block_size: None) -
 @pytest.mark.parametrize("name", ["query", "rel_query"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "window_size": (20, 9)}], ids=["plain", "softcap_window"])
 def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any], block_size: None) -> None:
-    """Its own row of the results, and the gradients that queries share; all else is bit-equal."""
+    """NaN in a query reaches only its own row of the results and the gradients that queries share; all else is bit-equal."""
     inputs = all_terms(torch.float32)
     tensor = getattr(inputs, name).clone()
     tensor[1, 0, 11] = math.nan
@@ -249,7 +249,7 @@ def test_one_tensor_thrice(implementation: str) -> None:
 
 
 def test_nan_gradient_of_an_lse_that_is_infinite(block_size: None) -> None:
-    """What merges partial results gives such a gradient; a query that sees nothing has none to pass on."""
+    """A NaN gradient of an lse of -inf is ignored: merging partial results may give one for a query that sees nothing."""
     inputs = make_inputs(1, 2, 9, 9, 8, num_rows=5, dtype=torch.float64, seed=0)
     arguments: dict[str, Any] = {"is_causal": True, "query_offset": -3, "implementation": "blockwise"}
     expected = forward_backward(attend, inputs, **arguments)

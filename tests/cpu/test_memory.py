@@ -40,7 +40,7 @@ print(status("VmHWM") - before)
 
 
 def peak_bytes(length: int, implementation: str) -> int:
-    """What forward and backward of one call need at most beyond their inputs."""
+    """Return the peak memory of one call, forward and backward, beyond its inputs."""
     command = [sys.executable, "-c", CHILD, str(length), implementation, str(HEADS), str(WIDTH)]
     # A fixed threshold: glibc gives every freed tensor back at once, so that none is measured as part of the start.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -243,7 +243,7 @@ def test_summary(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_readme_shows_the_results(example: Any) -> None:
-    """Its table is that of the runs in the folder of results."""
+    """The table in the README is that of the runs in the results folder."""
     folder = Path(__file__).parents[2] / "examples"
     runs = sorted(path for path in (folder / "results").iterdir() if path.is_dir())
     assert len(runs) == 9

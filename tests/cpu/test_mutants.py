@@ -34,7 +34,7 @@ def compiled(file: str) -> CodeType:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_applies(fault: Fault) -> None:
-    """Its texts are there as often as they should be, and what takes their place is Python, and something else."""
+    """Each text that a fault replaces occurs as often as it says, and the changed file is valid Python that differs."""
     for file, text in fault.changed(ROOT).items():
         assert compile(text, file, "exec") != compiled(file)
 

@@ -189,7 +189,7 @@ def test_shared_key_heads() -> None:
 
 
 def test_dropouts() -> None:
-    """Of probabilities and of the output, in training only."""
+    """Both dropouts, of the probabilities and of the output, act in training only."""
     x = inputs()
     for options in ({"dropout": 0.5}, {"output_dropout": 0.5}):
         attention = module("shaw", **options)
@@ -319,7 +319,7 @@ def test_attention_without_projections() -> None:
 
 @pytest.mark.parametrize("kind", ["shaw", "transformer_xl", "general"])
 def test_another_scale(kind: str) -> None:
-    """Of both terms: a scale of 1 is that of inputs that are sqrt(D) times as large."""
+    """scale multiplies both terms: a scale of 1 is the default scale with queries that are sqrt(D) times as large."""
     attention, x = module(kind, scale=1.0), inputs()
     usual = module(kind)
     if kind == "transformer_xl":

@@ -14,7 +14,7 @@ CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 
 
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells, one after the other, without a notebook's commands; it asserts itself that results are the stock model's."""
+    """The notebook's cells run in order, without its % commands. They assert themselves that results are the stock model's."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

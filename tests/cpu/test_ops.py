@@ -115,7 +115,7 @@ def arguments(name: str, requires_grad: bool = False, wanted: tuple[bool, ...] =
 
 
 def test_schema_is_that_of_the_tensors_and_the_spec() -> None:
-    """What a caller of the operators relies on: order and names."""
+    """The operators' arguments have the names and order of the tensors and the spec, which callers rely on."""
     names = [argument.name for argument in FORWARD._schema.arguments]
     assert names == [*AttentionTensors._fields, *AttentionSpec._fields, "implementation"]
     of_backward = [argument.name for argument in BACKWARD._schema.arguments]
@@ -206,7 +206,7 @@ def test_gradient_penalty_names_the_operator() -> None:
 
 
 def test_reference_has_second_derivatives() -> None:
-    """What the message recommends works."""
+    """The reference has the second derivatives for which the error message recommends it."""
     leaves = leaves_of(float64_inputs())
     out, _ = attend(**leaves, implementation="reference")
     (d_query,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
@@ -250,7 +250,7 @@ def test_only_some_inputs_require_grad(wanted: tuple[str, ...], implementation: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_unwanted_gradients_are_not_computed(name: str) -> None:
-    """What is wanted does not depend on what else is; the rest comes back empty."""
+    """A gradient has the same bits whichever others are wanted; unwanted gradients come back empty."""
     *arguments_of_all, _ = arguments(name)[1]
     there = [tensor is not None for tensor in arguments_of_all[5:12]]
     complete = BACKWARD(*arguments_of_all, list(ALL))

@@ -1,4 +1,4 @@
-"""What the source distribution and the wheel hold: the package with its data, and nothing that is only for developers."""
+"""The source distribution and the wheel hold the package with its data, and nothing that is only for developers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_wheel(built: Path) -> None:
 
 
 def test_source_distribution(built: Path) -> None:
-    """What the wheel is built of, and the README and license that it names."""
+    """The source distribution has the files that the wheel is built from, and the README and license that it names."""
     with tarfile.open(built / f"triton_relattn-{VERSION}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {name for name in tracked("triton_relattn") if not name.endswith(".md")} <= names

@@ -68,7 +68,7 @@ def package_profile_path() -> Path:
 
 
 def select(length: int | None = 100) -> TileConfig:
-    """What KEY's calls get."""
+    """Return the configuration that calls of KEY's kind get."""
     return configs.select("forward", ARCH, torch.bfloat16, 40, length=length)
 
 
@@ -203,7 +203,7 @@ BAD = {
 
 
 def assert_warns_once(path: Path, reason: str) -> None:
-    """Of the user's profile at path, which is ignored; the package's still counts."""
+    """Assert that the user's profile at path is ignored, with one warning, and that the package's still counts."""
     profiles.save(package_profile_path(), {KEY: ENTRY})
     with pytest.warns(RuntimeWarning) as caught:
         assert [select(), select(), select(length=1000)] == [CONFIG, CONFIG, select(length=None)]
@@ -303,7 +303,7 @@ def test_save_refuses_what_load_would(entry: Entry, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["lock", f"{os.getpid()}.tmp"], ids=["lock", "temporary"])
 def test_links_are_not_followed(suffix: str, tmp_path: Path) -> None:
-    """What a link in the place of the lock, or of the file that becomes the profile, points to stays as it is."""
+    """A link in the place of the lock or of the temporary file is not followed: the file that it points to does not change."""
     path, other = tmp_path / "profile.json", tmp_path / "other"
     other.write_text("precious")
     path.with_name(f"{path.name}.{suffix}").symlink_to(other)

@@ -1,4 +1,4 @@
-"""What faults of tests/mutants showed to be missing."""
+"""Tests that were missing: faults of tests/mutants had survived without them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_lengths_beyond_the_keys_are_limited(implementation: str, num_rows: int 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that sum over many blocks of queries are, in norm, off by hardly more than the rounding of the result."""
+    """Gradients that sum over many blocks of queries have, in norm, hardly more error than rounding the result alone makes."""
     cut_blocks(monkeypatch, 128, 1, 64)
     inputs = make_inputs(1, 1, 3000, 24, 16, num_rows=41, dtype=dtype, seed=3)
     golden = dense_gradients(inputs)._asdict()

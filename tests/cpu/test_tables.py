@@ -130,7 +130,7 @@ def test_deberta_log_buckets_refuses() -> None:
 
 
 def test_alibi_slopes() -> None:
-    """Of Press et al.: 1/2 .. 1/256 for 8 heads; 12 heads have those and 2 ** -0.5, 2 ** -1.5, 2 ** -2.5, 2 ** -3.5."""
+    """The slopes are those of Press et al.: 1/2 .. 1/256 for 8 heads; 12 heads also have 2 ** -0.5, -1.5, -2.5 and -3.5."""
     eight = [2.0**-k for k in range(1, 9)]
     assert tables.alibi_slopes(8).tolist() == eight
     twelve = torch.tensor([*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5], dtype=torch.float64)

@@ -83,7 +83,7 @@ LAYERDROP = {
     "nemotron_asr_streaming": "layerdrop",
 }
 NOT_A_NUMBER = WAVLM
-"""Of what stock attention makes NaN if it sees no key."""
+"""Families whose stock attention gives NaN for a query that sees no key."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
 every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
 
@@ -341,7 +341,7 @@ DROPPED: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_as_many_probabilities_are_dropped(name: str) -> None:
-    """What is left of weights that sum to 1, over many calls; which are dropped, the stock model draws in another order."""
+    """Dropout keeps the mean of the summed weights at 1. The stock model drops other weights: it draws in another order."""
     rate, part, given, projections = DROPPED[name]
     changes: dict[str, Any] = {rate: 0.3}
     attention: Any = build(name, layers=1, **changes).get_submodule(part)
@@ -618,7 +618,7 @@ def test_inkling_inside_the_whole_model(composite: Any, case: str) -> None:
 
 
 def test_masks_inside_the_whole_model(composite: Any) -> None:
-    """Its layers get padding, (B, Nk), from the config of the text."""
+    """Inside the whole model, the language model's layers get the padding mask, (B, Nk), by the config of the text part."""
     shapes: list[tuple[int, ...]] = []
     enable(composite)
     for layer in composite.model.language_model.layers:

@@ -51,7 +51,7 @@ def padding_first(count: int, length: int = LENGTH) -> torch.Tensor:
 
 
 NO_STATIC_CACHE = ("falcon",)
-"""Of which the stock model's biases are fewer than the cache's keys; BLOOM's are if there is padding."""
+"""Families without a static cache: the stock model has fewer biases than the cache has keys. (So has BLOOM's with padding.)"""
 HOW: dict[str, dict[str, Any]] = {
     "cache": {},
     "no cache": {"use_cache": False},
@@ -177,7 +177,7 @@ def test_a_mask_of_the_users(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", [*WRITERS, "pix2struct"])
 def test_padding_first(name: str) -> None:
-    """Of queries that see no key, only the output is compared."""
+    """Padding may come first. For queries that see no key, only the output is compared."""
     model = build(name, torch.float64)
     given = arguments(name, model, [LENGTH, LENGTH])
     for each in given:

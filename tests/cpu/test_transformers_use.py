@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def classes(model: torch.nn.Module) -> list[tuple[str, str]]:
-    """Of all modules; by name, as some are made for each model."""
+    """Return the names of all modules and of their classes; names, since some classes are made anew for each model."""
     return [(name, f"{type(each).__module__}.{type(each).__qualname__}") for name, each in model.named_modules()]
 
 
@@ -313,7 +313,7 @@ def test_copies_stay_enabled_and_independent(name: str) -> None:
 
 @some_families
 def test_save_pretrained(name: str, tmp_path: Path) -> None:
-    """What an enabled model saves is a stock model."""
+    """An enabled model is saved as a stock model."""
     model = build(name)
     given = arguments(name, model, PADDED)
     stock = output(model, given)
@@ -510,7 +510,7 @@ def test_compiled(name: str) -> None:
 
 @every_family
 def test_sdpa_models(name: str) -> None:
-    """What a model's config asks for does not matter."""
+    """Results do not depend on the attention implementation that a model's config names."""
     if "sdpa" not in FAMILIES[name].stock:
         pytest.skip("has none")
     model = build(name)

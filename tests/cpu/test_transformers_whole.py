@@ -87,7 +87,7 @@ def cohere_asr() -> tuple[Any, Run]:
 
 
 def nemotron_h_omni() -> tuple[Any, Run]:
-    """What hears; the model that writes would be made of many more sizes."""
+    """Build the audio half of the model. The language model would need many more sizes."""
     model = nn.Module()
     stock = transformers.models.nemotron_h_omni.modeling_nemotron_h_omni
     audio = transformers.ParakeetEncoderConfig(**{**SMALL["parakeet"], "dropout": 0.0})
@@ -99,7 +99,7 @@ def nemotron_h_omni() -> tuple[Any, Run]:
 
 
 def codec(name: str) -> tuple[Any, Run]:
-    """What encodes speech, beside its sound, before it is quantised."""
+    """Build a codec whose run returns the input of its quantiser: the semantic encoding, joined with that of the sound."""
     semantic = {**SMALL["wav2vec2_bert"], "model_type": "wav2vec2-bert"}
     sizes = {"encoder_hidden_size": 4, "downsampling_ratios": [2, 2], "quantization_dim": 64, "quantization_levels": [4, 4]}
     config = getattr(transformers, f"{name}Config")(semantic_model_config=semantic, **DECODER_OF_SOUND, **sizes)

@@ -1,4 +1,4 @@
-"""What the package tells a type checker about itself, where it is installed as a wheel would be."""
+"""The types that a type checker sees when the package is installed from a wheel."""
 
 from __future__ import annotations
 

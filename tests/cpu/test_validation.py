@@ -287,7 +287,7 @@ CURES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 @pytest.mark.parametrize("case", CURES)
 def test_an_error_names_the_cure(case: str, no_launch: None) -> None:
-    """Of a call that is valid with the mask, or the dimensions, where they belong."""
+    """The error names the cure if a call is valid once the mask, or the dimensions, are where they belong."""
     changes, error, parts = CURES[case]
     with pytest.raises(error) as raised:
         call(**changes)

@@ -18,7 +18,7 @@ IMPLEMENTATIONS = ("blockwise", "reference")
 
 
 def expected_results(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of each sequence by itself, with the dropout that follows manual_seed(0)."""
+    """Return the results of each sequence computed by itself, with the dropout that follows manual_seed(0)."""
     parts = unpacked(inputs, arguments)
     longest = max(max(part.inputs.query.shape[2], part.inputs.key.shape[2]) for part in parts)
     torch.manual_seed(0)

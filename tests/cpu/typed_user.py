@@ -1,4 +1,4 @@
-"""What a user writes who has mypy check it strictly. Lines that are wrong say so; mypy complains where they are not."""
+"""Code of a user who runs mypy in strict mode. Wrong lines are marked, and mypy complains about a mark without an error."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ def test_every_kind_is_caught(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "case"), [("sm_80", "clamp causal"), ("sm_90", "full"), ("sm_90", "zero rel_value")])
 def test_in_calls_of_the_package(target: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every kind some are caught, and of all most."""
+    """Most faults that are planted in the package's own kernels are caught, and some of every kind that the emulator can see."""
     status = faults.main(["--target", target, "--case", case, "--each", "3"])
     caught, every = map(int, re.findall(r"^(\d+) of (\d+) caught", capsys.readouterr().out, re.MULTILINE)[0])
     assert status == 0 and caught > 0.7 * every
 
 
 def test_planting_changes_one_instruction() -> None:
-    """Of the kernel that it is for, and always the same."""
+    """A fault changes one instruction of its own kernel, always the same one, and no other kernel."""
     text = "\tbar.sync \t0;\n\tadd.s32 %r1, %r2, %r3;\n\tbar.sync \t0;\n"
     fault = next(fault for fault in FAULTS if fault.name == "barrier removed")
     first, second = plant(fault, {"kernel": text}, each=5)

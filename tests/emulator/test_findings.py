@@ -12,7 +12,7 @@ from tests.emulator.handwritten import SHARED_BASE, execute
 from tests.emulator.machine import Report, kinds
 
 SEEDS = range(6)
-"""Of the order in which warps take turns: what is found does not depend on it."""
+"""Seeds of the order in which warps take turns. The findings must not depend on it."""
 
 
 class Kernel(NamedTuple):

@@ -163,7 +163,7 @@ def test_wide_integers(instruction: str, function: Callable[[int, int], int]) ->
 
 
 def floats() -> torch.Tensor:
-    """Of all magnitudes; halves' borders, subnormals, infinities and NaN among them."""
+    """Return float32 numbers of all magnitudes, with the limits and subnormals of float16, infinities and NaN among them."""
     generator = torch.Generator().manual_seed(0)
     edges = [0.0, -0.0, 65504.0, 65519.9, 65520.0, -65536.0, 2**-14, 2**-24, 2**-25, 1.0000001 * 2**-25, math.inf, -math.inf]
     spread = torch.randn(1024 - 13, generator=generator) * 2.0 ** torch.randint(-30, 30, (1011,), generator=generator)

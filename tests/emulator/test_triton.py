@@ -252,7 +252,7 @@ def test_other_targets_are_refused() -> None:
 
 
 def test_kernels_without_machine_code_stay_apart() -> None:
-    """What was compiled to PTX only is never taken for what somebody needs the machine code of, in memory and on disk."""
+    """A kernel that was compiled to PTX only is never reused where machine code is needed, neither from memory nor from disk."""
     x = normal(256)
     sizes = []
     for assembled in (False, True, False, True):

@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
 
 
 def kinds(case: Any) -> dict[str, str]:
-    """What the table counts of a case."""
+    """Return the properties of a case that the table counts."""
     lengths = "packed" if case.sequences is not None else "padded" if case.key_lengths is not None else "all of one length"
     positions = "none" if case.positions is None else case.positions[2]
     hides = [name for name, there in (("causal", case.is_causal), ("window", case.window_size != (-1, -1))) if there]

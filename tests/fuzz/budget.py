@@ -1,4 +1,4 @@
-"""What a call should give, in float64, and how far rounding may take each element of it away from that.
+"""The results that a call should give, in float64, and how far rounding may move each of their elements.
 
 The rules of the other tests compare with what plain torch is off in the same precision, over many elements. Of any call at all
 (a single key, terms that cancel, 16 bits) that says too little: the budget here is first-order error analysis, element by
@@ -21,7 +21,7 @@ from triton_relattn.testing import Inputs, dense_gradients
 UNITS = 16
 """Rounding errors, in units in the last place, that a number goes through one after the other."""
 SMALLEST_SCALE = 2.0**-59
-"""What a scale of 0 is off by in the kernels."""
+"""Largest difference between a scale near 0 and the smallest one, which the kernels compute with instead."""
 ARGUMENTS = (
     *("positions", "attn_mask", "key_lengths", "is_causal", "window_size", "query_offset"),
     *("dropout_p", "scale", "rel_scale", "softcap", "enable_gqa"),
@@ -29,7 +29,7 @@ ARGUMENTS = (
 
 
 class Precision(NamedTuple):
-    """Of an implementation."""
+    """Errors of one implementation, to first order."""
 
     sums: float
     """Relative error of logits, probabilities and sums."""

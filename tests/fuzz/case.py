@@ -18,7 +18,8 @@ from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import SHARP_FACTOR, SHARP_SHIFT, in_memory_order
 
 Layout = tuple[str, tuple[int, ...], int, tuple[int, ...]]
-"""Of a tensor: its name, its dimensions as memory has them (outermost first), the step of the last, dimensions of stride 0."""
+"""Memory layout of a tensor: its name, its dimensions in memory order (outermost first), the step of the last dimension, and the
+dimensions whose stride is 0."""
 
 
 def one_line(value: Any) -> str:
@@ -43,7 +44,7 @@ class Case:
     sequences: tuple[tuple[int, int], ...] | None = None
     """Queries and keys of each packed sequence, instead of the three above."""
     slack: int = 0
-    """What max_seqlen_q and max_seqlen_k are too large by."""
+    """The number by which max_seqlen_q and max_seqlen_k exceed the longest sequence."""
     key_heads: int = 1
     group: int = 1
     """Heads of the query for each of the key."""
@@ -61,7 +62,7 @@ class Case:
     """The mask's dtype."""
     mask_shape: tuple[int, ...] = ()
     mask_low: str = "-inf"
-    """What hidden pairs have in a mask of numbers: "-inf", "finfo.min" or "-1e4"."""
+    """The value of hidden pairs in a mask of numbers: "-inf", "finfo.min" or "-1e4"."""
     key_lengths: tuple[int, ...] | None = None
     is_causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -115,7 +116,7 @@ class Broken:
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that have gradients, and of the results."""
+    """Return the shapes of the tensors that have gradients, and of d_out and d_lse."""
     heads = case.key_heads * case.group
 
     def rows(heads: int, which: int, width: int) -> tuple[int, ...]:

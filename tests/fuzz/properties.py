@@ -1,4 +1,4 @@
-"""What holds for every call: the right result, and nothing else changed; or one of three errors."""
+"""Properties of every call: it gives the right result and changes nothing else, or it raises one of three errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dtable_words": tile(64, 32),
     },
 )
-"""Of the kernels; None: the default."""
+"""Tiles of the kernels that cases choose from; None: the default configurations."""
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, TileConfig] | None) ->
 
 
 def global_state() -> dict[str, Any]:
-    """What a call must leave as it is, but for torch's generator."""
+    """Return the global state that a call must not change, without torch's generator, from which dropout draws."""
     return {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -136,7 +136,7 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept(case: Case, call: dict[str, Any]) -> torch.Tensor | None:
-    """What dropout keeps; draws from torch's generator what the call draws."""
+    """Return the mask of the probabilities that dropout keeps. It draws from torch's generator as the call does."""
     dropout_p = call.get("dropout_p", 0.0)
     if not dropout_p:
         return None

@@ -62,7 +62,7 @@ def sometimes(otherwise: T, strategy: st.SearchStrategy[T], odds: int = 3) -> st
 
 
 def side(kernels: bool, chosen: int) -> int:
-    """What the sides of a cut are multiples of: the tiles' or the blocks' (these only of queries)."""
+    """Return the side whose multiples are the borders of tiles, or of blocks, which are cut along the queries only."""
     if not kernels:
         return min(BLOCKS[chosen][0], 16)
     tiles = TILES[chosen]

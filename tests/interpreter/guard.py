@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from tests.groups import flat
 
 Order = Literal["reversed", "shuffled"]
-"""Of programs; not the one in which the interpreter goes through a grid."""
+"""Orders of programs other than that in which the interpreter goes through a grid."""
 NOBODY, SEVERAL = -1, -2
 """Instead of a program's number."""
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -52,7 +52,7 @@ def poison_of(dtype: Any) -> Any:
 
 @dataclass
 class Launch:
-    """What one launch accesses, and what of that it should not.
+    """The memory accesses of one launch, and those among them that are forbidden.
 
     Args:
         kernel: its name.
@@ -134,7 +134,7 @@ class GuardedMemory:
 
     @property
     def program(self) -> int:
-        """Its number in the order in which the interpreter goes through a grid."""
+        """Return the number of the running program, in the order in which the interpreter goes through a grid."""
         builder = interpreter.interpreter_builder
         return int(np.ravel_multi_index(builder.grid_idx, builder.grid_dim))
 

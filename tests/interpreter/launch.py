@@ -34,7 +34,7 @@ from triton_relattn.testing import (
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
 SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
 SEED = torch.tensor([0x1234_5678_9ABC_DEF0])
-"""Of dropout, in all calls of this module."""
+"""The seed of dropout in all calls of this module."""
 
 
 def tensors_of(inputs: Inputs) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, Attenti
 
 
 def kept(*sizes: int, dropout_p: float) -> torch.Tensor:
-    """What dropout keeps with the fixed seed, bool, of sizes (batch, heads, num_queries, num_keys)."""
+    """Return the mask of what dropout keeps with the fixed seed, bool, for sizes (batch, heads, num_queries, num_keys)."""
     batch, heads, num_queries, num_keys = sizes
     indices = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1), torch.arange(num_queries).view(-1, 1)
     return keep_mask(SEED, dropout_p, *indices, slice(0, num_keys))

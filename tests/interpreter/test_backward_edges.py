@@ -234,7 +234,8 @@ def test_nan_in_rows_that_no_visible_pair_has(case: str, tiles: Any) -> None:
 @pytest.mark.parametrize("kind", POSITIONS)
 @pytest.mark.parametrize("where", ["query", "d_out"])
 def test_nan_in_one_row_stays_where_it_belongs(kind: str, where: str) -> None:
-    """Its own row and the gradients it contributes to: its head's keys, values and table. All else is bit-equal."""
+    """NaN in a row reaches only that row and the gradients that it adds to: its head's keys, values and table. All else is
+    bit-equal."""
     positions = POSITIONS[kind]
     inputs = make_inputs(1, 2, 40, 29, 16, num_rows=positions.num_rows, per_head=True, dtype=torch.float32, seed=3)
     spoilt = getattr(inputs, where).clone()

@@ -1,4 +1,4 @@
-"""What a call may have beyond a table for the keys, in the kernels: terms, masks, windows, packing, dropout, shared heads."""
+"""Features of a call beyond a table for the keys, in the kernels: terms, masks, windows, packing, dropout, shared heads."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_vectors_with_strides() -> None:
 
 @pytest.mark.parametrize("kind", ["clamp", "zero"])
 def test_nan_gradient_of_an_lse_that_is_infinite(kind: str) -> None:
-    """What merges partial results gives such a gradient; a query that sees nothing has none to pass on."""
+    """A NaN gradient of an lse of -inf is ignored: merging partial results may give one for a query that sees nothing."""
     inputs = all_terms(num_rows=11)
     arguments: dict[str, Any] = {"positions": POSITIONS[kind], "is_causal": True, "query_offset": -3}
     expected = forward_backward(attend, inputs, **arguments)
@@ -498,7 +498,8 @@ def test_nan_behind_a_mask(kind: str) -> None:
     ("name", "options"), [("query", {"softcap": 5.0, "window_size": (20, 9)}), ("rel_query", {})], ids=["query", "rel_query"]
 )
 def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any]) -> None:
-    """Its own row of the results, and the gradients that queries share; other rows, heads and batch entries are bit-equal."""
+    """NaN in a query reaches only its own row of the results and the gradients that queries share; other rows, heads and batch
+    entries are bit-equal."""
     inputs = all_terms((2, 2, 18, 13), per_head=True)
     tensor = getattr(inputs, name).clone()
     tensor[1, 0, 11] = math.nan

@@ -249,7 +249,7 @@ def previous_kernel(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def odd_kernel(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What no kernel should do."""
+    """Do one of several things, KIND, that no kernel should do."""
     offsets = tl.arange(0, 16)
     if KIND == "add":
         tl.atomic_add(values + offsets, 1.0)
@@ -428,7 +428,7 @@ def test_storage_is_poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> None
 
 
 def test_poison_reaches_the_result() -> None:
-    """Of a kernel that reads one element too far, also where nothing guards it."""
+    """A kernel that reads one element too far gets poison, and so does its result, even without a guard."""
     source, target = in_poisoned_storage(torch.ones(16), random.Random(0)), torch.zeros(16)
     copy_kernel[(1,)](source, target, 16, 16, SHIFT=1, STRIDE=1)
     assert target[15].isnan() and target.isnan().sum() == 1

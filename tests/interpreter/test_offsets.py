@@ -33,7 +33,7 @@ VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
 SIDES = {"statistics", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
 """Two numbers for each row."""
 ENDS = {"d_tables"}
-"""Its last rows are found from the next head's first."""
+"""Tensors whose last row of a head is addressed from the first row of the next head."""
 ROWS_OF = {
     "query",
     "key",
@@ -49,7 +49,7 @@ ROWS_OF = {
 }
 """A row for each query or key."""
 NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
-"""What may be None, but is no tensor; there is no workspace here."""
+"""Arguments that are None or no tensors in these calls. (words would be one with a workspace, but there is none here.)"""
 
 
 class Apart(NamedTuple):

@@ -150,7 +150,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_kernels(
     case: str, tile: tuple[int, int, int], carry: str | None, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of terms that float16 can hold, the results are those of the gather, but for the order in which a row is summed."""
+    """With terms that float16 can hold, the results are those of the gather, but for the order in which a row is summed."""
     of_inputs, arguments = CASES[case]
     inputs = of_small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **of_inputs))
     config = TileConfig(*tile, 1)

@@ -1,4 +1,5 @@
-"""What faults of tests/mutants showed to be missing: offsets of 2**31 elements and more, tables of which some are shared."""
+"""Tests that were missing, as faults of tests/mutants had survived: offsets of 2**31 elements and more, tables of which some are
+shared by the heads."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ BANDS: dict[str, tuple[RelativePositions, tuple[int, int], dict[str, Any]]] = {
     [(name, tiles) for name in BANDS for tiles in ("registers", "long", "square") if tiles != "square" or "clamp" in name],
 )
 def test_bands(name: str, tiles: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a table or a window that is short beside the keys, the workspace has a band."""
+    """The workspace holds a band instead of whole rows if the table or the window is short compared with the keys."""
     positions, lengths, arguments = BANDS[name]
     inputs = make_inputs(1, 2, *lengths, 8, num_rows=positions.num_rows, rel_bias=True, dtype=torch.float32, seed=2)
     if tiles == "long":

@@ -1,4 +1,4 @@
-"""What a fault is, and how it is put into a copy of the repository."""
+"""Faults, and how they are put into a copy of the repository."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fault:
 
     name: str
     effect: str
-    """What it does wrong, in a line."""
+    """The wrong behaviour, in a line."""
     tests: tuple[str, ...]
     """Arguments of pytest for the tests to begin with: fast ones, most likely to notice. All in one folder."""
     changes: tuple[Change, ...]

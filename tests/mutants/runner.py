@@ -32,7 +32,7 @@ CAUGHT, SURVIVED, STALE, BROKEN = "caught", "SURVIVED", "STALE", "BROKEN"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault: CAUGHT; SURVIVED; STALE, it does not apply; BROKEN, the tests could not tell."""
+    """The result for one fault: CAUGHT; SURVIVED; STALE, it does not apply; BROKEN, the tests could not tell."""
 
     fault: Fault
     status: str
@@ -56,7 +56,7 @@ class TestRun:
 
 
 def source_files(root: Path) -> list[str]:
-    """What git tracks, or would if it were added."""
+    """Return the files that git tracks, and those that it would track if they were added."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
     return sorted({name for name in listed if name and (root / name).is_file()})
@@ -74,7 +74,7 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Of the tests in a folder: Triton's interpreter for those that need it, and no plugin but pytest's own."""
+    """Return the environment for a folder's tests: Triton's interpreter if they need it, and no plugin but pytest's own."""
     others = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     interpreted = {"TRITON_INTERPRET": "1"} if folder == "tests/interpreter" else {}
     alike = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
@@ -182,7 +182,7 @@ class Runner:
         )
 
     def failing_anyway(self, tests: Collection[str]) -> set[str]:
-        """Those of the tests that fail in a copy without a fault."""
+        """Return the tests, of those given, that fail in a copy without a fault."""
         failing: set[str] = set()
         for folder in sorted({"/".join(test.split("/")[:2]) for test in tests}):
             chosen = sorted(test for test in tests if test.startswith(f"{folder}/"))

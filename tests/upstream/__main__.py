@@ -15,7 +15,7 @@ WEIGHTS = re.compile(r"output_attentions|test_retain_grad_hidden_states_attentio
 
 
 def outcomes(folder: Path, enabled: bool, arguments: list[str]) -> dict[str, tuple[str, str]]:
-    """What became of each test, and its message."""
+    """Run the tests; return each one's outcome and message."""
     environment = {**os.environ, "UPSTREAM": str(folder.resolve()), "ENABLED": "1" if enabled else ""}
     command = [
         sys.executable,

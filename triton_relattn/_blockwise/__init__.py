@@ -1,1 +1,1 @@
-"""Linear memory in plain torch: how a call is cut, the terms of a band, forward and backward over blocks."""
+"""Attention in linear memory, in plain torch: the cut of a call into blocks, their terms, forward and backward."""

@@ -1,16 +1,16 @@
 """Linear-memory attention in plain torch, forward and hand-written backward, for any device.
 
 A call is cut into blocks (partition.py): batches of matrices of scores, one for each sequence and head. A block has few queries
-or many, and always all keys that they see, so that every step is one call of torch on a contiguous batch, and softmax is torch's
-own. The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
+or many, but always all keys that they see. So every step is one call of torch on a contiguous batch, and softmax is torch's own.
+The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
 
     P  = softmax(scale * Q K^T + terms of rel_key and rel_bias)      out = P V + term of rel_value
     dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
 
-dV and the gradient of rel_value are products with P, all others products with dS. The rows are whole in the backward, too: it
-does not need lse, and P sums to one however large the logits are, where exp(logits - lse) would not. Short sequences keep P from
-the forward, where it takes no more memory than query, key, value and out. The working set is about ELEMENTS_PER_THREAD numbers a
-thread, a few times over; or of long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
+dV and the gradient of rel_value are products with P, all other gradients products with dS. The backward has whole rows, too, so
+it does not need lse. P sums to one however large the logits are, where exp(logits - lse) would not. If P takes no more memory
+than query, key, value and out, as with short sequences, the forward keeps it for the backward. The working set is a few times
+ELEMENTS_PER_THREAD numbers a thread; with long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from .bands import Packed
 from .partition import Block, Call, Frame, matrices, of_heads, stacked
 
 SHORT_ROW, SHORT_ROW_BACKWARD = 32, 16
-"""Keys below which torch's softmax and its derivative, made for rows that fill vectors, are slower than written out."""
+"""Numbers of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
+fill the CPU's vectors."""
 
 
 def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
-    """Pack what rel_key is multiplied with: rel_query, or query, given as matrices."""
+    """Pack the vectors that rel_key is multiplied with: rel_query, or else query, given as matrices."""
     tensors, band = block.call.tensors, block.frame.rel_key
     if band is None:
         return None
@@ -40,7 +41,7 @@ def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
 
 
 def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
-    """Compute the logits, masked, in the frame's scores; return the derivative of softcap, None without."""
+    """Compute the masked logits, in place of the frame's scores; return the derivative of softcap, None without softcap."""
     frame, spec = block.frame, block.call.spec
     frame.scores.baddbmm_(query, block.key.mT, beta=0, alpha=spec.scale)
     if frame.rel_key is not None and packed is not None:
@@ -60,7 +61,8 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
     """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
 
     Args:
-        lse: where the log-sum-exp of each row goes, (sequences, heads, queries).
+        probs: memory for the probabilities.
+        lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed.
     """
     scores = block.frame.scores
     largest, total = scores.amax(-1, keepdim=True), None
@@ -83,11 +85,11 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
 
 
 def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
-    """probs * (d_probs - delta), in the place of d_probs.
+    """Compute probs * (d_probs - delta) in place of d_probs.
 
-    delta_i = sum_j P[i, j] dP[i, j] is that of the block itself. The usual shortcut, rowsum(out * d_out), uses an out that was
-    rounded to the input dtype; every dS of the row then carries the same small error, and the table's gradient, a sum over all
-    rows, adds these errors up.
+    delta_i = sum_j P[i, j] dP[i, j] is computed from the block itself. The usual shortcut, rowsum(out * d_out), uses an out that
+    was rounded to the input dtype. With it, all dS of a row would share one small error, and the table's gradient, a sum over all
+    rows, would add these errors up.
     """
     if (
         probs.shape[-1] < SHORT_ROW_BACKWARD or probs.device.type != "cpu"
@@ -97,7 +99,8 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-    """Whether the forward should keep the probabilities for the backward: they take no more than query, key, value and out."""
+    """Return whether the forward should keep the probabilities for the backward: whether they take no more memory than query,
+    key, value and out."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
     of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
@@ -107,10 +110,10 @@ def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, Hq, Nq, Dv) in the inputs' dtype and lse (B, Hq, Nq) in the compute dtype.
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype and lse (B, Hq, Nq) in the compute dtype.
 
     Args:
-        kept: where the probabilities go, before dropout, for the backward.
+        kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
     """
     out = new_like(tensors.query, tensors.value.shape[-1])
     lse = tensors.query.new_empty(tensors.query.shape[:3], dtype=compute_dtype(tensors.query.dtype))
@@ -135,8 +138,8 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Where the gradients are collected, None where not wanted. Rows of query and rel_query are written once, in their dtype;
-    the others are sums in the compute dtype, and tables are stacked.
+    """Memory in which the gradients are collected; None for those that are not wanted. Rows of query and rel_query are written
+    once, in their dtype; the others are sums in the compute dtype, and tables are stacked.
     """
 
     query: torch.Tensor | None
@@ -163,7 +166,7 @@ class Gradients(NamedTuple):
 
     @property
     def need_scores(self) -> bool:
-        """Whether any is wanted that depends on the gradient of the scores."""
+        """Whether any gradient is wanted that depends on the gradient of the scores."""
         return any(getattr(self, name) is not None for name in DIFFERENTIABLE if name not in ("value", "rel_value"))
 
     def add_values(self, block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None) -> None:
@@ -199,14 +202,14 @@ class Gradients(NamedTuple):
             block.store(place, result)
 
     def add_tables(self, frame: Frame) -> None:
-        """Add what the blocks of a frame have collected to the gradients of rel_key and rel_value."""
+        """Add the sums that a frame's blocks have collected to the gradients of rel_key and rel_value."""
         for band, total in ((frame.rel_key, self.rel_key), (frame.rel_value, self.rel_value)):
             if band is not None and total is not None:
                 band.add_gradient(of_heads(total, frame.heads))
 
 
 def add_transposed_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
-    """total (sequences, heads, keys, width) += scale * left^T @ right."""
+    """Add scale * left^T @ right to total (sequences, heads, keys, width)."""
     if total.is_contiguous():
         total.flatten(0, 1).baddbmm_(left.mT, right, alpha=scale)
     else:
@@ -221,7 +224,7 @@ def backward(
     wanted: Iterable[bool] = (True,) * 7,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the tensors that spec.DIFFERENTIABLE names, None where not wanted or not there.
+    """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
 
     Args:
         kept: the probabilities that the forward has kept; None: they are computed again.

@@ -1,20 +1,21 @@
 """Products of queries with table rows for all pairs of a block, without a gather: the skewed view of a band.
 
-Query m and key n of a block need the table row of the relative position ``first_position + n - m``. Some successive queries, a
-*panel* of M, need the rows of successive positions, a *window* of the table. ``band[m, c] = q_m . window[c]`` is one matrix
-product, and query m and key n find their term in ``band[m, n - m + M - 1]``. Read with a row stride that is one shorter, the same
-memory holds the terms in the order of the scores:
+Query m and key n of a block need the table row of the relative position ``first_position + n - m``. M successive queries, a
+*panel*, need the rows of successive positions, a *window* of the table. ``band[m, c] = q_m . window[c]`` is one matrix product,
+and query m and key n find their term in ``band[m, n - m + M - 1]``. If the same memory is read with a row stride that is shorter
+by one, it holds the terms in the order of the scores:
 
     address(m, n) = m * width + n - m + M - 1 = m * (width - 1) + n + M - 1
 
-So terms are added to scores from that view; and gradients of scores, copied into it with zeros around them, are the gradient of
-the band, which multiplies the table. No gather, no scatter. The same holds for the table of the values: the band of the
-probabilities times its rows is its part of out, and ``dO . A`` is added to ``dO . v`` as ``p . E`` is to ``q . k``.
+So terms are added to scores from that view. In the backward, gradients of scores are copied into the view, with zeros around
+them: that is the gradient of the band, which is multiplied with the table. There is no gather and no scatter. The table of the
+values works alike: the band of the probabilities times its rows is its part of out, and ``dO . A`` is added to ``dO . v`` as
+``p . E`` is to ``q . k``.
 
-A band is wider than the scores by M - 1 columns that are computed for nothing. The queries of all sequences and heads that share
-a table are rows of one product; the more they are, the fewer queries of each a panel needs to be efficient.
+A band has M - 1 more columns than the scores, which are computed for nothing. The queries of all sequences and heads that share a
+table are rows of one product. The more there are, the fewer queries of each a panel needs to be efficient.
 
-Keys beyond the table are *far*: they have one of its end rows, one number for each query, or none.
+Keys beyond the table are *far*: their term is that of an end row, one number for each query, or nothing.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ if TYPE_CHECKING:
     from .partition import Frame
 
 PANEL_ROWS = 64
-"""Rows of a product with a window, at least: with fewer it is slow, with more bands are wider than they need to be."""
+"""Fewest rows of a product with a window: with fewer it is slow, with more the bands are wider than necessary."""
 PANEL_SHARE = 32
-"""A panel's queries are at least the keys divided by this: a band that is so little wider costs less than more panels."""
+"""A panel has at least as many queries as keys divided by this: a band that is wider by so little costs less than more panels."""
 PANEL_COLUMNS = 12
-"""Columns of a band, at least: products with fewer are slow."""
+"""Fewest columns of a band: products with fewer are slow."""
 
 TableRows = slice | None
-"""Table rows that some positions have: one each, one for all, or none."""
+"""The table rows of some positions: one row each, one row for all, or None."""
 
 
 class Reach:
-    """The relative positions of a frame's queries and keys, and the table rows that they have."""
+    """The relative positions of a frame's queries and keys, and their table rows."""
 
     def __init__(self, frame: Frame, num_tables: int, num_queries: int) -> None:
-        """num_queries: of the frame, or more if panels go beyond them."""
+        """num_queries: number of queries of the frame, or more if the last panel goes beyond them."""
         self.frame: Frame = weakref.proxy(frame)  # a cycle would keep its memory until the next garbage collection
         self.num_tables, self.sharing = num_tables, frame.num_heads // num_tables
         spec, first = frame.spec, frame.first_position
 
-        # Near are the keys that some query sees at a position from spec.first to spec.last.
+        # Near keys: those that some query sees at a position from spec.first to spec.last.
         start = min(max(spec.first - first, 0), frame.num_keys)
         stop = min(max(spec.last - first + frame.num_queries, start), frame.num_keys)
         self.near, self.num_near = slice(start, stop), stop - start
         ends = ((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))
         self.far = [(keys, row) for keys, row in ends if spec.clamp and keys.start < keys.stop]
 
-        # Of the near positions, those from low to high are those of a pair.
+        # Positions of near keys. Only those from low to high belong to pairs that the window shows.
         self.positions = range(first + start - num_queries + 1, first + stop)
         low, high = first + start - frame.num_queries + 1, first + stop - 1
         self.low = low if spec.window_left < 0 else max(low, min(-spec.window_left, high + 1))
@@ -65,7 +66,7 @@ class Reach:
 
     @cached_property
     def parts(self) -> list[tuple[slice, TableRows]]:
-        """The near positions, counted from the first, with the table rows that they have; none if no pair has them."""
+        """Ranges of near positions, counted from the first, with their table rows; None for positions of no pair."""
         spec = self.frame.spec
         start, stop = (min(max(position, self.low), self.high + 1) for position in (spec.first, spec.last + 1))
         last = spec.last - spec.first
@@ -76,7 +77,8 @@ class Reach:
         return [(part, row) for part, row in zip(parts, rows, strict=True) if part.start < part.stop]
 
     def window(self, table: torch.Tensor) -> torch.Tensor:
-        """Table rows of the near positions, (tables, positions, width). Rows that no pair has are not read: they may hold NaN."""
+        """Return the table rows of the near positions, (tables, positions, width). Rows that no pair uses are not read: they may
+        hold NaN."""
         pieces = []
         for part, rows in self.parts:
             size = (table.shape[0], part.stop - part.start, table.shape[2])
@@ -84,7 +86,7 @@ class Reach:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def add_to_table(self, total: torch.Tensor, of_window: torch.Tensor) -> None:
-        """total, the gradient of the table, += the gradient of its window."""
+        """Add the gradient of a window to total, the gradient of the table."""
         for part, rows in self.parts:
             if rows is not None:
                 piece = of_window[:, part]
@@ -100,20 +102,20 @@ class Packed(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """Sums of each query for each table row: for near keys a band, for far keys one number."""
+    """Sums over the keys of each query and table row: a band for near keys, one number for the far keys of an end row."""
 
     band: torch.Tensor | None  # (tables * panels, rows, width)
     far: list[torch.Tensor]  # (sequences, heads, queries, 1), for each of Reach.far
 
 
 class Band(Reach):
-    """A table of vectors, (tables, R, width), as the pairs of a frame see it."""
+    """A table of vectors, (tables, R, width), and its products for the pairs of a frame."""
 
     def __init__(self, frame: Frame, table: torch.Tensor, scale: float) -> None:
         num_tables = table.shape[0]
         rows = frame.num_sequences * (frame.num_heads // num_tables)
         fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
-        self.panel = frame.num_queries  # queries of each; the last may have fewer
+        self.panel = frame.num_queries  # queries of each panel; the last may have fewer
         if fewest < frame.num_queries:
             sizes = range(fewest, 2 * fewest)
             self.panel = next((size for size in sizes if frame.num_queries % size == 0), fewest)
@@ -131,7 +133,8 @@ class Band(Reach):
         return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
 
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): full, then a rest."""
+        """Return views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): one of the full
+        panels, and one of the rest if there is one."""
         rows = rows.unflatten(1, (self.num_tables, self.sharing))
         full = self.num_full * self.panel
         pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))]
@@ -140,7 +143,7 @@ class Band(Reach):
         return [piece.permute(1, 3, 0, 2, 4, 5) for piece in pieces]
 
     def in_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Views of (tables, panels, sequences, sharing, self.panel, ...) as panels() returns them."""
+        """Return views of (tables, panels, sequences, sharing, self.panel, ...) that match those of panels()."""
         if self.num_full == self.num_panels:
             return [packed]
         rest = packed[:, self.num_full :, :, :, : self.frame.num_queries - self.num_full * self.panel]
@@ -150,7 +153,7 @@ class Band(Reach):
         return self.num_tables, self.num_panels, self.frame.num_sequences, self.sharing, self.panel, width
 
     def pack(self, rows: torch.Tensor) -> Packed:
-        """Put (sequences, heads, queries, width) in panels; zero where the last has fewer queries."""
+        """Put (sequences, heads, queries, width) in panels, with zeros where the last panel has fewer queries."""
         pieces = self.panels(rows)
         packed = pieces[0]
         if len(pieces) > 1:
@@ -161,13 +164,14 @@ class Band(Reach):
 
     @cached_property
     def band(self) -> torch.Tensor:
-        """Memory for a band, (tables * panels, rows of a panel, self.width): that of the probabilities, if they need none."""
+        """Memory for a band, (tables * panels, rows of a panel, self.width). Without rel_value it is that of the probabilities,
+        which are then not needed at the same time."""
         name = "band" if "rel_value" in self.frame.call.tables else "probs"
         return self.frame.call.buffer(name, self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
 
     @cached_property
     def skewed(self) -> list[torch.Tensor]:
-        """The band in the order of the scores, as panels() returns them."""
+        """The band in the order of the scores, as views that match those of panels()."""
         *sizes, width = self.shape(self.num_near)
         strides = [self.width * math.prod(sizes[dim + 1 :]) for dim in range(4)]
         return self.in_panels(self.band.as_strided((*sizes, width), (*strides, self.width - 1, 1), self.panel - 1))
@@ -178,7 +182,7 @@ class Band(Reach):
         return self.panels(self.frame.pairs[..., self.near])
 
     def add_terms(self, packed: Packed) -> None:
-        """The frame's scores += scale * rows . table."""
+        """Add scale * rows . table to the frame's scores."""
         if self.num_near:
             self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
             for place, terms in zip(self.scores, self.skewed, strict=True):
@@ -187,7 +191,7 @@ class Band(Reach):
             self.frame.pairs[..., keys].add_(packed.rows @ self.table[:, row].mT, alpha=self.scale)
 
     def fold(self, pairs: torch.Tensor) -> Folded:
-        """Sum what is by pair for each query and table row."""
+        """Sum numbers by pair over the keys of each query and table row."""
         if self.num_near:
             if self.panel > 1:
                 self.band.zero_()
@@ -197,7 +201,7 @@ class Band(Reach):
         return Folded(self.band if self.num_near else None, [pairs[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
 
     def add_rows(self, total: torch.Tensor, folded: Folded) -> None:
-        """total (sequences, heads, queries, width) += scale * folded @ table."""
+        """Add scale * folded @ table to total (sequences, heads, queries, width)."""
         if folded.band is not None:
             product = self.frame.call.buffer("products", self.shape(self.table.shape[2]))
             torch.bmm(folded.band, self.windows.mT, out=product.view(*folded.band.shape[:2], -1))
@@ -207,7 +211,7 @@ class Band(Reach):
             total.add_(sums * self.table[:, row], alpha=self.scale)
 
     def collect(self, folded: Folded, packed: Packed) -> None:
-        """Add folded^T @ rows to what add_gradient() will add to the gradient of the table."""
+        """Add folded^T @ rows to the sums that add_gradient() will add to the gradient of the table."""
         if folded.band is not None:
             if self._of_windows is None:
                 self._of_windows = torch.bmm(folded.band.mT, packed.panels)
@@ -218,14 +222,14 @@ class Band(Reach):
             self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
 
     def add_gradient(self, total: torch.Tensor) -> None:
-        """total, the gradient of the table, += what has been collected, once."""
+        """Add the collected sums to total, the gradient of the table. Call it once."""
         if self._of_windows is not None:
             self.add_to_table(total, self._overlapped(self._of_windows).mul_(self.scale))
         for number, of_end in self._of_ends.items():
             total[:, self.far[number][1]] += of_end.mul_(self.scale)
 
     def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
-        """The gradient of the window of all near positions from those of the panels' windows, which overlap."""
+        """Sum the gradients of the panels' windows, which overlap, to that of the window of all near positions."""
         if self.num_panels == 1:
             return of_windows
         count, length, width = self.num_panels, len(self.positions), of_windows.shape[2]
@@ -238,7 +242,7 @@ class Band(Reach):
 
 
 class Bias(Reach):
-    """A table of numbers, (tables, R, 1), as the pairs of a frame see it."""
+    """A table of numbers, (tables, R, 1), for the pairs of a frame."""
 
     def __init__(self, frame: Frame, table: torch.Tensor) -> None:
         super().__init__(frame, table.shape[0], frame.num_queries)
@@ -250,7 +254,7 @@ class Bias(Reach):
         return self.window(self.table)[..., 0].unfold(1, self.num_near, 1).flip(1)
 
     def add_terms(self) -> None:
-        """The frame's scores += the number of each pair."""
+        """Add the number of each pair to the frame's scores."""
         pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing))
         if self.num_near:
             pairs[..., self.near].add_(self.by_query[:, None])
@@ -258,7 +262,7 @@ class Bias(Reach):
             pairs[..., keys].add_(self.table[:, row, None])
 
     def add_gradient(self, total: torch.Tensor) -> None:
-        """total, the gradient of the table, += the frame's scores, summed over the pairs of each row."""
+        """Add the frame's scores, summed over the pairs of each row, to total, the gradient of the table."""
         pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing)).sum((0, 2))
         if self.num_near:
             num_queries, width = self.frame.num_queries, len(self.positions)

@@ -1,8 +1,8 @@
-"""How attention.py cuts a call: groups of sequences and heads, and blocks of their queries with the keys that those can see.
+"""The cut of a call for attention.py: groups of sequences and heads, and blocks of their queries with the keys that these see.
 
 A block is a batch of matrices, one for each sequence and head, whose scores fit the working set: many short sequences, or some
-queries of a few heads of a long one. The sequences of a group have as many queries and the same query_offset, so that relative
-positions are the same in all its matrices; they may differ in the number of their keys.
+queries of a few heads of a long one. The sequences of a group have the same number of queries and the same query_offset, so that
+relative positions are the same in all its matrices. Their numbers of keys may differ.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from .bands import Band, Bias
 
 BLOCK_QUERIES = 128
-"""Queries of a block, unless the scores of more of them fit the working set: products with few rows are slow."""
+"""Queries of a block, or more if their scores fit the working set: products with few rows are slow."""
 ELEMENTS_PER_THREAD = 1 << 18
-"""Scores of a block for each thread: a megabyte, about what a core keeps in its own cache."""
+"""Scores of a block for each thread: a megabyte, about the size of a core's own cache."""
 
 
 class Stack(NamedTuple):
-    """Sequences that lie behind one another in the batch and have as many queries and the same query_offset."""
+    """Successive sequences of the batch with the same number of queries and the same query_offset."""
 
     batch: range
-    """Their numbers in the batch: what dropout and attn_mask know them by."""
+    """Indices of the sequences in the batch, by which dropout and attn_mask know them."""
     num_queries: int
     num_keys: int
-    """Keys of the longest."""
+    """Number of keys of the longest sequence."""
     query_offset: int
     lengths: list[int] | None = None
-    """Keys of each; None: all have num_keys."""
+    """Number of keys of each sequence; None: all have num_keys."""
     starts: tuple[int, int] | None = None
-    """Where the queries and the keys of the first begin, if the batch is packed."""
+    """The first query and the first key of the first sequence, if the batch is packed."""
 
     def part(self, sequences: slice) -> Stack:
-        """Some of its sequences."""
+        """Return some of the sequences."""
         part = self._replace(batch=self.batch[sequences])
         if self.lengths is not None:
             lengths = self.lengths[sequences]
@@ -54,11 +54,11 @@ class Stack(NamedTuple):
         return part
 
     def of_queries(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Their part of a (B, Hq, Nq, ...) tensor: (sequences, heads, num_queries, ...)."""
+        """Return the sequences' part of a (B, Hq, Nq, ...) tensor: (sequences, heads, num_queries, ...)."""
         return self._of(tensor, heads, self.num_queries, 0)
 
     def of_keys(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Their part of a (B, Hk, Nk, width) tensor: (sequences, heads, num_keys, width)."""
+        """Return the sequences' part of a (B, Hk, Nk, width) tensor: (sequences, heads, num_keys, width)."""
         return self._of(tensor, heads, self.num_keys, 1)
 
     def _of(self, tensor: torch.Tensor, heads: slice, length: int, which: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Stack(NamedTuple):
 
 
 def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
-    """All sequences of the batch. Reads the tensors of lengths and offsets: waits for a GPU."""
+    """Yield all sequences of the batch. This reads the tensors of lengths and offsets, and so waits for a GPU."""
     batch, num_queries, num_keys = range(tensors.num_sequences), tensors.query.shape[2], tensors.key.shape[2]
     lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
     whole = Stack(batch, num_queries, num_keys, spec.query_offset, lengths).part(slice(0, len(batch)))
@@ -104,14 +104,14 @@ class Call:
         self._frame: tuple[Any, Frame] | None = None
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory of that name, which blocks use one after the other; holds anything."""
+        """Return memory of that name, uninitialised. Blocks use it one after the other."""
         size, buffer = math.prod(shape), self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             self._buffers[name] = buffer = self.tensors.query.new_empty(size, dtype=self.dtype)
         return buffer[:size].view(shape)
 
     def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
-        """That of the block before, if it fits."""
+        """Return a frame of this shape and place: that of the block before, if it fits."""
         per_head = any(table.shape[0] > 1 for table in self.tables.values())
         heads = group.heads.start if per_head else None
         kind = (len(group.sequences.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
@@ -120,7 +120,7 @@ class Call:
         return self._frame[1]
 
     def blocks(self) -> Iterator[Block]:
-        """All queries of all sequences and heads."""
+        """Yield blocks that together have all queries of all sequences and heads."""
         for stack in stacks(self.tensors, self.spec):
             num_queries, num_heads = self._block_size(stack)
             for sequences, heads, key_heads in self._groups(stack, num_heads):
@@ -130,7 +130,7 @@ class Call:
                     yield Block(group, slice(start, min(start + num_queries, stack.num_queries)))
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
-        """Queries of a block, and heads, those of all its sequences together."""
+        """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
         num_threads = torch.get_num_threads()
         elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
@@ -144,7 +144,7 @@ class Call:
         return num_queries, max(elements // max(num_queries * num_keys, 1), fewest_heads)
 
     def _groups(self, stack: Stack, num_heads: int) -> Iterator[tuple[Stack, slice, slice]]:
-        """The stack in parts of at most so many heads: several sequences, or one of them and heads that share a key or do not."""
+        """Yield the stack in parts of at most so many heads: several whole sequences, or some heads of one sequence."""
         heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
         if heads == 0:
             return
@@ -167,17 +167,17 @@ class Group:
         self.call, self.sequences, self.heads, self.key_heads = call, sequences, heads, key_heads
         self.num_heads = heads.stop - heads.start
         self.sharing = self.num_heads // (key_heads.stop - key_heads.start)
-        """Heads that share one of the keys'."""
+        """Number of heads of the query that share one of the key."""
         self.key, self.value = self._of_keys(call.tensors.key), self._of_keys(call.tensors.value)
 
     def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Key or value as (matrices, keys, width); of sequences that are shorter than the longest, the rest is zero."""
+        """Return key or value as (matrices, keys, width), with zeros after the keys of shorter sequences."""
         rows = self.sequences.of_keys(tensor, self.key_heads)
         padding = self.padding(slice(0, self.sequences.num_keys))
         return matrices(rows if padding is None else rows.masked_fill(padding.mT, 0), 1, self.call.dtype)
 
     def padding(self, keys: slice) -> torch.Tensor | None:
-        """Which of some keys a sequence has not, (sequences, 1, 1, keys); None if all have the same."""
+        """Return the mask of padding among some keys, (sequences, 1, 1, keys); None if all sequences have the same length."""
         lengths = self.sequences.lengths
         if lengths is None:
             return None
@@ -186,13 +186,13 @@ class Group:
 
 
 class Frame:
-    """State that blocks of one shape and place share: memory for their scores, their window, and their tables.
+    """State that blocks of the same shape and relative position share: memory for their scores, hidden pairs, and tables.
 
     Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
     """
 
     def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
-        self.call: Call = weakref.proxy(group.call)  # which keeps the frame
+        self.call: Call = weakref.proxy(group.call)  # a proxy, because the call keeps the frame
         self.spec = group.call.spec
         self.num_sequences, self.num_heads, self.sharing = len(group.sequences.batch), group.num_heads, group.sharing
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
@@ -211,12 +211,12 @@ class Frame:
         return self.call.buffer("probs", self.shape)
 
     def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
-        """A view of matrices by sequence, head, query, and key or column."""
+        """Return a view of matrices by sequence, head, query, and key or column."""
         return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
 
     @cached_property
     def hidden(self) -> list[tuple[slice, torch.Tensor]]:
-        """Keys that the window hides from some of the queries, and from which: (queries, keys)."""
+        """Ranges of keys that the window hides from some of the queries, and their masks (queries, keys), True where hidden."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
         hidden = []
         if left >= 0:  # key n from query m where first + n - m < -left
@@ -258,15 +258,15 @@ class Block:
         self.by_pair = self.frame.by_pair
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
+        """Return the queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
         return part(self.group.sequences.of_queries(tensor, self.group.heads), 2, self.queries)
 
     def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
+        """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
         return part(self.group.sequences.of_keys(tensor, self.group.key_heads), 2, self.keys)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The queries' part of a (B, Hq, Nq, width) tensor for products with key or value."""
+        """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value."""
         return matrices(self.rows(tensor), self.group.sharing, self.call.dtype)
 
     @property
@@ -275,11 +275,11 @@ class Block:
         return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
 
     def pairs_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block's part of a (B, Hq, Nq, Nk) tensor, (sequences, heads, queries, keys)."""
+        """Return the block's part of a (B, Hq, Nq, Nk) tensor, (sequences, heads, queries, keys)."""
         return part(self.rows(tensor), 3, self.keys)
 
     def mask(self) -> None:
-        """Add a mask of numbers to the logits, and make those of hidden pairs -inf."""
+        """Add a mask of numbers to the logits, and set the logits of hidden pairs to -inf."""
         mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
         if mask is not None:
             wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
@@ -297,7 +297,7 @@ class Block:
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
-        """Return the factors of the probabilities, as matrices; None without dropout."""
+        """Dropout's factors of the probabilities, as matrices; None without dropout."""
         seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
         if seed is None:
             return None
@@ -307,42 +307,43 @@ class Block:
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
 
     def destination(self, place: torch.Tensor, name: str = "rows") -> torch.Tensor:
-        """Matrices to compute rows of queries in: in their place if it is contiguous, else the buffer of that name."""
+        """Return matrices in which to compute rows of queries: their place itself if it is contiguous, else the named buffer."""
         shape = *self.frame.shape[:2], place.shape[3]
         return place.view(shape) if place.dtype == self.call.dtype and place.is_contiguous() else self.call.buffer(name, shape)
 
     def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
-        """Copy what was computed in a destination to its place, unless it is there."""
+        """Copy a result from its destination to its place, unless these are the same."""
         if result.data_ptr() != place.data_ptr():
             place.copy_(self.by_pair(result))
 
 
 def part(tensor: torch.Tensor, dim: int, rows: slice | range) -> torch.Tensor:
-    """tensor from rows.start to rows.stop of a dimension."""
+    """Return the part of a tensor from rows.start to rows.stop of a dimension."""
     length = rows.stop - rows.start
     return tensor if length == tensor.shape[dim] else tensor.narrow(dim, rows.start, length)
 
 
 def evenly(count: int, most: int) -> Iterator[slice]:
-    """0 .. count in slices of about the same size, at most the given one."""
+    """Yield slices of 0 .. count of about the same size, at most the given one."""
     num_parts = -(-count // most)
     for number in range(num_parts):
         yield slice(number * count // num_parts, (number + 1) * count // num_parts)
 
 
 def stacked(table: torch.Tensor, name: str) -> torch.Tensor:
-    """A table as (Hq, R, width), or (1, R, width) if the heads share it; rel_bias has width 1."""
+    """Return a table as (Hq, R, width), or (1, R, width) if the heads share it; rel_bias has width 1."""
     table = table[..., None] if name == "rel_bias" else table
     return table if table.dim() == 3 else table[None]
 
 
 def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
-    """The stacked tables of a range of heads: (1, R, width) if all share it."""
+    """Return the stacked tables of a range of heads: (1, R, width) if all heads share one."""
     return table if table.shape[0] == 1 else table[heads]
 
 
 def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """(sequences, heads, rows, width) as (sequences * heads / group, group * rows, width): matrices of heads that share a key."""
+    """Return (sequences, heads, rows, width) as (sequences * heads / group, group * rows, width): one matrix for the heads that
+    share a key."""
     sequences, heads, length, width = rows.shape
     rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)
     return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -1,7 +1,7 @@
 """Calls that are hardly meant as they stand: a mask where the table belongs, dimensions in another order, a table too short.
 
-Where such a call is wrong, its error says what to do; where it is valid, a warning does, once, if nobody does that on purpose:
-short tables are clipped, as by Shaw et al., and a call that has positions says what its table means.
+If such a call is wrong, its error says what to do. If it is valid, a warning says so, once, unless the call may be meant: short
+tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _other_layout(packed: bool) -> str:
 
 
 def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Say what to do about a wrong call, and which arguments that changes."""
+    """Yield what may be done about a wrong call, as text, with the arguments that it changes."""
     packed = given.get("cu_seqlens") is not None
     if given.get("rel_key") is not None and given.get("attn_mask") is None and not packed:
         yield "a mask is given by its name: attn_mask=...", {"rel_key": None, "attn_mask": given["rel_key"]}
@@ -41,7 +41,7 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def with_cures(resolve: Resolve) -> Resolve:
-    """Have the errors of a check say what to do, if the call passes it once that is done."""
+    """Wrap a check so that its errors say what to do, if the call passes the check once that is done."""
 
     @functools.wraps(resolve)
     def run(query: Any, key: Any, value: Any, rel_key: Any = None, **others: Any) -> Any:
@@ -65,7 +65,7 @@ def warn_of_doubts(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int
     """Warn of a valid call that is hardly meant.
 
     Args:
-        num_rows: of tables whose positions nobody has said; else None.
+        num_rows: rows of the tables if the call was given no positions; else None.
     """
     heads = tensors.query.shape[1]
     if heads > spec.max_seqlen_q and heads > spec.max_seqlen_k and (heads > MANY_HEADS or num_rows == 2 * heads - 1):

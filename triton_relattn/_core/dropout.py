@@ -1,8 +1,9 @@
-"""Which probabilities are dropped: a function of seed, sequence, head, query and key alone, whatever computes it.
+"""The choice of dropped probabilities: a function of seed, sequence, head, query and key alone, in all implementations.
 
-Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: the fewest that pass their
-statistical tests) turns the counter (key // 4, query, head, sequence) into four words of 32 bits; key takes word key % 4. None
-of the four counters can overflow, so no two probabilities share a word. kernels/dropout.py is the same in Triton.
+Philox4x32 turns the counter (key // 4, query, head, sequence) into four words of 32 bits, of which key takes word key % 4. It has
+7 rounds, the fewest that pass the statistical tests of its authors (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011). None of the four counters can overflow, so no two probabilities share a word. kernels/dropout.py computes the same in
+Triton.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ _LOW_BITS = 0xFFFFFFFF
 
 
 def draw_seed(device: torch.device | str | None = None) -> torch.Tensor:
-    """(1,) int64 from the device's default generator. A tensor, so that a captured CUDA graph draws anew at every replay."""
+    """Draw a seed, (1,) int64, from the device's default generator. It is a tensor: a CUDA graph draws anew at each replay."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def largest_dropped(dropout_p: float) -> int:
-    """A probability is dropped if its word is at most this. dropout_p is positive."""
+    """Return the largest word that drops its probability. dropout_p is positive."""
     return max(round(dropout_p * 2**32), 1) - 1
 
 
@@ -33,7 +34,7 @@ def keep_scale(dropout_p: float) -> float:
 def keep_mask(
     seed: torch.Tensor, dropout_p: float, sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, keys: slice
 ) -> torch.Tensor:
-    """Return what is kept, bool, of shape (..., keys), for sequence, head and query indices that broadcast to (..., 1)."""
+    """Return the mask of kept probabilities, (..., keys), for sequence, head and query indices that broadcast to (..., 1)."""
     start = keys.start // 4
     groups = torch.arange(start, (keys.stop + 3) // 4, device=seed.device)
     c0, c1, c2, c3 = torch.broadcast_tensors(groups, query, head, sequence)

@@ -8,7 +8,7 @@ import torch
 
 
 def new_like(query: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Empty (B, H, N, width) tensor in query's memory order: (B, N, H, width) if query is such a view."""
+    """Allocate a (B, H, N, width) tensor in query's memory order, which is (B, N, H, width) if query is such a view."""
     batch, heads, length, _ = query.shape
     if query.stride(1) < query.stride(2):
         return query.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
@@ -16,20 +16,21 @@ def new_like(query: torch.Tensor, width: int, dtype: torch.dtype | None = None) 
 
 
 def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
-    """The empty gradient of a tensor; those of query, key, value and rel_query keep its memory order."""
+    """Allocate the gradient of a tensor; those of query, key, value and rel_query keep its memory order."""
     return new_like(tensor, tensor.shape[-1]) if tensor.dim() == 4 else tensor.new_empty(tensor.shape)
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether torch.autocast knows a type of device. What torch compiles for is known; torch 2.11 cannot trace the question."""
+    """Return whether torch.autocast supports a type of device. Types that torch compiles for have it, so compiled code does not
+    ask: torch 2.11 cannot trace the question."""
     return device_type != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which torch.autocast does not change the dtypes of products."""
+    """Return a context in which torch.autocast does not change the dtypes of products."""
     return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else nullcontext()  # type: ignore[return-value]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores and accumulators: float64 for float64, else float32."""
+    """Return the dtype of scores and accumulators: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Which implementation serves a call. One predicate decides, and says why not."""
+"""The choice of an implementation. One predicate decides whether the kernels can serve a call, and says why not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @untraced
 def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why the Triton kernels cannot serve a device and a dtype, with what to do about it; None if they can."""
+    """Return why the Triton kernels cannot serve a device and a dtype, with what to do about it; None if they can."""
     try:
         from ..kernels import kernels_are_interpreted
 
         interpreted = kernels_are_interpreted()
-    except Exception as error:  # of a damaged or an old triton, whatever it is
+    except Exception as error:  # a damaged or an old triton may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return "the package triton is not installed (pip install triton; it exists for Linux)"
         return f"the kernels cannot be loaded: {type(error).__name__}: {error}"
@@ -39,7 +39,7 @@ def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None) -> str | None:
-    """The reason why the Triton kernels cannot serve these tensors, with what to do about it; None if they can."""
+    """Return why the Triton kernels cannot serve these tensors, with what to do about it; None if they can."""
     if reason := _why_no_kernels(query.device, query.dtype):
         return reason
     widths = {"query": query.shape[-1], "value": value.shape[-1]}
@@ -53,7 +53,7 @@ def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.T
 
 @untraced
 def _warn_of_blockwise(reason: str) -> None:
-    """Say that a GPU gets blockwise: float64 may be meant, a triton that does not load hardly is."""
+    """Warn that a GPU gets blockwise. Float64 may be meant, but a triton that does not load hardly is."""
     text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
 
@@ -61,7 +61,7 @@ def _warn_of_blockwise(reason: str) -> None:
 def can_run_triton(
     query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, *, raise_error: bool = False
 ) -> bool:
-    """Whether the Triton kernels can serve tensors of this device, dtype and width.
+    """Return whether the Triton kernels can serve tensors of this device, dtype and width.
 
     Raises:
         NotImplementedError: with ``raise_error=True``, if they cannot; the message says why and what to do.
@@ -75,9 +75,9 @@ def can_run_triton(
 def choose_implementation(
     implementation: str | None, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None
 ) -> str:
-    """The implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
+    """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
-    A GPU that cannot run it gets a warning that says why.
+    On a GPU that cannot run triton the default comes with a warning that says why.
 
     Raises:
         ValueError: an unknown name.

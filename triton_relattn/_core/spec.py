@@ -1,4 +1,4 @@
-"""One attention call, resolved: what every implementation gets."""
+"""One attention call, resolved: the tensors and scalars that every implementation gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class AttentionTensors(NamedTuple):
-    """All tensors of a call, those that have gradients first. Field names are also the operator's schema (see _operators/ops.py).
+    """All tensors of a call, those with gradients first. Field names are also the operator's schema (see _operators/ops.py).
 
     With cu_seqlens the batch is packed: query, key, value and rel_query hold all sequences one after the other in a single
     batch entry.
@@ -42,7 +42,7 @@ DIFFERENTIABLE = AttentionTensors._fields[:7]
 
 
 class AttentionSpec(NamedTuple):
-    """All that is not a tensor. Field names and types are also the operator's schema (see _operators/ops.py)."""
+    """All of a call that is not a tensor. Field names and types are also the operator's schema (see _operators/ops.py)."""
 
     scale: float
     """Factor of q.k."""
@@ -53,7 +53,7 @@ class AttentionSpec(NamedTuple):
     last: int
     """Relative position of the tables' last row."""
     clamp: bool
-    """Beyond first and last: the end row (True) or no relative term (False)."""
+    """Beyond first and last the end row applies (True), or no relative term (False)."""
     window_left: int
     """Keys with a relative position below -window_left are hidden; -1: none are."""
     window_right: int
@@ -61,18 +61,18 @@ class AttentionSpec(NamedTuple):
     query_offset: int
     """Query i stands at key position i + query_offset."""
     max_seqlen_q: int
-    """Queries of the longest sequence."""
+    """Number of queries of the longest sequence."""
     max_seqlen_k: int
-    """Keys of the longest sequence."""
+    """Number of keys of the longest sequence."""
     softcap: float | None = None
     """Logits are limited smoothly to +-softcap."""
     dropout_p: float = 0.0
-    """Probability that a probability is dropped."""
+    """Dropout probability of the attention weights."""
     exact_delta: bool = False
-    """d_query, too, shall use the exact delta."""
+    """Use the exact delta for d_query and d_rel_query, too."""
 
     def coverage(self, offset_is_known: bool = True) -> str:
-        """Return which pairs the tables have rows for: "full", every visible one; else how they are used beyond: "clamp", "zero".
+        """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their ends.
 
         Args:
             offset_is_known: false if each sequence has a query_offset of its own.

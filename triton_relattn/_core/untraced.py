@@ -9,7 +9,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Have torch.compile take what the function returns as a constant.
+    """Make torch.compile call a function while it traces, and take the result as a constant.
 
     ``torch.compiler.assume_constant_result`` does the same, but imports torch._dynamo for it, which takes a second.
     """

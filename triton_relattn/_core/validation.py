@@ -1,6 +1,7 @@
 """The contract of the public functions: ranks, shapes, dtypes, devices and values, checked once, before any work.
 
-No message is made before it is needed: that would take longer than the checks, and formatting a symbolic number fixes its value.
+No message is formatted before it is needed: that would take longer than the checks, and formatting a symbolic number fixes its
+value.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, float32
 def _check_integers(
     name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str
 ) -> tuple[torch.Tensor, list[int] | None]:
-    """A vector of integers, of which a single one stands for all, and its values, where they can be read without waiting."""
+    """Return a vector of integers, a single one repeated for all, and its values; None if reading them would wait for a GPU."""
     _require_tensor(name, tensor, query)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
@@ -67,7 +68,7 @@ def _check_integers(
 
 
 def _check_shapes(tensors: AttentionTensors, packed: bool, enable_gqa: bool) -> None:
-    """Ranks and shapes of query, key, value and rel_query: (batch, heads, length, width), packed (length, heads, width)."""
+    """Check the shapes of query, key, value and rel_query: (batch, heads, length, width), or packed (length, heads, width)."""
     rank, dimensions = (3, "(total, heads, width)") if packed else (4, "(batch, heads, length, width)")
     for name, tensor in zip(("query", "key", "value", "rel_query"), tensors, strict=False):
         if tensor is not None and tensor.dim() != rank:
@@ -93,7 +94,7 @@ def _check_shapes(tensors: AttentionTensors, packed: bool, enable_gqa: bool) -> 
 
 
 def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
-    """The number of rows that all tables have; None if there is no table."""
+    """Check the tables; return the number of rows that all of them have, None if there is no table."""
     num_rows: dict[str, int] = {}
     for name, table, of_width in (
         ("rel_key", tensors.rel_key, tensors.query if tensors.rel_query is None else tensors.rel_query),
@@ -121,7 +122,7 @@ def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
 
 
 def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The mask with four dimensions."""
+    """Check the mask and return it with four dimensions."""
     _require_tensor("attn_mask", attn_mask, query)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in (query.dtype, torch.float32):
         raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
@@ -136,7 +137,8 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
 
 
 def _within(low: float, value: Any, high: float) -> bool:
-    """Whether a number lies in a range. One that a compiled program will compute is checked when it does, without a guard."""
+    """Return whether a number lies in a range. If a compiled program computes the number, it checks the range itself, without a
+    guard."""
     if not torch.compiler.is_compiling():
         return bool(low <= value <= high)  # of NaN neither holds
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -149,7 +151,7 @@ def _within(low: float, value: Any, high: float) -> bool:
 
 
 def _plain(name: str, value: Any, kind: Any) -> Any:
-    """Python's own number of what is none, but may be numpy's."""
+    """Convert a number of another library, such as numpy's, to Python's int or float."""
     what, abstract = ("an int", numbers.Integral) if kind is int else ("a float", numbers.Real)
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be {what}, got a tensor; .item() reads its value")
@@ -159,7 +161,7 @@ def _plain(name: str, value: Any, kind: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> float:
-    """A number that float32, in which most calls compute, can hold."""
+    """Check a number and return it as a float: float32, in which most calls compute, must hold it."""
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         value = _plain(name, value, float)
     if not _within(-LARGEST_NUMBER, value, LARGEST_NUMBER):
@@ -168,7 +170,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _integer(name: str, value: Any) -> int:
-    """An integer that may be a position or a distance."""
+    """Check an integer that is a position or a distance, and return it."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         value = _plain(name, value, int)
     if not _within(-LARGEST_POSITION, value, LARGEST_POSITION):
@@ -209,10 +211,10 @@ def _resolve_positions(positions: RelativePositions | None, num_rows: int | None
 
 
 def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets: list[int] | None) -> None:
-    """``outside="error"``: the table has a row for every pair that window and lengths allow.
+    """Raise ValueError unless the table has a row for every pair that window and lengths allow, as ``outside="error"`` asks.
 
     Args:
-        offsets: values of query_offset, None if they are not known.
+        offsets: values of query_offset; None if they are not known.
     """
     if spec.coverage(offset_is_known=False) == "full" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
         return
@@ -260,10 +262,10 @@ def resolve(
     """Check one call and return its tensors and its scalars, with every default filled in.
 
     Args:
-        cu_seqlens, max_seqlens: by "q" and "k", of a packed batch; its tensors come out as (1, heads, total, width) views.
+        cu_seqlens, max_seqlens: by "q" and "k", for a packed batch, whose tensors are returned as (1, heads, total, width) views.
 
     Raises:
-        ValueError: wrong rank, shape, device or value; the message names the argument, what was expected and what came.
+        ValueError: wrong rank, shape, device or value; the message names the argument, what is wanted and what was got.
         TypeError: wrong type or dtype.
     """
     if not isinstance(query, torch.Tensor):
@@ -345,7 +347,7 @@ def resolve(
 
 
 def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> int:
-    """The length of the longest sequence."""
+    """Check cu_seqlens and max_seqlen of queries or keys; return max_seqlen as an int."""
     name = f"cu_seqlens_{which}"
     _require_tensor(name, cu_seqlens, query)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:

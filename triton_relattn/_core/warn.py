@@ -8,7 +8,7 @@ _given: set[str] = set()
 
 
 def warn_once(about: str, text: str, stacklevel: int = 2) -> None:
-    """Warn, unless somebody has been warned about the same before."""
+    """Warn, unless this process has warned about the same thing before."""
     if about not in _given:
         _given.add(about)
         warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)

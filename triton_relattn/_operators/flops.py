@@ -1,7 +1,7 @@
 """Floating-point operations for ``torch.utils.flop_counter``, counted as torch counts scaled_dot_product_attention.
 
-A multiplication and an addition are two; masks do not reduce the count. Softmax and the rotation of the tables' products are not
-counted. Of a table, rows are counted that a query can reach.
+A multiplication and an addition are two operations; masks do not reduce the count. Softmax and the rotation of the tables'
+products are not counted. Each query is multiplied with as many table rows as it can reach.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def add_to_counters() -> None:
-    """Give the formulas to the counters at work: each has copied those that there were when it was made."""
+    """Add the formulas to the counters that are active now: each has a copy of the formulas that existed when it was made."""
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
     for mode in _get_current_dispatch_mode_stack():

@@ -27,7 +27,7 @@ _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE
 _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
 KEEPING = "blockwise keeping probabilities"
-"""The implementation that, where it is differentiated, returns the probabilities as statistics."""
+"""The name of "blockwise" for calls in which it keeps the probabilities for the backward; it returns them as statistics."""
 
 _library = torch.library.Library("triton_relattn", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
@@ -38,7 +38,7 @@ _library.define(
 
 
 def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str]:
-    """Tensors, scalars and implementation from arguments in the order of the schema."""
+    """Return tensors, scalars and implementation from arguments in the order of the schema."""
     *scalars, implementation = arguments[_NUM_TENSORS:]
     return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), implementation
 
@@ -56,7 +56,8 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
 
 
 def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
-    """The empty third result, what is kept for the backward: two numbers of each query by the kernels, nothing by "blockwise"."""
+    """Allocate the third result, which is kept for the backward: two numbers of each query for the kernels, the probabilities for
+    KEEPING, nothing for "blockwise"."""
     query, key = tensors.query, tensors.key
     sizes = {"triton": (*query.shape[:2], 2, query.shape[2]), KEEPING: (*query.shape[:3], key.shape[2])}
     return query.new_empty(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
@@ -73,7 +74,7 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
 def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
     *arguments, wanted = arguments
     tensors, spec, implementation = _split(arguments)
-    if d_lse is not None:  # what merges partial results may have NaN for a query that sees nothing
+    if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
         d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
     if implementation == "triton":
         from ..kernels.backward import backward
@@ -119,14 +120,15 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
 
 
 def _is_differentiated(arguments: Iterable[Any]) -> bool:
-    """Whether anybody may ask for a derivative by them, in reverse mode or (which is to be refused) in forward mode."""
+    """Return whether a derivative by any of the arguments may be asked for, in reverse mode or in forward mode (which will be
+    refused)."""
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
 class _Operator(torch.autograd.Function):
-    """One of the operators as autograd and torch.func see it. Subclasses say which, and how it is differentiated."""
+    """One of the operators as autograd and torch.func see it. Subclasses name the operator and its derivative."""
 
     operator: Any
 
@@ -139,11 +141,11 @@ class _Operator(torch.autograd.Function):
 
     @classmethod
     def with_autograd(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        """Run the operator, as a node of autograd's graph if anybody differentiates; that only costs time otherwise."""
+        """Run the operator, as a node of autograd's graph only if it may be differentiated: the node costs time."""
         _register()
         if not _is_differentiated(arguments):
             return cls.forward(*arguments)
-        # Function.apply without its search for transforms, which are at work above this key.
+        # Function.apply without its search for transforms: this dispatch key is below theirs.
         return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc, no-any-return]
 
     @staticmethod
@@ -170,7 +172,7 @@ class _Operator(torch.autograd.Function):
 
 
 class _Forward(_Operator):
-    """out, lse, statistics = f(tensors, scalars...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
+    """out, lse, statistics = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
     operator = torch.ops.triton_relattn.attention_forward.default
     setup_context = staticmethod(_save_for_backward)
@@ -178,7 +180,8 @@ class _Forward(_Operator):
 
 
 class _Backward(_Operator):
-    """The gradients. Differentiating them raises; without this, terms would be dropped."""
+    """The operator that computes the gradients. To differentiate them is an error; without this class, autograd would silently
+    leave out terms."""
 
     operator = torch.ops.triton_relattn.attention_backward.default
 
@@ -194,8 +197,9 @@ class _Backward(_Operator):
         )
 
 
-# Not with torch.library.register_autograd: torch.func does not take the Functions that it makes, and their forward-mode tangents
-# are zero. The last key is torch.func's: apply hands the call from transform to transform, down to the operator without any.
+# This is not done with torch.library.register_autograd: torch.func does not accept the Functions that it makes, and their
+# forward-mode tangents are zero. The last key is torch.func's: apply passes the call from transform to transform, and then to the
+# operator itself.
 for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, _backward, _backward_fake)):
     _name = _operator.operator._opname
     _library.impl(_name, _run, "CompositeExplicitAutograd")
@@ -205,12 +209,12 @@ for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, 
 
 
 _REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed.tensor": sharding.register}
-"""Registrations that are still to be done, by the module of torch that has to be imported first."""
+"""Registrations that are still to be done, by the module of torch that must have been imported before."""
 
 
 @untraced
 def _register() -> None:
-    """Register with those modules of torch that are imported by now. To import them for it takes a second, and imports triton."""
+    """Register with those modules of torch that are imported by now. Importing them here would take a second, and triton."""
     for name in [name for name in _REGISTRATIONS if name in sys.modules]:
         _REGISTRATIONS.pop(name)()
     if torch._C._len_torch_dispatch_stack() > 0 and "torch.utils.flop_counter" in sys.modules:
@@ -218,9 +222,9 @@ def _register() -> None:
 
 
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    _register()  # here too: inference mode has no autograd
-    # Not where torch.compile traces, which would have to know sizes.
+    """Compute out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
+    _register()  # also here, since inference mode does not come through autograd
+    # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
     differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
     if differentiated and blockwise.keeps_probs(tensors, spec):
         implementation = KEEPING

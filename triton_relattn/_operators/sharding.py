@@ -1,4 +1,4 @@
-"""How the operators are distributed: by batch and by heads, for ``torch.distributed.tensor.DTensor``."""
+"""Sharding of the operators by batch and by heads, for ``torch.distributed.tensor.DTensor``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE
 def register() -> None:
     """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
 
-    Gradients of tables that the shards share are partial sums, which DTensor adds up. Packed batches are sharded by heads only,
-    heads of the key that are shared only if the mesh divides them, so that they stay with those of the query.
-    Dropout counts sequences and heads within a shard, so shards with the same seed drop alike.
+    Gradients of tables that the shards share are partial sums, which DTensor adds up. Packed batches are sharded by heads only.
+    Grouped heads are sharded only if the mesh divides the heads of the key, so that these stay with their heads of the query.
+    Dropout counts sequences and heads within a shard, so shards with the same seed drop the same weights.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
@@ -26,7 +26,7 @@ def register() -> None:
     ops = torch.ops.triton_relattn
 
     def by_batch(tensors: AttentionTensors) -> dict[str, Any]:
-        """The placement of each tensor if the batch is sharded."""
+        """Return the placement of each tensor if the batch is sharded."""
         placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
         placements |= dict.fromkeys(("query", "key", "value", "rel_query", "key_lengths", "query_offsets"), Shard(0))
         if tensors.attn_mask is not None and tensors.attn_mask.shape[0] > 1:
@@ -34,7 +34,7 @@ def register() -> None:
         return placements
 
     def by_heads(tensors: AttentionTensors) -> dict[str, Any]:
-        """The placement of each tensor if the heads are sharded."""
+        """Return the placement of each tensor if the heads are sharded."""
         placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
         placements |= dict.fromkeys(("query", "key", "value", "rel_query"), Shard(1))
         for name in _TABLES:
@@ -46,7 +46,7 @@ def register() -> None:
         return placements
 
     def kinds(tensors: AttentionTensors) -> list[tuple[Any, dict[str, Any]]]:
-        """The placement of results, and those of the tensors, for each way to distribute a call."""
+        """Return the placement of the results and those of the tensors, for each way to distribute a call."""
         found: list[tuple[Any, dict[str, Any]]] = [(Replicate(), dict.fromkeys(AttentionTensors._fields, Replicate()))]
         if tensors.cu_seqlens_q is None:
             found.append((Shard(0), by_batch(tensors)))

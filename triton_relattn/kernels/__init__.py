@@ -8,15 +8,15 @@ import functools
 
 @functools.cache
 def kernels_are_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter; TRITON_INTERPRET decides when they are first imported.
+    """Return whether the kernels run in Triton's interpreter. TRITON_INTERPRET decides that when they are first imported.
 
     Raises:
-        RuntimeError: it was set after Triton's own functions, which kernels call, had been imported without it.
+        RuntimeError: TRITON_INTERPRET changed after the first import of triton, whose own functions the kernels call.
     """
     import triton
     from triton.runtime.jit import JITFunction  # the interpreter's own kind would need numpy
 
-    from . import backward  # noqa: F401 - now: TRITON_INTERPRET may change before the first backward
+    from . import backward  # noqa: F401 - not later: TRITON_INTERPRET may change before the first backward
     from .forward import forward_kernel
 
     kinds = {not isinstance(function, JITFunction) for function in (triton.language.standard.sum, forward_kernel)}

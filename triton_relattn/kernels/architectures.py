@@ -1,6 +1,6 @@
-"""The GPUs that the kernels have configurations for: one entry each, of what configurations depend on.
+"""The GPUs that the kernels have configurations for: one entry each, with the properties that configurations depend on.
 
-To add one, add an entry. ``python -m bench compile --targets NAME`` tells what fits, ``python -m bench tune`` what is fast.
+To add a GPU, add an entry. ``python -m bench compile --targets NAME`` tells what fits, ``python -m bench tune`` what is fast.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Architecture:
     """A kind of GPU.
 
     Attributes:
-        unit: the table of configurations in configs.py that it takes: "wgmma" multiplies 64 rows of four warps, "mma" 16 rows of
-            one, "small mma" the same beside 100 KB of shared memory, "mfma" is AMD's; "unknown": small tiles that fit anywhere;
-            "interpreter": none.
-        shared_memory: that one program can have, bytes. Triton's compiler does not check it; the driver refuses the launch.
-        multiprocessors: of its largest GPU, where nobody can ask the GPU itself.
-        rotates_in_registers: whether accumulators of matrix products lie as quads.py says.
-        warp: threads.
-        most_registers: of a thread.
-        has_tf32: whether its matrix units compute it.
+        unit: the matrix unit, which selects configurations in configs.py. "wgmma" multiplies 64 rows of four warps, "mma" 16 rows
+            of one, "small mma" is the same with 100 KB of shared memory, "mfma" is AMD's. "unknown": small tiles that fit
+            anywhere. "interpreter": Triton's interpreter.
+        shared_memory: bytes that one program can have. Triton's compiler does not check this; the driver refuses the launch.
+        multiprocessors: number of them on its largest GPU, for use where the GPU itself is not there.
+        rotates_in_registers: whether accumulators of matrix products have the layout that quads.py relies on.
+        warp: threads of a warp.
+        most_registers: registers that a thread can have.
+        has_tf32: whether the matrix units compute products in tf32.
         few_stages: whether loops of 4 warps must have one stage: Triton 3.6 and 3.7 miscompile some others.
     """
 
@@ -61,7 +61,7 @@ ARCHITECTURES = {
 
 @functools.cache
 def architecture_of(name: str) -> Architecture:
-    """Return what is known of "sm_90", "gfx942", ...; of one that is not, what holds for all, with a line in the log."""
+    """Return the entry of "sm_90", "gfx942", ...; for an unknown one an entry that is safe for all, with a line in the log."""
     known = ARCHITECTURES.get(name)
     if known is not None:
         return known

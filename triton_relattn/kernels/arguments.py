@@ -23,7 +23,7 @@ LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 
 
 class Sequences(NamedTuple):
-    """How the batch is made up of sequences; masking.locate reads it."""
+    """The lengths, offsets and starts of the sequences of a batch; masking.locate reads them."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -35,16 +35,16 @@ class Sequences(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """From products to logits. The kernels' scores are logits divided by scale."""
+    """Factors that turn products into logits. The kernels' scores are logits divided by scale."""
 
-    base_2_scale: float  # scale / ln 2, divided in double, so that it is rounded once, and the same for all kernels
+    base_2_scale: float  # scale / ln 2, computed in double: rounded once, and the same for all kernels
     rel_scale: float | None  # factor of p.E in a score; None: 1
     bias_scale: float
     softcap: float | None
 
 
 class Inputs(NamedTuple):
-    """The tensors that scores and probabilities are made of, each with its strides; None: there is none."""
+    """The tensors from which scores and out are computed, each with its strides; None: the call has none."""
 
     query: Strided | None
     key: Strided | None
@@ -57,18 +57,18 @@ class Inputs(NamedTuple):
 
 
 class PerQuery(NamedTuple):
-    """Numbers of each query, float32: the forward's statistics, and what the dq kernel leaves for the other ones."""
+    """Numbers of each query, float32: the forward's statistics, and those that the dq kernel stores for the other kernels."""
 
     statistics: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
     deltas: Strided  # (B, H, N)
-    far_scores: Strided | None = None  # (B, H, 2, N), as the other ones: of keys beyond a clamped table, past and future
+    far_scores: Strided | None = None  # (B, H, 2, N), as those below: for keys beyond a clamped table, past and future
     far_values: Strided | None = None
     far_sums: Strided | None = None
     far_kept: Strided | None = None
 
 
 class TableGradients(NamedTuple):
-    """Partial sums of the tables' gradients; None: not wanted."""
+    """Partial sums of the tables' gradients; None: that gradient is not wanted."""
 
     rel_key: Strided | None
     rel_value: Strided | None
@@ -87,7 +87,7 @@ class Common(NamedTuple):
 class Shape(NamedTuple):
     """Sizes of a call that a kernel is compiled for."""
 
-    group: int  # heads of queries for one of keys
+    group: int  # heads of the query that share one of the key
     head_dim: int
     value_dim: int
     rel_dim: int
@@ -98,32 +98,32 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How kernels are compiled to compute a tile and the products with a table: TileConfig, and what kernels share."""
+    """Constants by which a kernel computes a tile and its products with a table: its TileConfig, and properties of the call."""
 
     block_m: int
     block_n: int
     rotation: str = "gather"
     warps: int = 4
-    round_terms: bool = False  # to float16 on their way to the scores
+    round_terms: bool = False  # terms are rounded to float16 before they are added to the scores
     carry: str | None = None
     coverage: str = "full"  # see AttentionSpec.coverage; "no table"
     precision: str = "ieee"  # of products
     width: int = 0  # of rel_key
-    block_width: int = 0  # and padded
-    values: Tile | None = None  # the same for rel_value, whose products are not rounded: gradients may be too small for float16
+    block_width: int = 0  # width, padded
+    values: Tile | None = None  # the same for rel_value; its products are not rounded, as gradients may be too small for float16
 
 
 class TableRows(NamedTuple):
     """How programs share the rows of the tables' gradients."""
 
     per_head: bool  # there is a sum for each head
-    dq_block_m: int  # tiles of the dq kernel, on which it depends what is near
+    dq_block_m: int  # the dq kernel's tile, which decides which keys are near
     dq_block_n: int
-    adds: bool = False  # to the sums that are there
+    adds: bool = False  # programs add to the sums that are there
 
 
 class Dropout(NamedTuple):
-    """dropout.kept decides by it; what is kept is multiplied by keep_scale."""
+    """Arguments of dropout.kept, and the factor of the probabilities that it keeps."""
 
     seed: torch.Tensor
     largest_dropped: int
@@ -131,17 +131,18 @@ class Dropout(NamedTuple):
 
 
 def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
-    """A vector as the kernels take it: without a stride."""
+    """Return a vector as the kernels take it: its elements side by side."""
     return None if vector is None else vector.contiguous()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy an operand of matrix products that cannot be loaded 16 bytes at a time: one of 16 bits a number, on an NVIDIA GPU,
-    whose numbers do not lie side by side, or whose rows begin where Triton cannot tell that 16 bytes do.
+    """Copy an operand of matrix products if it cannot be loaded 16 bytes at a time; return other operands as they are.
 
-    The copy takes less time than loads of 2 bytes. Above all, on Hopper (sm_90) those are not safe: where one operand in a loop
-    is loaded by cp.async and another, of less than 4 bytes at a time, cannot be, Triton 3.7.1 leaves out the fence between the
-    cp.async and the wgmma that reads what it has brought. tests/emulator shows that, and tells when it is mended.
+    Only 16-bit operands on NVIDIA GPUs are copied: those whose numbers do not lie side by side, or whose rows Triton does not
+    know to begin at multiples of 16 bytes. The copy takes less time than loads of 2 bytes. Above all, such loads are not safe on
+    Hopper (sm_90): if one operand in a loop is loaded by cp.async, and another cannot be because it is loaded less than 4 bytes
+    at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data. tests/emulator shows
+    that, and tells when it is mended.
     """
     if tensor.element_size() != 2 or architecture_of(configs.architecture(tensor.device)).unit in ("mfma", "interpreter"):
         return tensor
@@ -153,8 +154,8 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
-    """Turn the sign of a negative scale over to the query, which is exact: the kernels take maxima of scores that are yet to be
-    scaled. What rel_key meets stays the query as it was."""
+    """Make a negative scale positive by negating the query, which is exact: the kernels take maxima of scores before scaling.
+    rel_key is still multiplied with the query as it was, which becomes rel_query."""
     if spec.scale >= 0:
         return tensors, spec
     rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
@@ -162,7 +163,7 @@ def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple
 
 
 def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
-    """The call with its operands of matrix products aligned."""
+    """Return the tensors of a call with the operands of its matrix products aligned."""
     operands = tensors[:6]  # query to rel_value
     moved = [None if tensor is None else aligned(tensor) for tensor in operands]
     if all(new is old for new, old in zip(moved, operands, strict=True)):
@@ -171,24 +172,24 @@ def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
 
 
 def strided(tensor: torch.Tensor | None) -> Strided | None:
-    """A tensor as the kernels take it: with its strides."""
+    """Return a tensor as the kernels take it, with its strides."""
     return None if tensor is None else (tensor, tensor.stride())
 
 
 def per_head(table: torch.Tensor | None, rank: int) -> Strided | None:
-    """A table as (1, heads, R, ...), with its strides: 0 from head to head if they share it. rank: its dimensions then."""
+    """Return a table with the strides of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
     if table is None:
         return None
     return table, (0,) * (2 + rank - table.dim()) + table.stride()
 
 
 def cdiv(length: int, block: int) -> int:
-    """How many blocks cover a length. Triton's, called by the host, takes as long as a tensor's allocation."""
+    """Return how many blocks cover a length. (triton.cdiv, called by the host, takes as long as a tensor's allocation.)"""
     return -(-length // block)
 
 
 class Fixed(NamedTuple):
-    """The arguments that all calls with the same sizes, dtypes and scalars share; see fixed."""
+    """Arguments that all calls with the same sizes, dtypes and scalars share; ``fixed`` computes them."""
 
     kind: configs.Kind
     shape: Shape
@@ -211,11 +212,11 @@ def fixed(
     terms: tuple[bool, bool, bool, bool],
     offset_is_known: bool,
 ) -> Fixed:
-    """Put together what a call passes to its kernels, whatever its tensors hold: once for all calls that are alike.
+    """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
 
     Args:
-        heads: of queries and keys.
-        widths: of queries, values and what rel_key is multiplied with.
+        heads: numbers of heads of query and key.
+        widths: widths of query, value, and the vectors that rel_key is multiplied with.
         terms: whether there are rel_query, rel_key, rel_value and rel_bias.
     """
     (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
@@ -230,7 +231,7 @@ def fixed(
         special = "narrow rel_query" if narrow else "rel_query"
     elif has_rel_bias:
         special = "rel_key and rel_bias" if has_rel_key else "rel_bias"
-    # Scores are logits divided by it: 0 would not do, and this leaves nothing of q.k beside the other terms.
+    # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
     blocks = map(configs.padded_width, widths)
@@ -256,12 +257,17 @@ class Call:
         others: Iterable[torch.Tensor | None] = (),
         arch: str | None = None,
     ) -> None:
-        """others: what else is addressed by batch entry, head and row. arch: instead of the device's."""
+        """Collect the arguments of a call.
+
+        Args:
+            others: further tensors that kernels address by batch entry, head and row; they may need 64-bit offsets.
+            arch: an architecture to use instead of the device's.
+        """
         query, key, value = tensors.query, tensors.key, tensors.value
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
         self.arch = arch or configs.architecture(query.device)
-        self.selected: dict[str, Place] = {}  # by kernel: what tile has chosen itself
+        self.selected: dict[str, Place] = {}  # by kernel: configurations that self.tile has selected
         rel_query, rel_bias = query if tensors.rel_query is None else tensors.rel_query, tensors.rel_bias
         self.rel_query = rel_query
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
@@ -306,10 +312,11 @@ class Call:
         self.first, self.last = spec.first, spec.last
 
     def launch(self, name: str, kernel: Any, config: configs.TileConfig, grid: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of configs.KERNELS, in a grid of programs, with what all kernels share.
+        """Launch one of configs.KERNELS, in a grid of programs, with the arguments that all kernels share.
 
         Raises:
-            DoesNotFit: a selected configuration does not fit the GPU (OutOfResources: one that was asked for).
+            DoesNotFit: a selected configuration does not fit the GPU.
+            OutOfResources: a configuration that was asked for does not fit the GPU.
         """
         limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         try:
@@ -333,7 +340,7 @@ class Call:
             raise DoesNotFit(self.selected[name], error) from None
 
     def compiled_tile(self, config: configs.TileConfig, *, walks_keys: bool) -> Tile:
-        """Return a configuration as kernels are compiled for it; only those that walk along the keys can carry anything."""
+        """Return the constants that a kernel is compiled with. Only kernels that walk along the keys can carry anything."""
         fixed, shape, carry = self.fixed, self.shape, config.carry if walks_keys else None
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
         of_call = (carry, self.coverage, fixed.precision)
@@ -341,7 +348,11 @@ class Call:
         return Tile(*of_config, fixed.round_terms, *of_call, shape.rel_dim, shape.block_dr, values)
 
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
-        """The configuration of one of configs.KERNELS: the one given, if it is valid, or else the one selected."""
+        """Return the configuration for one of configs.KERNELS: the given one, or else the one selected for this call.
+
+        Raises:
+            ValueError: the given configuration is not valid.
+        """
         if config is None:
             place = current(Place(kernel, self.kind, configs.select(kernel, *self.kind, self.length)))
             self.selected[kernel] = place

@@ -1,4 +1,4 @@
-"""Launcher of the backward: of its kernels, those that the wanted gradients need."""
+"""Launcher of the backward: it runs those kernels that the wanted gradients need."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ def backward(
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
     tiles: Mapping[str, configs.TileConfig] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of spec.DIFFERENTIABLE, None where not wanted or not there.
+    """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
 
-    Memory beyond the gradients: a float32 for each query, with clamped tables four more for rel_key and rel_bias and four for
-    rel_value, and each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits);
-    not even that where one program has it all. And a workspace, from which the tables' gradients are made where workspace.py does
-    not say otherwise: 2 bytes (of float32 inputs 4) for each pair of a query and a key, of as many heads or keys at a time as
-    TRITON_RELATTN_WORKSPACE allows: so many bytes, 0 for none. Not set: 256 MiB, or as much as query, key and value take.
+    Memory beyond the gradients:
+
+    - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value.
+    - Each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits). Not if one
+      program computes all of it.
+    - A workspace, unless workspace.py has a reason against it: 2 bytes (4 with float32 inputs) for each pair of a query and a
+      key, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
+      256 MiB, or as much as query, key and value take; 0 means no workspace.
 
     Args:
         d_lse: None for zeros.
         statistics: as the forward returns them.
-        tiles: configurations by the kernels' names, for those that shall not be the selected ones.
+        tiles: configurations by the names of kernels, in place of the selected ones.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
-    # In one sum for both of the query's roles, the ratio of the scales times dS may be beyond float16.
+    # With one sum for both roles of the query, dS is multiplied by the ratio of the scales, which float16 may not hold.
     may_overflow = query.dtype == torch.float16 and abs(spec.rel_scale) > abs(spec.scale)
     if may_overflow and tensors.rel_key is not None and tensors.rel_query is None:
         tensors = tensors._replace(rel_query=query)
@@ -73,7 +76,7 @@ def _backward(
     wants: Mapping[str, bool],
     tiles: Mapping[str, configs.TileConfig] | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The same for positive scales, and a query whose roles need no separate sums."""
+    """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
     gradients = {
         name: gradient_like(tensor) if wants[name] and tensor is not None else None
         for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False)
@@ -88,13 +91,13 @@ def _backward(
     call = Call(tensors, spec, others)
     kernels = ("dq", "dkv", "dtable", *["dtable_words"] * (workspace.why_not(call, tensors) is None))
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
-    # Whether or not a table's gradient is wanted, so that the others do not depend on that.
+    # The plan does not depend on whether a table's gradient is wanted, so that the other gradients do not either.
     plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(query.device))
 
     far = _far_sums(call, tensors)
     delta = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32)
     per_query = PerQuery(*map(strided, (statistics, delta, *far)))
-    of_values = ("value", "rel_value")  # they need no delta, only what the dq kernel has of keys beyond a clamped table
+    of_values = ("value", "rel_value")  # they need no delta, only the dq kernel's terms and sums of far keys
     needs_far = (far[0] is not None and gradients["value"] is not None) or (
         far[3] is not None and gradients["rel_value"] is not None
     )
@@ -117,7 +120,7 @@ def _backward(
             launch_dtable(call, tiles["dtable"], per_query, d_out, sums.arguments, sums.rows, sums.grid)
     else:
         words = query.new_empty(plan.shape)
-        for part in plan.parts:  # in this order
+        for part in plan.parts:  # always in this order, so that sums repeat
             launch_dkv(*of_keys, words, part)
             launch_dtable_words(call, tiles["dtable_words"], words, sums.arguments, plan, part, sums.rows, sums.grid)
     if sums is not None:
@@ -127,9 +130,9 @@ def _backward(
 
 
 def _far_sums(call: Call, tensors: AttentionTensors) -> list[torch.Tensor | None]:
-    """Return far_scores, far_values, far_sums and far_kept of PerQuery, unwritten, as far as a call has them."""
+    """Allocate far_scores, far_values, far_sums and far_kept of PerQuery; None for those that a call does not have."""
     query = tensors.query
-    new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros  # rows of no sequence are summed, too
+    new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros  # rows outside all sequences are summed, too
     of_scores = tensors.rel_key is not None or tensors.rel_bias is not None
     exist = (of_scores, tensors.rel_value is not None, of_scores, tensors.rel_value is not None)
     shape = (*query.shape[:2], 2, query.shape[2])

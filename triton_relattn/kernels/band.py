@@ -1,14 +1,14 @@
 """The rotating band: the relative term of a tile from one matrix product and one rotation. DERIVATION.md explains it.
 
-A table block holds the products of the tile's queries with the BLOCK_N table rows that start at the tile's own relative
-position: ``block[m, c] = q_m . E[row(j0 - i0 - query_offset + c)]``. Cut into chunks of W columns, numbered on from tile to
-tile, with query m = W * group + m', the term of query m and key W * b + n' of the tile is
+A table block holds the products of the tile's M queries with the N table rows that start at the tile's own relative position:
+``block[m, c] = q_m . E[row(j0 - i0 - query_offset + c)]``. It is cut into chunks of W columns, which are numbered on from tile to
+tile. The term of query m = W * group + m' and key n = W * half + n' of the tile is
 
-    chunk[b - group - wraps][m, (n' - m') mod W]   with   wraps = (n' < m')
+    chunk[half - group - wraps][m, (n' - m') mod W]   with   wraps = (n' < m')
 
-so two steps give it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. What
-is carried to the next tile is rotated already; no block is multiplied or rotated twice. The gradient of the scores goes the
-same way back.
+Two steps compute it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. The state
+that is carried to the next tile is rotated already, so no block is multiplied or rotated twice. The gradient of the scores goes
+the same way back.
 """
 
 import triton
@@ -21,14 +21,14 @@ from .tiles import key_order
 
 @triton.constexpr_function
 def chunk_width(tile):
-    """Columns that are rotated together: at most 32, because a second shuffle is needed beyond a warp's lanes."""
+    """Return how many columns are rotated together. A gather along more than 32, a warp's lanes, takes a second shuffle."""
     has_one_chunk = tile.rotation == "gather" and tile.block_m == tile.block_n <= 32
     return tile.block_n if has_one_chunk else tile.block_n // 2
 
 
 @triton.constexpr_function
 def term_dtype(tile):
-    """The dtype that terms are rotated and carried in; for the gather block_of_rows has rounded them."""
+    """Return the dtype in which terms are rotated and carried. For the gather it is float32: block_of_rows has rounded them."""
     return tl.float16 if tile.round_terms and tile.rotation != "gather" else tl.float32
 
 
@@ -40,8 +40,8 @@ def waiting_dtype(tile, dtype):
 
 @triton.jit
 def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr = False):
-    """Split a tile [M, N] into the pieces that are rotated and delayed: the tile itself ("gather"), its two chunks [M, W], or, if
-    DTYPE has 16 bits, words of an element of each. SATURATE: beyond float16's range its largest number."""
+    """Split a tile [M, N] into the parts that are rotated and delayed: the tile itself ("gather"), its two chunks [M, W], or, if
+    DTYPE has 16 bits, words that hold an element of each chunk. SATURATE: limit numbers to the range of float16."""
     if TILE.rotation == "gather":
         return (tile.to(DTYPE),)
     else:
@@ -54,13 +54,13 @@ def cut(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr = 
 
 @triton.jit
 def cut_terms(block, TILE: tl.constexpr):
-    """A block of terms, cut, and rounded as all kernels of a call round them."""
+    """Cut a block of terms, rounded as all kernels of a call round them."""
     return cut(block, TILE, term_dtype(TILE), True)
 
 
 @triton.jit
 def glued(parts, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """The tile [M, N] whose parts they are, cut with the same DTYPE."""
+    """Put a tile [M, N] together from its parts: the inverse of cut with the same DTYPE."""
     if TILE.rotation == "gather":
         return parts[0]
     elif len(parts) == 1:
@@ -72,7 +72,7 @@ def glued(parts, TILE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotate(parts, TILE: tl.constexpr, BACK: tl.constexpr = False):
-    """Within each chunk, row m by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
+    """Rotate row m by m places within each chunk: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK undoes it."""
     M: tl.constexpr = TILE.block_m
     W: tl.constexpr = chunk_width(TILE)
     if TILE.rotation == "gather":
@@ -89,13 +89,13 @@ def rotate(parts, TILE: tl.constexpr, BACK: tl.constexpr = False):
 
 @triton.jit
 def rotated_tile(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
-    """[M, N]: a tile, rotated, in DTYPE."""
+    """Return a tile [M, N] rotated, in DTYPE."""
     return glued(rotate(cut(tile, TILE, DTYPE), TILE, BACK), TILE, DTYPE)
 
 
 @triton.jit
 def step_back(chunks, before, where):
-    """The chunks of a tile, each replaced by its predecessor where the mask says so; before is the last of the tile before."""
+    """Replace each chunk of a tile by the chunk before it where the mask is set. before: the last chunk of the tile before."""
     if len(chunks) == 1:
         return (tl.where(where, before, chunks[0]),)
     else:
@@ -104,7 +104,7 @@ def step_back(chunks, before, where):
 
 @triton.jit
 def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the state of delayed before the first tile, zeros, for parts cut with this DTYPE."""
+    """Return what delayed carries before the first tile: zeros, for parts that were cut with this DTYPE."""
     if TILE.rotation != "gather" and DTYPE != tl.float32:
         words = tl.full([TILE.block_m, TILE.block_n // 2], 0, tl.uint32)
         if TILE.block_m == 2 * TILE.block_n:
@@ -121,7 +121,7 @@ def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def wraps_around(TILE: tl.constexpr):
-    """[M, W]: where rotating has brought elements from the end of their chunk to its beginning."""
+    """Return the mask [M, W] of elements that rotating has brought from the end of their chunk to its beginning."""
     W: tl.constexpr = chunk_width(TILE)
     m = tl.arange(0, TILE.block_m)[:, None]
     n = tl.arange(0, W)[None, :]
@@ -133,11 +133,11 @@ def wraps_around(TILE: tl.constexpr):
 
 @triton.jit
 def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.constexpr):
-    """The parts of a tile, and what to carry to the next tile: each element as it was ``group + wraps`` chunks ago.
+    """Replace each element of a tile by its value ``group + wraps`` chunks ago; return the parts and the state to carry on.
 
-    BACK: as it was ``M / W - group - wraps`` chunks ago, so that after one and the other all are equally late, by
-    M / N tiles. ROTATED: the columns are those of the tile; else those of the table block.
-    All that is carried is made in this turn: a value passed on unchanged would turn off Triton's loop pipelining.
+    BACK: the delay is ``M / W - group - wraps`` chunks, so that forward and back together delay all elements alike, by M / N
+    tiles. ROTATED: the columns are those of the tile; else those of the table block.
+    All of the carried state is computed in this turn: if a value were passed on unchanged, Triton would not pipeline the loop.
     """
     M: tl.constexpr = TILE.block_m
     W: tl.constexpr = chunk_width(TILE)
@@ -178,9 +178,9 @@ def delayed(parts, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.
 
 @triton.jit
 def next_tile(block, carried, TILE: tl.constexpr):
-    """Relative scores [M, N] of the tile whose table block is given, and what to carry to the next.
+    """Return the relative scores [M, N] of the tile whose table block is given, and the state to carry to the next tile.
 
-    The scores are right once the M / N blocks before have gone through. M is N or twice that.
+    The scores are right once the M / N blocks before have gone through. M is N or 2N.
     """
     TERM: tl.constexpr = term_dtype(TILE)
     parts, carried = delayed(rotate(cut_terms(block, TILE), TILE), carried, TILE, BACK=False, ROTATED=True)
@@ -194,7 +194,7 @@ def whole_tile(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """[M, N]: the terms of one tile from nothing. All its blocks are at hand, so that one rotation, the last step, is enough."""
+    """Compute the terms [M, N] of one tile without carried state: M / N + 1 products, and one rotation as the last step."""
     TERM: tl.constexpr = term_dtype(TILE)
     carried = empty_band(TILE, TERM)
     for ago in tl.static_range(TILE.block_m // TILE.block_n, -1, -1):
@@ -211,7 +211,7 @@ def blocks_before(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """Compute the state that next_terms needs for the first tile of a walk, at this relative position."""
+    """Compute the carried state that next_terms needs for the first tile of a walk, at this relative position."""
     carried = empty_band(TILE, term_dtype(TILE))
     if TILE.carry is not None:
         for ago in tl.static_range(TILE.block_m // TILE.block_n, 0, -1):
@@ -229,8 +229,8 @@ def next_terms(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """Terms [M, N] of the next tile of a walk along the keys, and what to carry on: with carry None nothing, which takes more
-    products and fewer registers."""
+    """Return the terms [M, N] of the next tile of a walk along the keys, and the state to carry on. With carry None there is no
+    state, which takes more products and fewer registers."""
     if TILE.carry is not None:
         block = table_block(query, table, relative_position, TILE)
         return next_tile(block, carried, TILE)
@@ -241,17 +241,17 @@ def next_terms(
 
 @triton.jit
 def from_tiles(tile, carried, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """The parts of one table block, gathered from the M / N + 1 tiles that its elements lie in: complete with the last.
+    """Collect the parts of one table block from the M / N + 1 tiles that its elements lie in. It is complete with the last tile.
 
-    They keep their tile's columns, so that rotating back puts them in the block's; band_column says where that is.
+    Elements keep their tile's columns. Rotating back moves them to the block's columns; band_column says which these are.
     """
     return delayed(cut(tile, TILE, DTYPE), carried, TILE, BACK=True, ROTATED=True)
 
 
 @triton.jit
 def in_tiles(parts, TILE: tl.constexpr):
-    """Parts of a rotated block in the columns that from_tiles takes its elements from: its chunks trade places where that is an
-    odd number of chunks ago. Not for the gather."""
+    """Move the elements of a rotated block to the columns that from_tiles takes them from: its two chunks trade places where the
+    delay is an odd number of chunks. Not for the gather."""
     W: tl.constexpr = chunk_width(TILE)
     m = tl.arange(0, TILE.block_m)[:, None]
     odd = (m // W % 2 == 1) ^ wraps_around(TILE)
@@ -269,8 +269,8 @@ def add_tile(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """[M, D]: acc and each element of the tile times its table row: all blocks that the tile has elements in, one after the
-    other. One product more than if blocks waited for their other elements, and nothing to carry."""
+    """Add the tile's elements, each times its table row, to acc [M, D]: one product for each of the M / N + 1 blocks that the
+    tile has elements in. That is one product more than if elements waited for their block, but nothing is carried."""
     DTYPE: tl.constexpr = table.matrix[0].dtype.element_ty
     parts = rotate(cut(tile, TILE, DTYPE), TILE, BACK=True)
     carried = empty_band(TILE, DTYPE)
@@ -293,10 +293,11 @@ def add_terms(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """[M, D]: acc and the elements of the next tile of a walk along the keys times their table rows, and what to carry on.
+    """Add the elements of the next tile of a walk along the keys, each times its table row, to acc [M, D]; return it and the
+    elements that wait.
 
-    Carry "both": elements wait until their block is complete, so that it is multiplied once. After the last tile,
-    M / N blocks wait for tiles that do not come.
+    With carry "both" elements wait until their block is complete, so that it is multiplied once. After the last tile M / N blocks
+    still wait: the caller passes tiles of zeros.
     """
     if TILE.carry == "both":
         DTYPE: tl.constexpr = waiting_dtype(TILE, table.matrix[0].dtype.element_ty)
@@ -312,7 +313,8 @@ def add_terms(
 
 @triton.jit
 def band_column(TILE: tl.constexpr):
-    """[M, N]: column of the table block that an element has after rotating back; its key is that many after the first."""
+    """Return the column [M, N] that each element has in the table block after rotating back: its key is that many keys after the
+    first key of its query."""
     W: tl.constexpr = chunk_width(TILE)
     m = tl.arange(0, TILE.block_m)[:, None]
     n = key_order(TILE)[None, :]
@@ -321,7 +323,7 @@ def band_column(TILE: tl.constexpr):
 
 @triton.jit
 def band_within(low, high, TILE: tl.constexpr):
-    """[M, N]: whether low <= band_column < high, for limits [M]."""
+    """Return the mask [M, N] of low <= band_column < high, for limits [M]."""
     if TILE.rotation == "gather":
         return (band_column(TILE) - low[:, None]).to(tl.uint32) < tl.maximum(high - low, 0)[:, None].to(tl.uint32)
     else:

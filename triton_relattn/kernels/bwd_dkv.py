@@ -36,14 +36,14 @@ def dkv_kernel(
     TILE: tl.constexpr,
     SKEW: tl.constexpr,
 ):
-    """d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; per_query is what dq_kernel has left.
+    """Compute d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; per_query is as dq_kernel left it.
 
-    words [1, items, Nq, columns], or None: where gradients of scores go for dtable_words_kernel, those of relative positions from
-    lowest to highest at least; see words.py for SKEW. Beside a clamped table these are near; so they are without words if lowest
-    and highest are there, to give the same bits.
+    words [1, items, Nq, columns], or None: the workspace for gradients of scores, which dtable_words_kernel reads. It gets at
+    least those of relative positions from lowest to highest; see words.py for SKEW. With a clamped table, pairs at these
+    positions count as near. They do so even without words if lowest and highest are given, so that d_key has the same bits.
 
-    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words a
-    part of that, from first_program on: whole heads, or some blocks of one.
+    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words
+    the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
     """
     VALUE_TILE: tl.constexpr = TILE.values
     num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
@@ -133,7 +133,7 @@ def dkv_kernel(
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
                     scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
                 scores = tile_scores(query, key, scores, TILE.precision)
-                # A query that does not exist is zeros, which a table row of NaN would turn into NaN for all keys.
+                # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
@@ -150,7 +150,7 @@ def dkv_kernel(
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
-                # Between the two, so that the matrix units have work while dS is computed.
+                # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
                 if d_values is not None:
                     kept_probs = probs if call.dropout is None else tl.where(stays, probs, 0.0)
                     # [N, M] @ [M, Dv] -> [N, Dv]
@@ -161,7 +161,7 @@ def dkv_kernel(
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
                     if inputs.rel_value is not None:
-                        d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+                        d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
                     d_scores = probs * (d_probs - delta[:, None])
                     if call.scaling.softcap is not None:
                         d_scores *= slope

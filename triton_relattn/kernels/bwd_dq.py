@@ -1,7 +1,7 @@
 """Backward, first kernel: a program owns a block of queries and walks their keys, as the forward does.
 
-It gives d_query and d_rel_query, and what the other two kernels need of each query: the exact delta and, for clamped tables,
-the terms of the keys beyond the table and sums over these keys.
+It computes d_query and d_rel_query. For the other kernels it stores the exact delta of each query and, for clamped tables, the
+terms of the keys beyond the table and sums over these keys.
 """
 
 import torch
@@ -21,22 +21,22 @@ from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_
 
 @triton.jit
 def rounded_delta(out, d_out, tile_m, TILE: tl.constexpr):
-    """Compute rowsum(out * d_out) [M]. out was rounded, so this is off by the same amount for all keys of a query; the sum of dS
-    will tell by how much."""
+    """Compute rowsum(out * d_out) [M]. out was rounded, so this delta is off by some amount for each query; the sum of dS will
+    tell by how much."""
     if out.dtype == tl.float32:
-        # Rounded as dP is: of a query that sees one key, whose out is that key's value, dP - delta is 0, not rounding noise.
+        # Rounded as dP is: if a query sees one key, out is that key's value, and dP - delta is 0, not rounding noise.
         # [M, Dv] @ [Dv, M] -> [M, M]
         products = tl.dot(d_out, tl.trans(out), input_precision=TILE.precision)
         delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
     else:
-        # Of the transposed along axis 0: the sum along axis 1 has a layout that took up to 20 more registers in the loop.
+        # The sum along axis 0 of the transposed: a sum along axis 1 has a layout that took up to 20 more registers in the loop.
         delta = tl.sum(tl.trans(out.to(tl.float32) * d_out.to(tl.float32)), axis=0)
     return delta
 
 
 @triton.jit
 def multiply_band(acc, d_scores, waiting, reached, relative, scaling, IS_QUERY: tl.constexpr, TILE: tl.constexpr):
-    """Add a tile's dS times the rows of rel_key, see add_terms. IS_QUERY: to d_query, in its units."""
+    """Add a tile's dS times the rows of rel_key to acc, see add_terms. IS_QUERY: acc is d_query, whose unit is scale."""
     if IS_QUERY and scaling.rel_scale is not None:
         d_scores *= tl.cast(scaling.rel_scale, tl.float32)
     return add_terms(acc, d_scores, waiting, reached, relative, TILE)
@@ -58,11 +58,13 @@ def dq_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """d_query, d_rel_query and more of BLOCK_M queries of one head. d_queries, d_rel_queries and d_lses (zeros) may be None.
+    """Compute d_query, d_rel_query and per_query for BLOCK_M queries of one head. d_queries, d_rel_queries and d_lses (zeros) may
+    be None.
 
-    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; without outs the delta to begin with is there already. Its far_*,
-    [B, H, 2, Nq], are about far keys, those in tiles wholly beyond a clamped table, past and future: far_scores and far_values
-    are what the tables' end rows add to all their scores and dP; far_sums is their sum of dS and far_kept of what is kept of P.
+    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; if outs is None, it has the delta to start from already. The far_*
+    tensors of per_query, [B, H, 2, Nq], are about keys in tiles wholly beyond a clamped table, past and future: far_scores and
+    far_values are the terms that the tables' end rows add to scores and dP; far_sums are the sums of dS, far_kept those of the
+    probabilities that dropout keeps.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     VALUE_TILE: tl.constexpr = TILE.values
@@ -186,7 +188,7 @@ def dq_kernel(
                 stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
             if inputs.rel_value is not None:
-                d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+                d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
             d_scores = probs * (d_probs - delta[:, None])
             total += tl.sum(d_scores, axis=1)
             if call.scaling.softcap is not None:
@@ -224,7 +226,7 @@ def dq_kernel(
                 else:
                     rel_acc, waiting = add_terms(rel_acc, nothing, waiting, reached, relative, TILE)
 
-    correction = settled(total, TILE.block_n)  # the exact delta less delta
+    correction = settled(total, TILE.block_n)  # exact delta - delta
     if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
         correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
     tl.store(deltas + offs_m, delta + correction, mask=valid_m)

@@ -1,7 +1,7 @@
 """Backward, third kernel: a program owns a block of table rows and walks the diagonal band of pairs that use them.
 
 No two programs add to the same number, so there are no atomics and the result repeats bit for bit. Where there are fewer
-blocks of rows than a GPU can work on, several programs share one, each with a partial sum of its own.
+blocks of rows than a GPU can work on at once, several programs share a block, each with a partial sum of its own.
 """
 
 import torch
@@ -32,8 +32,9 @@ from .walk import clamp_margin, near_keys
 
 @triton.jit
 def band_terms(vectors, rows, table, relative, TILE: tl.constexpr):
-    """[M, N]: products of the vectors with a block of table rows, where from_tiles puts the pairs that use them; for rotations
-    in registers where it takes them from, to be what their products are added to."""
+    """Multiply vectors with a block of table rows; return the terms [M, N] in the columns where from_tiles puts the pairs that
+    use them. For rotations in registers return them in the columns that from_tiles takes the pairs from: there they are the
+    accumulator of the pairs' products."""
     TERM: tl.constexpr = term_dtype(TILE)
     block = block_of_rows(vectors, rows, table, relative, TILE)
     parts = rotate(cut_terms(block, TILE), TILE)
@@ -57,15 +58,15 @@ def dtable_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Partial sums [splits, heads or 1, R, D] (of the bias [splits, heads or 1, R]) of BLOCK_N table rows, in their dtypes; any
-    may be None.
+    """Compute partial sums of the gradients of BLOCK_N table rows: d_tables [splits, heads or 1, R, D], that of the bias
+    [splits, heads or 1, R]. Any may be None.
 
-    Beyond a clamped table there are keys that dq_kernel, with tiles of its own, does not count as far.
-    They are summed by distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one
-    more for dtable_ends_kernel.
+    Beyond a clamped table there are keys that dq_kernel, with tiles of its own, does not count as far. They are summed by
+    distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one more for
+    dtable_ends_kernel.
 
-    Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence; with tables
-    that the heads share (PER_HEAD is false), every splits-th pair of sequence and head.
+    Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence or, with tables that
+    the heads share (ROWS.per_head is false), every splits-th pair of sequence and head.
     """
     VALUE_TILE: tl.constexpr = TILE.values
     MARGIN: tl.constexpr = clamp_margin(ROWS.dq_block_m, ROWS.dq_block_n) if TILE.coverage == "clamp" else 0
@@ -98,14 +99,14 @@ def dtable_kernel(
     if d_tables.rel_value is not None:
         value_acc = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
     if d_tables.rel_bias is not None:
-        # Summed over the queries at the end: across warps, that is dear.
+        # Summed over the queries at the end only, because that sum goes across warps.
         bias_acc = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     WANTS_SCORES: tl.constexpr = d_tables.rel_key is not None or d_tables.rel_bias is not None
     HAS_VALUE_TERM: tl.constexpr = WANTS_SCORES and inputs.rel_value is not None
 
     num_units = num_sequences if ROWS.per_head else num_sequences * num_heads
-    # Rotations in registers let tiles be so large that there is no register to spare: terms are what products are added to, not
-    # added to them, and addresses and masks are computed anew in each turn (so they are for some calls that would spill, too).
+    # Rotations in registers let tiles be so large that there is no register to spare. So terms are the accumulators of products,
+    # and addresses and masks are computed anew in each turn (as for some other calls that would spill).
     IN_REGISTERS: tl.constexpr = TILE.rotation != "gather"
     ANEW: tl.constexpr = IN_REGISTERS or (SHAPE.block_d > 64 and (inputs.rel_key is None or SHAPE.block_dr < SHAPE.block_d))
     for unit in tl.range(split, num_units, num_splits, disable_licm=ANEW):
@@ -121,7 +122,7 @@ def dtable_kernel(
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         scale = exponent_scale(call.scaling, mask)
 
-        # Queries that have a key at one of these distances.
+        # The queries that have a key at one of these relative positions.
         start = tl.maximum(-place.query_offset - relative - (TILE.block_n - 1), 0) // TILE.block_m * TILE.block_m
         stop = tl.minimum(place.num_queries, place.num_keys - place.query_offset - relative)
         if call.window[1] is not None:
@@ -165,7 +166,7 @@ def dtable_kernel(
                     rows_start, first, last, place.query_offset, ROWS.dq_block_m, ROWS.dq_block_n, TILE.coverage
                 )
                 low, high = tl.maximum(low, near_start - first_keys), tl.minimum(high, near_stop - first_keys)
-            # Not by zeros: a query that does not exist would turn a table row of NaN into NaN for all rows.
+            # Queries that do not exist are excluded here. As rows of zeros, they would turn a table row of NaN into NaN for all.
             seen = band_within(low, high, TILE)
             offs_n = first_keys[:, None] + band_column(TILE)
             scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, call.scaling)
@@ -184,7 +185,7 @@ def dtable_kernel(
                 if not IN_REGISTERS and HAS_VALUE_TERM:
                     d_probs += band_terms(d_out, value_rows, value_table, relative, VALUE_TILE)
                 if HAS_VALUE_TERM:
-                    d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+                    d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
                 if call.dropout is not None:
                     d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
                 delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
@@ -192,7 +193,7 @@ def dtable_kernel(
                 d_scores = probs * (d_probs - delta[:, None])
                 if call.scaling.softcap is not None:
                     d_scores *= slope
-                # Rotating 16 bits takes half the shuffles; the bias sums before rounding.
+                # Rotating 16 bits takes half the shuffles. With a bias it is float32: its gradient is summed before rounding.
                 d_band = rotated_tile(d_scores, TILE, query.dtype if d_tables.rel_bias is None else tl.float32, BACK=True)
                 if d_tables.rel_bias is not None:
                     bias_acc += d_band

@@ -24,10 +24,10 @@ def dtable_ends_kernel(
     PER_HEAD: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
-    """The first and the last row of a clamped table's partial sums, d_tables: the far keys. ``factor * sum_i sums_i rows_i`` over
-    the vectors that the table is multiplied with, rows [B, H, Nq, D], and dq_kernel's sums [B, H, 2, Nq].
+    """Store the gradient from far keys, ``factor * sum_i sums_i rows_i``, as first and last row of a table's partial sums.
 
-    Grid: (table heads, splits), divided as in dtable_kernel.
+    rows [B, H, Nq, D]: the vectors that the table is multiplied with. sums [B, H, 2, Nq]: dq_kernel's sums over far keys.
+    d_tables: the partial sums. Grid: (table heads, splits); splits share the sequences as in dtable_kernel.
     """
     table_head = tl.program_id(0)
     split, num_splits = tl.program_id(1), tl.num_programs(1)

@@ -1,7 +1,7 @@
-"""Backward, instead of the third kernel: the gradient of a table as a product of what the dkv kernel has left in a workspace.
+"""Backward, instead of the third kernel: the gradient of a table from the words that the dkv kernel has left in a workspace.
 
-A program owns a block of table rows and walks the queries, as in the dtable kernel, but scores are not computed again: it reads
-their gradients, words.py, and multiplies them with the queries. No two programs add to the same number.
+A program owns a block of table rows and walks the queries, as in the dtable kernel. It does not compute scores again, but reads
+their gradients (words.py) and multiplies them with the queries. No two programs add to the same number.
 """
 
 import torch
@@ -37,11 +37,12 @@ def dtable_words_kernel(
     ROWS: tl.constexpr,
     SKEW: tl.constexpr,
 ):
-    """Partial sums as of dtable_kernel, of the words [1, items, Nq, columns] of some keys; ROWS.adds: on top of what they are.
+    """Compute the partial sums of dtable_kernel from words [1, items, Nq, columns]. ROWS.adds: add to the sums that are there.
 
-    An item is a batch entry and head, counted through; the workspace has those from first_item to stop_item, and of them the keys
-    from first_key to stop_key. Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th
-    block of queries of all items that use its table.
+    An item is a batch entry and head, numbered entry * heads + head. The workspace has the items from first_item to stop_item,
+    and of each the keys from first_key to stop_key.
+    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all items
+    that use its table.
     """
     MARGIN: tl.constexpr = clamp_margin(ROWS.dq_block_m, ROWS.dq_block_n) if TILE.coverage == "clamp" else 0
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_n)
@@ -54,10 +55,10 @@ def dtable_words_kernel(
     if d_tables.rel_key is not None:
         acc = tl.full([TILE.block_n, SHAPE.block_dr], 0.0, tl.float32)
     if d_tables.rel_bias is not None:
-        # Summed over the queries at the end: across warps, that is dear.
+        # Summed over the queries at the end only, because that sum goes across warps.
         bias_acc = tl.full([TILE.block_n, TILE.block_m], 0.0, tl.float32)
 
-    # Relative positions that the table, with its margins, and the window have.
+    # The relative positions that both the table, with its margins, and the window have.
     position = relative + tile_n
     valid_n = position <= last + MARGIN
     if call.window[1] is not None:
@@ -79,7 +80,7 @@ def dtable_words_kernel(
         matrix = head_matrix(words, 0, item - first_item, 0, False)
         if d_tables.rel_key is not None:
             head_queries = head_matrix(queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        # Queries that have a key of the workspace at one of these distances, and see it.
+        # The queries that see a key of the workspace at one of these relative positions.
         shift = place.query_offset + relative
         start = tl.maximum(first_key - shift - (TILE.block_n - 1), 0) // TILE.block_m * TILE.block_m
         stop = tl.minimum(place.num_queries, tl.minimum(place.num_keys, stop_key) - shift)
@@ -89,7 +90,7 @@ def dtable_words_kernel(
             stop = tl.where(relative + (TILE.block_n - 1) < -call.window[0], 0, stop)
         for row_start in tl.range(start + split * TILE.block_m, stop, num_splits * TILE.block_m):
             valid_m = row_start + tile_m < place.num_queries
-            # Words of pairs that nobody sees may never have been written, and those of far keys do not count.
+            # Words of hidden pairs may never have been written. Those of far keys do not count: the dq kernel has summed them.
             key_low, key_high = first_key, tl.minimum(place.num_keys, stop_key)
             if TILE.coverage == "clamp":
                 rows_start = row_start // ROWS.dq_block_m * ROWS.dq_block_m

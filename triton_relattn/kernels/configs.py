@@ -1,7 +1,7 @@
-"""Which launch configuration serves which call: a timed one, if a profile has it (profiles.py), or else a default.
+"""The choice of a launch configuration for a call: a timed one, if a profile has it (profiles.py), or else a default.
 
-The defaults come from a model of cycles of compiled kernels (bench/cycles; tests/compile holds them to it); they have not been
-tuned by timing.
+The defaults were chosen by a model of the cycles of compiled kernels (bench/cycles), not by timing; tests/compile holds the
+kernels to the cycles of that model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .architectures import architecture_of
 from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
 from .tile_config import KERNELS as KERNELS
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, so that its uneven walks even out
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """ "sm_90", "gfx942", ...; "interpreter" on the CPU."""
+    """Return the name of a device's architecture: "sm_90", "gfx942", ...; "interpreter" on the CPU."""
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip is not None:
@@ -33,21 +33,22 @@ def architecture(device: torch.device) -> str:
 
 
 def padded_width(width: int) -> int:
-    """Width of a tile that holds width columns: a power of two, and at least the 16 that matrix units need."""
+    """Return the width of a tile that holds so many columns: a power of two, and at least the 16 that matrix units need."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def input_precision(dtype: torch.dtype, arch: str) -> str:
-    """How float32 products are computed, as torch.set_float32_matmul_precision says; 16-bit inputs do not depend on it."""
+    """Return "ieee" or "tf32", the precision of float32 products, as torch.set_float32_matmul_precision says. It does not matter
+    for 16-bit inputs."""
     if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
     return "tf32" if architecture_of(arch).has_tf32 else "ieee"
 
 
 def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
-    """Whether the offsets of so many rows of the tensor's (length, width) matrices exceed 31 bits.
+    """Return whether offsets within so many rows of the tensor's (length, width) matrices exceed 31 bits.
 
-    A tile is addressed from its first row on, whose offset is 64-bit anyway; only a clamped table is from row 0.
+    A tile is addressed from its first row, whose own offset has 64 bits anyway; only a clamped table is addressed from row 0.
     """
     row_stride, column_stride = tensor.stride()[-2:]
     return rows * row_stride + (tensor.shape[-1] + MAX_BLOCK) * column_stride >= 2**31
@@ -55,24 +56,24 @@ def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
+    """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def table_splits(device: torch.device, programs: int, units: int) -> int:
-    """How many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
+    """Return how many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
 
     Args:
-        programs: blocks of rows, of all tables.
-        units: what the programs of a block divide among them: batch entries, times heads if those share the table.
+        programs: the number of blocks of rows, of all tables.
+        units: the number of things that the programs of a block share out: batch entries, times heads if those share the table.
     """
     return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
 
 
-# 16-bit inputs on NVIDIA GPUs that rotate in registers. Of the entries of a call the longest wins: kernel (or kernel and what
-# is special about the call's terms, see select), padded width, kind of matrix unit, which pairs the table has rows for. Widths
-# below 64 go with 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma"
-# (sm_86, sm_89, sm_12x: 100 KB of shared memory) 16 rows of one.
+# Configurations for 16-bit inputs on NVIDIA GPUs that rotate in registers. A key is: kernel (or kernel and special, see select),
+# padded width, matrix unit, coverage. The last two may be missing; of the keys that match a call the longest wins. Widths below
+# 64 take the entry of 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma" (sm_86,
+# sm_89, sm_12x: 100 KB of shared memory) 16 rows of one.
 #
 # The model of cycles chose them (bench/cycles, bfloat16; float16 agrees): a tile of 64 x 64 is the fastest nearly everywhere,
 # though at width 128 it spills some hundred bytes; with 168 registers three programs share a multiprocessor.
@@ -118,8 +119,8 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("dq, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
 }
 
-# The same where rotations are gathers: sm_100, and where registers do not suffice for large tiles. Chosen by compiling, for no
-# spilled registers.
+# The same where rotations are gathers: on sm_100, and where registers do not suffice for large tiles. These were chosen by
+# compiling, so that no registers are spilled.
 _GATHERED: dict[tuple[object, ...], TileConfig] = {
     ("forward", 64): TileConfig(64, 64, 4, 2),
     ("forward", 128): TileConfig(128, 64, 8, 2),
@@ -190,7 +191,7 @@ _GATHERED: dict[tuple[object, ...], TileConfig] = {
 
 
 class Kind(NamedTuple):
-    """Properties of a call that select depends on, besides the kernel and the length; see there."""
+    """Properties of a call that ``select`` depends on besides kernel and length; ``select`` explains them."""
 
     arch: str
     dtype: torch.dtype
@@ -201,7 +202,7 @@ class Kind(NamedTuple):
 
 
 def _find(table: dict[tuple[object, ...], TileConfig], calls: list[tuple[object, ...]]) -> TileConfig | None:
-    """The longest entry of the first of these calls that has one."""
+    """Return the most specific entry for the first of these calls that has any."""
     entries = (table.get(call[:length]) for call in calls for length in (4, 3, 2))
     return next((entry for entry in entries if entry is not None), None)
 
@@ -228,21 +229,21 @@ def profile_key(
 
 
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
-    """Whether terms, q.E with a bias, are rounded to float16 on their way to the scores, two in a word.
+    """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores.
 
-    All kernels of a call must agree, whatever their tiles and rotations: a backward kernel with terms other than the forward's
-    computes probabilities that do not sum to one, and an error that all keys of a query share adds up in the gradient of a table.
-    Hence this depends on nothing else. Terms of float16 obey the error rule of bfloat16 inputs; with float16 inputs the gradient
-    of a table would be off by several times what their own rounding costs.
+    All kernels of a call must agree, whatever their tiles and rotations, so this depends on nothing else. If a backward kernel
+    had other terms than the forward, its probabilities would not sum to one, and an error that all keys of a query share adds up
+    in the gradient of a table. Terms in float16 obey the error rule for bfloat16 inputs. With float16 inputs, the gradient of a
+    table would be off by several times the error that rounding the inputs costs.
     """
     return dtype == torch.bfloat16 and architecture_of(arch).rotates_in_registers
 
 
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
-    """Every configuration that a search for the best one looks at; all are valid, which fit only compiling tells."""
+    """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
     carries = {"forward": ("scores", None), "dq": ("both", "scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
-    # Two programs of eight warps, or four, on a multiprocessor; three of four.
+    # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
     limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
     every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
@@ -259,16 +260,17 @@ def select(
     special: str | None = None,
     length: int | None = None,
 ) -> TileConfig:
-    """The configuration of one of KERNELS for a call with this largest width.
+    """Return the configuration of one of KERNELS for a call.
 
     Args:
+        width: the largest width of a head: of query, value or rel_query.
         coverage: see AttentionSpec.coverage; "no table" if there is none.
-        special: "rel_value" with such a table; else "rel_query" with one besides the query ("narrow rel_query" if narrower);
-            else "rel_key and rel_bias", or "rel_bias" if that is the only term.
-        length: of the longest sequence, of queries or keys; None: the default, whatever the profiles say.
+        special: "rel_value" with a table for the values; else "rel_query" if the call has one ("narrow rel_query" if it is
+            narrower than the query); else "rel_key and rel_bias", or "rel_bias" if that is the only term; else None.
+        length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
     """
     if arch == "interpreter":
-        return TileConfig(64, 64, 4, 1)  # its cost is per operation, whatever the size
+        return TileConfig(64, 64, 4, 1)  # large, as the interpreter's time is per operation, whatever the size
     if length is not None and profiles.exist(arch):
         tuned = profiles.find(profile_key(kernel, arch, dtype, width, coverage, is_causal, special, length))
         if tuned is not None:
@@ -309,7 +311,8 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
 
 
 def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) -> bool:
-    """Whether large tiles would spill kilobytes: with 16 rows a warp, an operand of width 128 takes 64 registers of a lane."""
+    """Return whether large tiles would spill kilobytes: with 16 rows a warp, an operand of width 128 takes 64 registers of a
+    lane."""
     if unit == "wgmma":
         return False
     if width == 128:
@@ -319,7 +322,7 @@ def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) ->
 
 
 def _select_float32(kernel: str, width: int, special: str | None, precision: str) -> TileConfig:
-    if precision == "ieee":  # no matrix units: whole rows of the operands lie in registers
+    if precision == "ieee":  # without matrix units, whole rows of the operands lie in registers
         return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8, 1)
     if kernel == "forward":
         if width == 256 and special is not None:

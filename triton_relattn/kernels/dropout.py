@@ -1,4 +1,4 @@
-"""Which probabilities are dropped; triton_relattn/_core/dropout.py says how, and is the same in torch."""
+"""The choice of dropped probabilities; triton_relattn/_core/dropout.py explains it, and computes the same in torch."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ NUM_ROUNDS = tl.constexpr(ROUNDS)
 
 @triton.jit
 def kept(dropout, batch, head, offs_m, offs_n):
-    """Mask of the pairs that are not dropped, for indices of shapes that go together. dropout: arguments.Dropout."""
+    """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: arguments.Dropout."""
     seed = tl.load(dropout.seed)
     word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, NUM_ROUNDS)
     even = tl.where(offs_n & 2 == 0, word_0, word_2)

@@ -1,4 +1,4 @@
-"""If a configuration turns out not to fit a GPU, a smaller one takes its place, in this call and in all later ones."""
+"""Replacement of configurations that do not fit a GPU: a smaller one takes their place, in this call and in all later ones."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class DoesNotFit(Exception):
 
 
 def current(place: Place) -> Place:
-    """The place with its own configuration, or with what has taken that one's."""
+    """Return the place with its own configuration, or with the smaller one that has replaced it."""
     while place in _replacements:
         place = _replacements[place]
     return place
 
 
 def until_it_fits(launcher: Launcher) -> Launcher:
-    """A launcher that begins again, with a smaller configuration, whenever one that was selected does not fit.
+    """Wrap a launcher: whenever a selected configuration does not fit, it starts again with a smaller one, and warns.
 
-    Raises OutOfResources if not even the smallest one fits.
+    The wrapped launcher raises OutOfResources if not even the smallest configuration fits.
     """
 
     @functools.wraps(launcher)

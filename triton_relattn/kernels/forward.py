@@ -31,8 +31,8 @@ def forward_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """out and lse of BLOCK_M queries of one head, and what the backward makes probabilities of: statistics [B, H, 2, Nq], the
-    maximum of a query's scores and the base-2 logarithm of the sum of its exponentials.
+    """Compute out and lse of BLOCK_M queries of one head, and the statistics [B, H, 2, Nq] from which the backward computes
+    probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
@@ -78,7 +78,7 @@ def forward_kernel(
 
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
-    past, future = row_sum, row_sum  # of what is kept of the probabilities of far keys
+    past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, mask)
 
@@ -125,7 +125,7 @@ def forward_kernel(
 
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         acc = add_end_rows(acc, past, future, value_table, lowest, highest, VALUE_TILE)
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # sees nothing: out = 0, and lse = -inf by row_max
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max
     acc /= row_sum[:, None]
     if call.dropout is not None:
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
@@ -142,10 +142,10 @@ def forward_kernel(
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (B, H, Nq, Dv) in the inputs' dtype and memory order, lse (B, H, Nq) float32, and statistics for the backward.
+    """Return out (B, H, Nq, Dv) in query's dtype and memory order, lse (B, H, Nq) float32, and statistics for the backward.
 
-    The statistics, (B, H, 2, Nq) float32, are each query's maximum of scores and logarithm of the sum: lse, which is both in one
-    number, has no digits left for the sum where logits are large.
+    The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
+    lse, which is both in one number, has no digits left for the sum where logits are large.
     """
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]

@@ -1,4 +1,4 @@
-"""Which keys a query sees, stated once: per element, and per block of queries or keys as the ends of the walk."""
+"""The keys that a query sees, stated once: per element, and per block of queries or keys as the ends of a walk."""
 
 from typing import Any, NamedTuple
 
@@ -7,18 +7,18 @@ import triton.language as tl
 
 
 class Place(NamedTuple):
-    """A sequence of the batch: where it lies in the tensors, and what of it is read.
+    """A sequence of the batch: where it lies in the tensors, and which of its keys are read.
 
-    Keys before first_key and from num_keys on, which the window or a length hides from every query, are taken for padding: they
-    may hold anything, NaN too. (What some query sees is multiplied with the zero probabilities of others in its tile.)
+    Keys before first_key and from num_keys on are hidden from every query, by the window or a length. They are not read, so they
+    may hold anything, even NaN. (A key that some query sees must not: it meets the zero probabilities of others in its tile.)
     """
 
-    batch: Any  # its number
+    batch: Any  # number of the sequence
     entry: Any  # batch entry of the tensors; 0 if they are packed
     query_start: Any  # row of its first query
     key_start: Any
     num_queries: Any
-    key_rows: Any  # with padding
+    key_rows: Any  # keys with padding
     first_key: Any
     num_keys: Any
     query_offset: Any
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def locate(sequences, window, batch):
-    """The place of a sequence. sequences: arguments.Sequences; window: (left, right), None where unbounded."""
+    """Return the place of a sequence. sequences: arguments.Sequences; window: (left, right), None where unbounded."""
     if sequences.query_offsets is None:
         query_offset = sequences.query_offset
     else:
@@ -35,7 +35,7 @@ def locate(sequences, window, batch):
         entry, query_start, key_start = batch, 0, 0
         num_queries, key_rows = sequences.max_seqlen_q, sequences.max_seqlen_k
         num_keys = key_rows
-        if sequences.key_lengths is not None:  # one outside [0, Nk] is limited to it
+        if sequences.key_lengths is not None:  # limited to [0, Nk]
             num_keys = tl.minimum(tl.maximum(tl.load(sequences.key_lengths + batch), 0), num_keys).to(tl.int32)
     else:
         entry = 0
@@ -54,7 +54,8 @@ def locate(sequences, window, batch):
 
 @triton.jit
 def locate_queries(sequences, window, num_heads, BLOCK_M: tl.constexpr):
-    """(first query, head, place) of a program that owns a block of queries, in a grid of them * batch * heads, blocks fastest."""
+    """Return (first query, head, place) of a program that owns a block of queries. Grid: (blocks * batch * heads,), blocks
+    fastest."""
     num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(0) // num_blocks % num_heads
@@ -66,7 +67,7 @@ def locate_queries(sequences, window, num_heads, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def exists(offs_n, place, window):
-    """Mask [N] of the keys that some query may see: of the others nothing is read."""
+    """Return the mask [N] of the keys that some query may see. The others are not read."""
     if window[0] is None:
         return offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
     else:
@@ -75,7 +76,7 @@ def exists(offs_n, place, window):
 
 @triton.jit
 def visible(offs_m, offs_n, place, window):
-    """Mask of the keys that each query sees, for query and key indices of shapes that go together, [M, 1] and [1, N]."""
+    """Return the mask of the keys that each query sees, for query and key indices that broadcast, such as [M, 1] and [1, N]."""
     seen = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
     if window[1] is not None:
         seen = seen & (offs_n <= offs_m + (place.query_offset + window[1]))
@@ -86,8 +87,8 @@ def visible(offs_m, offs_n, place, window):
 
 @triton.jit
 def visible_band(offs_m, first_keys, relative_position, place, window):
-    """(low, high) [M]: each query sees the keys first_keys + c, at relative_position + c, for low <= c < high; one that does not
-    exist, none."""
+    """Return (low, high), each [M]: a query sees the keys first_keys + c, at relative_position + c, for low <= c < high. A query
+    that does not exist sees none."""
     low = -first_keys
     high = tl.where(offs_m < place.num_queries, place.num_keys - first_keys, 0)
     if window[1] is not None:
@@ -99,7 +100,7 @@ def visible_band(offs_m, first_keys, relative_position, place, window):
 
 @triton.jit
 def first_key(first_query, place, window, BLOCK_N: tl.constexpr):
-    """The tile, as its first key, in which the keys begin that queries from first_query on see."""
+    """Return the first key that any query from first_query on may see, rounded down to a multiple of BLOCK_N."""
     if window[0] is None:
         return 0
     else:
@@ -108,7 +109,7 @@ def first_key(first_query, place, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def last_key(last_query, place, window):
-    """One past the last key that queries up to last_query see."""
+    """Return one past the last key that any query up to last_query may see."""
     if window[1] is None:
         return place.num_keys
     else:
@@ -117,7 +118,7 @@ def last_key(last_query, place, window):
 
 @triton.jit
 def first_query(first_key, place, window, BLOCK_M: tl.constexpr):
-    """The tile, as its first query, in which the queries begin that see keys from first_key on."""
+    """Return the first query that may see any key from first_key on, rounded down to a multiple of BLOCK_M."""
     if window[1] is None:
         return 0
     else:
@@ -126,7 +127,7 @@ def first_query(first_key, place, window, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def last_query(last_key, place, window):
-    """One past the last query that sees keys up to last_key."""
+    """Return one past the last query that may see any key up to last_key."""
     if window[0] is None:
         return place.num_queries
     else:
@@ -135,6 +136,6 @@ def last_query(last_key, place, window):
 
 @triton.jit
 def mask_values(matrix, offs_m, offs_n, exists):
-    """The mask of the pairs that exist, of a bool or a number's (pointer, row stride, column stride); 0 for the others."""
+    """Load a mask of bools or numbers, (pointer, row stride, column stride), at the pairs that exist; 0 for the others."""
     pointers = matrix[0] + (offs_m.to(tl.int64) * matrix[1] + offs_n.to(tl.int64) * matrix[2])
     return tl.load(pointers, mask=exists, other=0)

@@ -1,7 +1,8 @@
 """Profiles: files of launch configurations that were timed, shipped with the package or in the user's cache folder.
 
-A profile is a JSON object {"format", "version", where it comes from, "entries"}. An entry has the fields of a Key, "config" (a
-TileConfig), "timed", "milliseconds" and "default_milliseconds" (null: not measured). A file is used whole or not at all.
+A profile is a JSON object with "format", "version", the origin of its entries (device, versions, date, ...) and "entries". An
+entry has the fields of a Key, "config" (a TileConfig), "timed", "milliseconds" and "default_milliseconds" (null: not measured).
+A file is used whole or not at all.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """A configuration and the times of its kernel and of the default configuration's; load leaves out what is not timed."""
+    """A configuration, with the times of the kernel in this and in the default configuration; load skips entries not timed."""
 
     config: TileConfig
     timed: bool
@@ -59,21 +60,22 @@ _TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int), 
 
 
 def length_bucket(length: int) -> int:
-    """The smallest of LENGTH_BUCKETS that is not below a length; the last one also stands for everything longer."""
+    """Return the smallest of LENGTH_BUCKETS that is not below a length; the last one also stands for everything longer."""
     return LENGTH_BUCKETS[bisect.bisect_left(LENGTH_BUCKETS[:-1], length)]
 
 
 def user_profile_path(arch: str) -> Path | None:
-    """The user's profile of an architecture; times depend on the version of Triton, so each minor version has its own.
+    """Return the path of the user's profile of an architecture; None for a user without a home.
 
-    None for a user without a home.
+    Times depend on the version of Triton, so each minor version has a profile of its own.
     """
     folder, version = cache_folder(), ".".join(triton.__version__.split(".")[:2])
     return None if folder is None else folder / f"profile-{arch}-triton-{version}.json"
 
 
 def _values(kind: type, data: Any) -> dict[str, Any]:
-    """The fields of a dataclass of this module, or of TileConfig, in a JSON object; ValueError if any is missing or wrong."""
+    """Return the fields of a dataclass (of this module, or TileConfig) from a JSON object; ValueError if any is missing or
+    wrong."""
     if type(data) is not dict:
         raise ValueError(f"{data!r:.100} is not an object")
     for field in fields(kind):
@@ -87,7 +89,7 @@ def _values(kind: type, data: Any) -> dict[str, Any]:
 
 
 def _parse(content: bytes) -> dict[Key, Entry]:
-    """The entries of a profile; ValueError says what is wrong with it."""
+    """Return the entries of a profile; ValueError says what is wrong with it."""
     document = json.loads(content)
     if type(document) is not dict or document.get("format") != FORMAT:
         raise ValueError(f'it is not an object whose format is "{FORMAT}"')
@@ -108,7 +110,7 @@ def _parse(content: bytes) -> dict[Key, Entry]:
 
 
 def _read(path: Path) -> dict[Key, Entry]:
-    """The entries of a file; none, with a warning, if anything is wrong with it, and without if it does not exist."""
+    """Return the entries of a file. If anything is wrong with it, warn and return none; if it does not exist, return none."""
     try:
         return _parse(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -119,7 +121,7 @@ def _read(path: Path) -> dict[Key, Entry]:
 
 
 def load(path: Path) -> dict[Key, TileConfig]:
-    """The timed configurations of a file; none, with a warning, if anything is wrong with it."""
+    """Return the timed configurations of a file. If anything is wrong with it, warn and return none."""
     return {key: entry.config for key, entry in _read(path).items() if entry.timed}
 
 
@@ -130,17 +132,20 @@ def _profiles(arch: str) -> dict[Key, TileConfig]:
 
 
 def exist(arch: str) -> bool:
-    """Whether there is any timed configuration for an architecture."""
+    """Return whether there is any timed configuration for an architecture."""
     return bool(_profiles(arch))
 
 
 def find(key: Key) -> TileConfig | None:
-    """The timed configuration of such calls, the user's before the package's; files are read at an architecture's first call."""
+    """Return the timed configuration for calls with this key, the user's before the package's; None if there is none.
+
+    Files are read at an architecture's first call.
+    """
     return _profiles(key.arch).get(key)
 
 
 def forget() -> None:
-    """Files are read again when they are next needed."""
+    """Forget the files that were read: they are read again when they are next needed."""
     _profiles.cache_clear()
 
 
@@ -149,7 +154,7 @@ def _not_through_a_link(path: str, flags: int) -> int:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file at once: whoever reads meanwhile gets the old content or the new."""
+    """Write a file in one step: a process that reads it meanwhile gets the old content or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # what a link of that name points to is not ours
     try:
@@ -163,9 +168,9 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def save(path: Path, entries: dict[Key, Entry], **provenance: str | None) -> None:
-    """Adds entries to a file, in place of those it has under the same keys; find knows them after forget.
+    """Add entries to a file, in place of those it has under the same keys; find knows them after forget.
 
-    Of processes that save at the same time none loses another's entries, where the system has locks for that.
+    If the system has file locks, processes that save at the same time do not lose each other's entries.
 
     Args:
         provenance: where these entries come from: device, torch, triton, package, commit, date.

@@ -1,12 +1,12 @@
 """Rotation without shared memory: how the rows of a tile lie in a warp's registers. DERIVATION.md has a picture.
 
 In the accumulator of matrix units (mma.m16n8, wgmma) a row lies in the four lanes of a quad: lane t of the quad holds columns
-8 k + 2 t and 8 k + 2 t + 1, for all k. If the columns are those of keys in tiles.key_order, the two are column 4 k + t of the
-tile's two chunks. To rotate both chunks by m is then, from its bits: other registers, chosen when compiling (8, or more than
-all warps have rows) or by row (16, 32 and 4), and one exchange within quads. Written with tensors of one register, (warps, 8
-rows, 4 lanes), which have the accumulator's layout: nothing is moved but that.
+8 k + 2 t and 8 k + 2 t + 1, for all k. If keys are in the order of tiles.key_order, these two are column 4 k + t of the tile's
+two chunks. To rotate both chunks by m, take m apart into its bits. Some only select other registers: when compiling (8, and the
+multiples of 16 * warps), or by warp and row (16, 32 and 4). The rest takes one exchange within quads. The code works on tensors
+of one register, (warps, 8 rows, 4 lanes), which have the accumulator's layout, so that nothing else is moved.
 
-It is ordinary tensor code, right whatever the layout is. Where that is another one, conversions make it slow.
+It is ordinary tensor code, right for any layout. With a layout other than that, conversions make it slow.
 """
 
 # ruff: noqa: RUF005 - Triton's compiler has no starred elements in tuples.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Selectors of prmt.b32 of a word and of the word before: by how many of a word's two elements to step back.
+# Selectors of prmt.b32 for a word and the word before. They step back by none (NEW), one or two of a word's two elements.
 NEW = tl.constexpr(0x3210)
 HALF_NEW = tl.constexpr(0x1076)
 OLD = tl.constexpr(0x7654)
@@ -25,14 +25,14 @@ SWAPPED = tl.constexpr(0x1032)
 
 @triton.constexpr_function
 def registers_shape(block_m, width, warps):
-    """(warps, 8 rows, 4 lanes, 2, ..., 2): as many twos as a thread has registers, in base 2."""
+    """Return (warps, 8 rows, 4 lanes, 2, ..., 2), where the twos multiply to the registers that a thread has of the chunk."""
     count = block_m // (16 * warps) * 2 * (width // 4)
     return (warps, 8, 4) + (2,) * (count.bit_length() - 1)
 
 
 @triton.jit
 def step(registers, where, DISTANCE: tl.constexpr):
-    """The registers of a row, those at a distance where the mask says so."""
+    """Shift a row's registers cyclically by DISTANCE, in the threads where the mask is set."""
     K: tl.constexpr = len(registers)
     stepped = ()
     for k in tl.static_range(K):
@@ -42,9 +42,9 @@ def step(registers, where, DISTANCE: tl.constexpr):
 
 @triton.jit
 def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr, BACK: tl.constexpr):
-    """[M, W] -> [M, W]: row m by m places, ``rotated[m, n] = chunk[m, (n - m) mod W]``; BACK: the other way.
+    """Rotate row m of a chunk [M, W] by m places: ``rotated[m, n] = chunk[m, (n - m) mod W]``. BACK: the other way.
 
-    16 * WARPS divides BLOCK_M, and row m = 16 (WARPS repeat + warp) + 8 half + row.
+    16 * WARPS divides BLOCK_M. Row m is 16 (WARPS repeat + warp) + 8 half + row; i below is 2 repeat + half.
     """
     REPEATS: tl.constexpr = BLOCK_M // (16 * WARPS)
     K: tl.constexpr = WIDTH // 4
@@ -73,7 +73,7 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
             if 4 << bit < K:
                 of_row = step(of_row, (warp >> bit) % 2 == 1, SIGN * (4 << bit))
         of_row = step(of_row, row >= 4, SIGN)
-        # A lane offers the register that the lane it goes to is in need of: another one if that is round the corner.
+        # Each lane sends the register that its target lane needs: the neighbouring one if the target wraps around the quad.
         of_row = step(of_row, lane < by if BACK else lane + by >= 4, SIGN)
         for k in tl.static_range(K):
             rotated = rotated + (tl.gather(of_row[k], (lane + (by if BACK else 4 - by)) % 4, axis=2),)
@@ -89,20 +89,20 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
 
 @triton.constexpr_function
 def conversion(dtype, saturate):
-    """The instruction that makes a word of two float32 numbers."""
+    """Return the PTX instruction that packs two float32 numbers into a word."""
     kind = "bf16x2" if dtype == tl.bfloat16 else "satfinite.f16x2" if saturate else "f16x2"
     return f"cvt.rn.{kind}.f32 $0, $2, $1;"
 
 
 @triton.jit
 def bits(values):
-    """16-bit numbers as the low halves of words."""
+    """Return 16-bit numbers as the low halves of words."""
     return values.to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
 def pack(low, high, DTYPE: tl.constexpr, SATURATE: tl.constexpr):
-    """Words of two elements each, rounded to DTYPE, float16 (with SATURATE, beyond its range its largest number) or bfloat16."""
+    """Pack two elements into each word, rounded to DTYPE: bfloat16 or float16 (SATURATE: limited to its range)."""
     if INTERPRETED:
         if DTYPE == tl.float16 and SATURATE:
             low, high = tl.clamp(low, -65504.0, 65504.0), tl.clamp(high, -65504.0, 65504.0)
@@ -114,13 +114,14 @@ def pack(low, high, DTYPE: tl.constexpr, SATURATE: tl.constexpr):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """The two elements of each word."""
+    """Return the two elements of each word."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True), (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
 def step_back_words(words, before, once, twice):
-    """The words of a tile, each a chunk, or two, back where the masks say so: low element, high element, next word's low, ..."""
+    """Step back by one chunk where ``once`` is set, by two where ``twice`` is. In order of chunks, the elements are: low and high
+    of the word before, low and high of the word."""
     if INTERPRETED:
         return tl.where(twice, before, tl.where(once, (words << 16) | (before >> 16), words))
     else:
@@ -132,7 +133,7 @@ def step_back_words(words, before, once, twice):
 
 @triton.jit
 def swap_elements(words, where):
-    """Words, their two elements exchanged where the mask says so."""
+    """Exchange the two elements of each word where the mask is set."""
     if INTERPRETED:
         return tl.where(where, (words << 16) | (words >> 16), words)
     else:
@@ -144,10 +145,11 @@ def swap_elements(words, where):
 
 @triton.jit
 def rotated_within(low, high, columns, WIDTH: tl.constexpr):
-    """[M, N]: where ``low <= WIDTH chunk + (n - m) mod WIDTH < high``, of limits [M] and the logical columns, WIDTH chunk + n.
+    """Return the mask [M, N] of ``low <= WIDTH chunk + (n - m) mod WIDTH < high``, for limits [M] and the keys that columns stand
+    for, WIDTH chunk + n.
 
-    A lane has every fourth column of a row, in an order that is rotated from row to row. A number with a bit for each, rotated
-    as a whole, takes fewer instructions and registers than all their indices. WIDTH is at most 64.
+    A lane has every fourth column of a row, in an order that is rotated from row to row. One number with a bit for each of them
+    is rotated as a whole, which takes fewer instructions and registers than their indices would. WIDTH is at most 64.
     """
     WORDS: tl.constexpr = WIDTH // 4
     m = tl.arange(0, low.shape[0])[:, None]

@@ -1,7 +1,7 @@
-"""From a tile of queries and keys to its scores and probabilities, one way for all kernels.
+"""Scores and probabilities of a tile of queries and keys, computed in the same way by all kernels.
 
-Scores are in units of 1 / scale, so that the scale is one multiply-add with the exponential's shift. With a softcap or a mask of
-numbers they become logits, whose unit is 1.
+Scores are logits divided by scale, so that the multiplication with scale is part of the exponent. With a softcap or a mask of
+numbers, scores are turned into logits first.
 """
 
 import triton
@@ -16,21 +16,22 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.constexpr_function
 def is_additive(mask):
-    """Whether a mask, (pointer, ...) or None, is one of numbers."""
+    """Return whether a mask, (pointer, ...) or None, holds numbers that are added to the logits."""
     return mask is not None and not mask[0].dtype.element_ty.is_int1()
 
 
 @triton.jit
 def tile_scores(query, key, relative, INPUT_PRECISION: tl.constexpr):
-    """[M, N]: q.k on top of the relative scores."""
-    # [M, D] @ [D, N] -> [M, N]. As accumulator the relative scores get the matrix units' own layout; added afterwards they
-    # would give theirs to everything that follows.
+    """Add q.k to the relative scores [M, N]."""
+    # [M, D] @ [D, N] -> [M, N]. As accumulator, the relative scores get the matrix units' own layout. If they were added
+    # afterwards, all that follows would get the layout of the relative scores.
     return tl.dot(query, tl.trans(key), relative, input_precision=INPUT_PRECISION)
 
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent: near 0 its series up to x**11, because 1 - 2 / (exp(2 x) + 1) is as inexact there as at 1."""
+    """Compute the hyperbolic tangent. Near 0 it is the series up to x**11: 1 - 2 / (exp(2 x) + 1) has the absolute error of
+    numbers near 1, which is large beside a small result."""
     square = x * x
     series = square * (-1382.0 / 155925.0) + 62.0 / 2835.0
     series = series * square - 17.0 / 315.0
@@ -51,15 +52,16 @@ def exponent_scale(scaling, mask):
 
 @triton.constexpr_function
 def is_linear(softcap, mask):
-    """Whether logits are scores, scaled: a term that all keys of a query share may then be added to its shift instead."""
+    """Return whether logits are just scale * scores: there is no softcap, and no mask of numbers."""
     return softcap is None and not is_additive(mask)
 
 
 @triton.jit
 def finished(scores, seen, offs_m, offs_n, mask, scaling):
-    """Softcap and attn_mask: scores, which of those seen still are, and, with a softcap, its slope there (elsewhere 0).
+    """Apply softcap and attn_mask to scores; return them, the mask of pairs that are still seen, and the softcap's slope, which
+    is 0 at the other pairs.
 
-    mask: the matrix of attn_mask, or None; else only queries that exist may see anything.
+    mask: the matrix of attn_mask, or None. If there is one, ``seen`` must be false for queries that do not exist.
     """
     slope = scores  # not used without a softcap
     if scaling.softcap is not None or is_additive(mask):
@@ -81,15 +83,16 @@ def finished(scores, seen, offs_m, offs_n, mask, scaling):
     return scores, seen, slope
 
 
-# The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it stays apart
-# from the logarithm of the sum. Both in one number, the log-sum-exp, would leave no digits for the latter beside a large
-# maximum, and scaled scores have none for what they differ by: exp(logits - lse) of a row could sum to anything.
+# The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it is kept apart
+# from the logarithm of the sum. In one number, the log-sum-exp, a large maximum would leave no digits for that logarithm; and
+# scaled scores have no digits left for their differences. exp(logits - lse) of a row could sum to anything.
 
 
 @triton.jit
 def softmax_update(scores, row_max, row_sum, scale):
-    """One step of the online softmax of scale * scores, in base 2: probabilities [M, N], new maximum and sum [M], factor of what
-    came before. The maximum is that of the unscaled scores: the scale is positive."""
+    """Take one step of the online softmax of scale * scores, in base 2. Return the probabilities [M, N], not yet divided by their
+    sum, the new maximum and sum [M], and the factor [M] for earlier sums. The maximum is that of scores before scaling, since the
+    scale is positive."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -100,17 +103,18 @@ def softmax_update(scores, row_max, row_sum, scale):
 
 @triton.jit
 def settled(sums, BLOCK_N: tl.constexpr):
-    """[M]: sums along the columns of a tile of products, the same bits in all lanes that hold a copy: the largest of them.
+    """Make all lanes that hold a copy of a row's sum [M] agree on its bits: they take the largest copy.
 
-    A lane fuses its own products with additions, but gets those of others rounded, so that copies may differ in the last bit.
-    Which of them a store from several lanes to one address leaves there is up to the hardware.
+    A lane fuses its own products with additions, but gets the sums of other lanes rounded. So copies may differ in the last bit,
+    and if several lanes store to one address, the hardware decides whose copy stays.
     """
     return tl.max(tl.broadcast_to(sums[:, None], (sums.shape[0], BLOCK_N)), axis=1)
 
 
 @triton.jit
 def load_normaliser(statistics, place, head, offs_m, valid_m):
-    """Two [M] that the forward stored for probabilities: the maximum of a query's scores, the base-2 logarithm of its sum."""
+    """Load the statistics that the forward stored, two [M]: the maximum of each query's scores, and the base-2 logarithm of the
+    sum of their exponentials."""
     row_max = side_vector(statistics, place.entry, head, 0, place.query_start)
     log_sum = side_vector(statistics, place.entry, head, 1, place.query_start)
     return tl.load(row_max + offs_m, mask=valid_m, other=0.0), tl.load(log_sum + offs_m, mask=valid_m, other=0.0)
@@ -118,12 +122,12 @@ def load_normaliser(statistics, place, head, offs_m, valid_m):
 
 @triton.jit
 def probabilities(scores, seen, scale, row_max, log_sum):
-    """[M, N]: the softmax of scale * scores from its maximum and base-2 logarithm of the sum [M]; 0 where a query does not see a
-    key.
+    """Compute the softmax [M, N] of scale * scores from the maximum and the base-2 logarithm of the sum, two [M]; 0 where a query
+    does not see a key.
 
-    Scores may exceed the forward's maximum, since other tiles may add up the same products in another order: with logits of 1e4
-    by 1e-3, with those of 1e12 by 1e5. Their exponential would be anything, infinity too, so that they are limited to it. Of a
-    query that meets NaN, the sum is NaN.
+    Other tiles may add up the same products in another order, so scores may exceed the forward's maximum: by 1e-3 with logits of
+    1e4, by 1e5 with logits of 1e12. Their exponential could be anything, even infinity, so scores are limited to the maximum.
+    A query that meets NaN still gets NaN: its sum is NaN.
     """
     row_max = row_max[:, None]
     exceeding = tl.minimum(scores, row_max) - row_max

@@ -1,7 +1,7 @@
-"""A table of one head: its rows by relative position, what they are multiplied with, and which of them are used.
+"""A table of one head: its rows by relative position, their products, and the part of it that a block of queries uses.
 
-TILE.coverage says which pairs the table has rows for: "full" (all of them), "clamp" (beyond it, its end row counts), "zero"
-(beyond it, there is no term), "no table".
+TILE.coverage says which pairs the table has rows for: "full" (all of them), "clamp" (beyond its ends the nearer end row applies),
+"zero" (beyond its ends there is no term), "no table".
 """
 
 from typing import Any, NamedTuple
@@ -14,19 +14,20 @@ from .tiles import key_order, load_rows
 
 
 class Table(NamedTuple):
-    """One head's table: its rows are multiplied with queries, or with d_out; its bias and positions."""
+    """One head's table: the matrix that queries, or rows of d_out, are multiplied with, its bias, and its positions."""
 
     matrix: Any  # (pointer, row stride, column stride) of rel_key or rel_value, or None
     scale: Any  # factor of the product, or None for 1
     bias: Any  # (pointer, row stride) of rel_bias, or None
-    bias_scale: Any  # its factor
+    bias_scale: Any  # factor of the bias
     first: Any  # relative position of row 0
-    last: Any  # and of the last row
+    last: Any  # relative position of the last row
 
 
 @triton.jit
 def row_indices(table, relative_position, TILE: tl.constexpr):
-    """(start, rows [N], exists [N]): the rows of N relative positions, the given one first, and where there is one."""
+    """Return (start, rows [N], exists [N]): the row ``start + rows`` of each of N successive relative positions, and whether
+    there is one."""
     start = relative_position - table.first
     rows = key_order(TILE)
     if TILE.coverage == "clamp":
@@ -44,22 +45,25 @@ def table_rows(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """[N, D]: table rows of N relative positions, the given one first; outside first and last the end row or zeros."""
+    """Load the table rows [N, D] of N successive relative positions. Beyond first and last: the end row, or zeros."""
     start, rows, exists = row_indices(table, relative_position, TILE)
     return load_rows(table.matrix, start, rows, exists, TILE.width, TILE.block_width)
 
 
 @triton.jit
 def rounded(terms):
-    """A vector of terms, rounded to float16 as quads.pack rounds them: beyond its range to its largest number."""
+    """Round a vector of terms to float16 as quads.pack does: numbers beyond its range become its largest."""
     terms = tl.where(terms > 65504.0, 65504.0, tl.where(terms < -65504.0, -65504.0, terms))
     return terms.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
-    """[M, N]: products of the queries with the given table rows, and the bias of the same relative positions. For the gather
-    they are rounded as rotations in registers round them, which have words of two terms; a bias alone while it is a vector."""
+    """Multiply the queries with the given table rows and add the bias of the same relative positions: a block [M, N].
+
+    For the gather, terms are rounded here as rotations in registers round them, which pack two terms in a word. A bias without
+    a matrix is rounded while it is still a vector.
+    """
     ROUND: tl.constexpr = TILE.rotation == "gather" and TILE.round_terms
     if table.matrix is not None:
         # [M, D] @ [D, N] -> [M, N]
@@ -89,7 +93,7 @@ def table_block(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """The terms of the queries at N relative positions, the given one first."""
+    """Compute the terms [M, N] of the queries at N successive relative positions."""
     if table.matrix is not None:
         rows = table_rows(table, relative_position, TILE)
     else:
@@ -99,7 +103,8 @@ def table_block(
 
 @triton.jit
 def far_terms(query, table, TILE: tl.constexpr):
-    """Two [M]: the terms of the queries with the first and the last table row, which clamping uses for all keys beyond."""
+    """Return two [M]: the terms of the queries with the first and the last table row, which all keys beyond a clamped table
+    have."""
     if table.matrix is not None:
         column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
         rows = tl.where(column == 0, 0, table.last - table.first)
@@ -125,7 +130,8 @@ def far_terms(query, table, TILE: tl.constexpr):
 
 @triton.jit
 def reached_positions(first_query, last_query, place, window):
-    """(lowest, highest) relative position of the pairs that some of the queries see; highest < lowest if there is none."""
+    """Return the (lowest, highest) relative position of the pairs that any of the queries sees; highest < lowest if there are
+    none."""
     lowest = -last_query - place.query_offset
     highest = tl.where(place.num_keys > 0, place.num_keys - 1 - first_query - place.query_offset, lowest - 1)
     if window[1] is not None:
@@ -137,9 +143,9 @@ def reached_positions(first_query, last_query, place, window):
 
 @triton.jit
 def reached_rows(table, lowest, highest, TILE: tl.constexpr):
-    """The part of a table that pairs at relative positions from lowest to highest use: its matrix, first and last.
+    """Return (matrix, first, last) of the part of a table that pairs at relative positions from lowest to highest use.
 
-    A probability or a gradient times a table row that no pair uses is 0, but NaN if the row is.
+    The other rows must not be multiplied: 0 times a row of NaN is NaN.
     """
     matrix, first, last = table.matrix, table.first, table.last
     if TILE.coverage == "clamp":
@@ -149,7 +155,7 @@ def reached_rows(table, lowest, highest, TILE: tl.constexpr):
     else:
         start = tl.maximum(first, lowest)
         new_last = tl.minimum(last, highest)
-        # Of an empty part no row exists: it lies beyond all positions.
+        # An empty part has no rows: it lies beyond all positions.
         new_first = tl.where(start <= new_last, start, 2**30)
         new_last = tl.where(start <= new_last, new_last, 2**30)
     part = (matrix[0] + tl.cast(start - first, tl.int64) * matrix[1], matrix[1], matrix[2])
@@ -158,7 +164,7 @@ def reached_rows(table, lowest, highest, TILE: tl.constexpr):
 
 @triton.jit
 def add_end_rows(acc, past, future, table, lowest, highest, TILE: tl.constexpr):
-    """[M, D]: acc + past * first row + future * last row, of a clamped table, if they are reached."""
+    """Return acc [M, D] + past * first row + future * last row of a clamped table. A row that is not reached is left out."""
     columns = tl.arange(0, TILE.block_width)
     pointers = table.matrix[0] + columns * table.matrix[2]
     # Not (columns < TILE.width) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.

@@ -1,4 +1,4 @@
-"""The gradients of tables: partial sums that programs share, what is added to them afterwards, and their total."""
+"""The gradients of tables: the partial sums of programs, what is added to them afterwards, and their total."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TABLES = ("rel_key", "rel_value", "rel_bias")
 
 
 class TableSums:
-    """Partial sums (splits, table heads, rows), in float32, of the tables whose gradients are wanted.
+    """Partial sums (splits, table heads, rows, ...), in float32, of the tables whose gradients are wanted.
 
-    Where one program has all of a gradient, it is its own sum. Keys beyond a clamped table have rows of their own: near ones by
-    distance (the margins), all far ones in one more row at either end.
+    If one program computes all of a gradient, it stores the gradient itself. Keys beyond a clamped table have rows of their own:
+    near keys one for each distance (the margins), all far keys one more at either end.
 
     Attributes:
-        arguments, rows, grid: for the kernels that make the sums.
+        arguments, rows, grid: passed to the kernels that compute the sums.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TableSums:
         plan: Plan | None,
     ) -> None:
         self.call, self.spec, self.gradients = call, spec, gradients
-        # Tables that the heads share get a sum for each head where another table has one.
+        # If any table has a matrix for each head, all get a sum for each head, also those that the heads share.
         ranks = {name: 1 + (name != "rel_bias") for name in TABLES}
         tables = {name: getattr(tensors, name) for name in TABLES}
         per_head = any(table.dim() > ranks[name] for name, table in tables.items() if table is not None)
@@ -51,7 +51,7 @@ class TableSums:
         if plan is None:
             units = call.num_sequences * call.heads // table_heads
             splits = configs.table_splits(device, row_blocks * table_heads, units)
-        else:  # heads that are not in the workspace have no work
+        else:  # programs of heads that are not in the workspace have no work
             busy = row_blocks * min(table_heads, plan.items)
             splits = configs.table_splits(device, busy, cdiv(tensors.query.shape[2], tile.block_m))
         adds = plan is not None and len(plan.parts) > 1
@@ -64,7 +64,7 @@ class TableSums:
             if gradient is None:
                 continue
             if splits == 1 and self.padding == 0 and (gradient.dim() > rank) == per_head and not adds:
-                sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # nothing will be left to add up
+                sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # there is nothing to add up afterwards
             else:
                 shape = (splits, table_heads, self.num_rows + 2 * self.padding, *gradient.shape[gradient.dim() + 1 - rank :])
                 new = gradient.new_zeros if adds else gradient.new_empty
@@ -72,7 +72,7 @@ class TableSums:
         self.arguments = TableGradients(*(strided(sums.get(name)) for name in TABLES))
 
     def add_far(self, d_out: torch.Tensor, far_sums: torch.Tensor | None, far_kept: torch.Tensor | None) -> None:
-        """Fill the end rows of a clamped table, by what the dq kernel has summed over the keys far beyond it."""
+        """Fill the end rows of a clamped table's partial sums from the dq kernel's sums over far keys."""
         if self.call.coverage != "clamp":
             return
         per_head, wide_index = self.rows.per_head, self.call.shape.wide_index
@@ -91,7 +91,7 @@ class TableSums:
                 partial[0, :, side] = both[:, side]
 
     def add_up(self) -> None:
-        """Write the gradients: the total of the partial sums, the rows beyond a clamped table added to its end rows."""
+        """Write the gradients: add up the partial sums, and add the rows beyond a clamped table to its end rows."""
         padding, stop = self.padding, self.padding + self.num_rows
         for name, partial in self.partials.items():
             total = partial[0] if partial.shape[0] == 1 else partial.sum(0)

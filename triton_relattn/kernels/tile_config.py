@@ -1,4 +1,4 @@
-"""Launch configurations, and which ones the kernels allow."""
+"""Launch configurations, and the rules for those that the kernels allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words")
 OF_TABLES = KERNELS[3:]
 """Kernels that own rows of a table, and see nothing beyond it."""
 COVERAGES = ("no table", "full", "clamp", "zero")
-"""Which pairs a table has rows for; see AttentionSpec.coverage."""
+"""The pairs that a table has rows for; see AttentionSpec.coverage."""
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8
@@ -21,11 +21,13 @@ REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: what the kernels that walk along the keys, forward and rows, keep for the next tile: "scores", rotated table blocks;
-    "both", in the dq kernel also gradients of scores; None, nothing: more products, in fewer registers (see band.py).
-    rotation: how a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see quads.py).
-    max_registers: of a thread, so that more programs share a multiprocessor; what does not fit is spilled. None: the compiler
-    takes what it likes.
+    carry: the state that kernels which walk along the keys, forward and dq, keep for the next tile. "scores": rotated table
+    blocks; "both": in the dq kernel also gradients of scores; None: nothing, which takes more products and fewer registers (see
+    band.py).
+    rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
+    quads.py).
+    max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; the rest is spilled. None:
+    no limit but the GPU's.
     """
 
     block_m: int
@@ -38,11 +40,11 @@ class TileConfig:
 
     @property
     def programs_at_once(self) -> int:
-        """Return how many programs registers let run on one multiprocessor of NVIDIA's, at least."""
+        """Return how many programs can run on one NVIDIA multiprocessor at once, at least, as far as registers go."""
         return max(1, REGISTERS // (32 * self.num_warps * (self.max_registers or 255)))
 
     def smaller(self) -> TileConfig | None:
-        """Return the next smaller configuration, one stage less or half the tile and still valid; None if there is none."""
+        """Return the next smaller configuration that is valid, one stage less or half the tile; None if there is none."""
         if self.num_stages > 1:
             return replace(self, num_stages=self.num_stages - 1)
         if max(self.block_m, self.block_n) <= 16:
@@ -54,7 +56,8 @@ class TileConfig:
         return replace(self, block_n=self.block_n // 2)
 
     def why_invalid(self, arch: str, has_table: bool) -> str | None:
-        """The rule that forbids this configuration, the same for all kernels; None if none does. Compiling tells if it fits."""
+        """Return the rule that forbids this configuration, the same for all kernels; None if none does. Only compiling tells
+        whether it fits."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"

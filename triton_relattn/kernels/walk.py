@@ -1,33 +1,34 @@
-"""The walk of a program along keys or queries, in two parts: near the diagonal, where the table is, and far from it."""
+"""The walk of a program along keys or queries, in two parts: near the diagonal, where the table has rows, and far from it."""
 
 import triton
 import triton.language as tl
 
 from .masking import first_key, last_key
 
-# The two parts of a walk along keys or queries. Without a table there is only the first, with one that covers every pair only
-# the second.
+# The two parts of a walk along keys or queries. Without a table there is only the far part; with a table that covers every pair,
+# only the near part.
 FAR = tl.constexpr(0)
 NEAR = tl.constexpr(1)
 
 
 @triton.constexpr_function
 def first_part(tile):
-    """Return FAR or NEAR: the first part of a walk."""
+    """Return the first part of a walk, FAR or NEAR."""
     return 1 if tile.coverage == "full" else 0
 
 
 @triton.constexpr_function
 def stop_part(tile):
-    """Return the part that a walk does not come to any more."""
+    """Return one past the last part of a walk."""
     return 1 if tile.coverage == "no table" else 2
 
 
 @triton.jit
 def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COVERAGE: tl.constexpr):
-    """(start, stop), multiples of BLOCK_N: the key tiles in which the term is not one number (or nothing) per query.
+    """Return (start, stop), multiples of BLOCK_N, of the near keys: in their tiles, the term differs from key to key.
 
-    Tiles before start have only r <= first (clamp) or r < first (zero); tiles from stop on only r >= last or r > last.
+    Tiles before start have only r <= first (clamp) or r < first (zero); tiles from stop on only r >= last or r > last. There
+    the term is one number per query, or nothing.
     """
     SLACK: tl.constexpr = 0 if COVERAGE == "clamp" else 1
     last_past = first + row_start + query_offset - (BLOCK_N - 1) - SLACK
@@ -39,13 +40,13 @@ def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.constexpr_function
 def clamp_margin(block_m, block_n):
-    """How many relative positions beyond the table the near tiles can reach, and some more."""
+    """Return a bound on how many relative positions beyond the table near tiles can reach."""
     return block_m + block_n
 
 
 @triton.jit
 def key_range(row_start, last_query, first, last, place, window, TILE: tl.constexpr):
-    """(first, stop, near start, near stop) of the keys that queries from row_start to last_query see."""
+    """Return (first, stop, near start, near stop) of the keys that queries from row_start to last_query see."""
     key_first = first_key(row_start, place, window, TILE.block_n)
     key_stop = last_key(last_query, place, window)
     near_start = key_first
@@ -58,7 +59,7 @@ def key_range(row_start, last_query, first, last, place, window, TILE: tl.conste
 
 @triton.jit
 def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
-    """(start, stop) of one part of a walk; the far part is what lies before and behind the near one, pushed together."""
+    """Return (start, stop) of one part of a walk. The far part joins the keys before and behind the near part into one range."""
     if PART == FAR:
         return start, tl.minimum(near_start, stop) + tl.maximum(stop - near_stop, 0)
     else:
@@ -67,7 +68,7 @@ def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
 
 @triton.jit
 def walk_position(PART: tl.constexpr, position, near_start, near_stop, COVERAGE: tl.constexpr):
-    """Where the walk is: in the far part the near one is stepped over."""
+    """Return the key (or query) at a position of the walk: the far part skips the near one."""
     if PART == FAR and COVERAGE != "no table":
         return tl.where(position < near_start, position, position + near_stop - near_start)
     else:

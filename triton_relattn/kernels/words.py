@@ -1,22 +1,22 @@
-"""The gradients of scores that the dkv kernel leaves in a workspace, in the inputs' dtype, for the gradient of a table.
+"""Words: the gradients of scores that the dkv kernel leaves in a workspace, in the inputs' dtype, for the gradient of a table.
 
-A word is one of them. Those of one query lie side by side, in the order of its keys, so that those of one relative position lie
-on a diagonal, at equal distances: a tile of table rows is read with one more than the workspace's row stride.
+The words of one query lie side by side, in the order of its keys. So the words of one relative position lie on a diagonal, at
+equal distances: a tile of table rows is read with the workspace's row stride plus one.
 """
 
 import triton
 import triton.language as tl
 
 ALIGNMENT = tl.constexpr(16)
-"""Keys that the first column of a band is rounded down to a multiple of, so that words can be stored 16 bytes at a time."""
+"""The first key of a band is rounded down to a multiple of this, so that words can be stored 16 bytes at a time."""
 
 
 @triton.jit
 def key_of_column(row_start, query_offset, first_key, lowest, SKEW: tl.constexpr):
-    """The key whose words are in the workspace's column 0, for a block of queries from row_start on.
+    """Return the key whose words are in column 0 of the workspace, for a block of queries from row_start on.
 
-    SKEW 0: first_key, the first one that the workspace has. Else it has a band: keys from the relative position ``lowest`` on,
-    as seen from the first of the SKEW queries (a multiple of all tiles' queries) that the block is one of.
+    SKEW 0: this is first_key, the first key that the workspace has. Else the workspace has a band: queries are taken SKEW at a
+    time (a multiple of every kernel's block_m), and column 0 is the key at the relative position ``lowest`` of the first of them.
     """
     if SKEW == 0:
         return first_key
@@ -26,8 +26,8 @@ def key_of_column(row_start, query_offset, first_key, lowest, SKEW: tl.constexpr
 
 @triton.jit
 def store_words(matrix, words, row_start, tile_m, valid_m, column, TILE: tl.constexpr, SKEW: tl.constexpr):
-    """Store a tile [M, N] of words, whose columns are in tiles.key_order, from this column of the workspace on: in the order of
-    the keys, and of a band (SKEW) what of the tile lies in it."""
+    """Store a tile [M, N] of words, whose columns are in tiles.key_order, in the order of the keys, from this column of the
+    workspace on. If the workspace has a band (SKEW), only words within it are stored."""
     M: tl.constexpr = TILE.block_m
     N: tl.constexpr = TILE.block_n
     if TILE.rotation != "gather":
@@ -43,10 +43,10 @@ def store_words(matrix, words, row_start, tile_m, valid_m, column, TILE: tl.cons
 
 @triton.jit
 def load_words(matrix, row_start, tile_m, column, within, BLOCK_N: tl.constexpr):
-    """[N, M]: the words of N relative positions, from the one on that the first of the queries has in this column. Only those
-    within are read; the others are 0.
+    """Load the words [N, M] of N successive relative positions, of which the first query has the first one in this column. Only
+    words where ``within`` is set are read; the others are 0.
 
-    Side by side they are, but not aligned: from query to query they move on by a column.
+    The words of a query are side by side, but not aligned: from query to query they move on by a column.
     """
     n = tl.arange(0, BLOCK_N)
     start = matrix[0] + (tl.cast(row_start, tl.int64) * matrix[1] + column)

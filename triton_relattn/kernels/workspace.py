@@ -1,8 +1,8 @@
-"""Which backward makes the gradient of a table from a workspace, how large it is, and in how many parts it is filled.
+"""The workspace of a backward: whether a call uses one, how large it is, and in which parts it is filled.
 
-The dkv kernel leaves the gradients of its scores there, rounded to the inputs' dtype as it multiplies them, and the dtable_words
-kernel makes the gradient of the table of them: one product of the six that the dtable kernel has. They take 2 bytes a pair,
-so the dkv kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
+The dkv kernel stores the gradients of its scores there ("words"), rounded to the inputs' dtype as it multiplies them. From these
+the dtable_words kernel computes the gradient of the table with one product, where the dtable kernel has six. Words take 2 bytes a
+pair, so the dkv kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from .walk import clamp_margin
 from .words import ALIGNMENT
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
-"""The environment variable for the largest workspace in bytes; 0: none, the dtable kernel is used."""
+"""The environment variable that limits the workspace, in bytes; with 0 there is none, and the dtable kernel is used."""
 USUAL_LIMIT = 256 * 2**20
 MOST_WORDS = 2**30
-"""Words are addressed in 32 bits."""
+"""Largest workspace in words, which kernels address in 32 bits."""
 
 
 class Part(NamedTuple):
     """One launch of the dkv kernel: its programs, and the pairs whose words they leave in the workspace."""
 
-    first_program: int  # of the launch for all keys
+    first_program: int  # number in the launch for all keys
     programs: int
-    first_item: int  # batch entries and heads, counted through
+    first_item: int  # an item is a batch entry and head, numbered entry * heads + head
     stop_item: int
     first_key: int
     stop_key: int
 
 
 class Plan(NamedTuple):
-    """A workspace, and what it is filled with."""
+    """A workspace: its sizes, and the parts in which it is filled."""
 
     items: int
     rows: int
     columns: int
-    skew: int  # of words.py
-    lowest: int  # relative position that is wanted, and the highest
+    skew: int  # see words.py
+    lowest: int  # the lowest relative position that is wanted
     highest: int
     parts: list[Part]
 
@@ -58,20 +58,20 @@ def limit(tensors: AttentionTensors) -> int:
     value take, whichever is more.
 
     Raises:
-        ValueError: it is not a whole number.
+        ValueError: the variable is not a whole number.
     """
     given = os.environ.get(VARIABLE)
     if given:
         if not given.strip().isdecimal():
-            raise ValueError(f"{VARIABLE} must be a number of bytes, got {given!r}")
+            raise ValueError(f"{VARIABLE} must be a number of bytes, such as 268435456, got {given!r}")
         return int(given)
     return max(USUAL_LIMIT, sum(each.numel() * each.element_size() for each in (tensors.query, tensors.key, tensors.value)))
 
 
 def why_not(call: Call, tensors: AttentionTensors) -> str | None:
-    """Return what about a call keeps the dtable kernel, whatever the workspace; None if nothing does.
+    """Return the reason why a call needs the dtable kernel, whatever the workspace; None if there is none.
 
-    It must not depend on which gradients are wanted: they are the same bits with others and alone.
+    The reason must not depend on which gradients are wanted, so that a gradient has the same bits with others and alone.
     """
     if tensors.rel_key is None and tensors.rel_bias is None:
         return "there is no table for the scores"
@@ -89,9 +89,9 @@ def why_not(call: Call, tensors: AttentionTensors) -> str | None:
 def plan(
     call: Call, tensors: AttentionTensors, spec: AttentionSpec, tiles: Mapping[str, TileConfig], multiprocessors: int
 ) -> Plan | None:
-    """Return how a call uses a workspace; None if it does not: why_not, or too little of the call fits in one.
+    """Return how a call uses a workspace; None if it does not, because of why_not or because too little of the call fits.
 
-    It is too little if the dkv kernel's programs of a part are fewer than multiprocessors, half of what runs at once.
+    Too little fits if a part has fewer programs of the dkv kernel than there are multiprocessors, half of those that run at once.
     """
     if why_not(call, tensors) is not None:
         return None
@@ -101,7 +101,8 @@ def plan(
     units = call.num_sequences * call.key_heads
     group = call.heads // call.key_heads
 
-    # Whole rows, or if that is less the band that the table, with keys that the dq kernel takes for near, and the window leave.
+    # Columns: all keys, or if that is fewer a band: the relative positions that both the table, with the margin of keys that the
+    # dq kernel takes for near, and the window have.
     margin = clamp_margin(tiles["dq"].block_m, tiles["dq"].block_n) if call.coverage == "clamp" else 0
     lowest, highest = spec.first - margin, spec.last + margin
     left, right = spec.window_left, spec.window_right
@@ -131,12 +132,13 @@ def plan(
 
 @functools.lru_cache(maxsize=256)
 def _part_size(count: int, most: int, programs: int, slots: int) -> int:
-    """Return how many of count things, of so many programs each, make a part: as few waves of slots programs in all as can be.
+    """Return how many of count things, of so many programs each, make a part, at most ``most``.
 
-    Of sizes that take as many waves, the one with the fewest parts, and of those the smallest: parts as large as each other.
+    All parts together should take as few waves as possible, where a wave is as many programs as there are slots. Of sizes with
+    as few waves, take one with the fewest parts, and of those the smallest: then parts are about equally large.
     """
 
-    if most >= count:  # one part, which is as few waves as there can be
+    if most >= count:  # with one part there are as few waves as possible
         return count
 
     def waves_and_parts(size: int) -> tuple[int, int]:
@@ -147,7 +149,8 @@ def _part_size(count: int, most: int, programs: int, slots: int) -> int:
 
 
 def _parts(units: int, blocks: int, group: int, block_n: int, step: int, part_of_unit: int) -> list[Part]:
-    """Step programs at a time: several units (a batch entry, and a head of the keys) whole, or some blocks of keys of one."""
+    """Return parts of ``step`` programs each: several whole units (a batch entry and a head of the keys), or some blocks of keys
+    of one unit."""
     parts = []
     if part_of_unit == blocks:
         for first in range(0, units * blocks, step):

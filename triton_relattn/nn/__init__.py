@@ -1,8 +1,8 @@
 """Modules for people who build models: they validate, project and call the functional operator.
 
-RelativePositionTable         a learned table, with what its rows stand for
-encodings                     what kinds of relative position add to a call: Shaw, Music Transformer, Transformer-XL, T5, ALiBi
-RelativeAttention             attention with one of them
+RelativePositionTable         a learned table that knows the relative positions of its rows
+encodings                     kinds of relative position: Shaw, Music Transformer, Transformer-XL, T5, ALiBi
+RelativeAttention             attention with one of these encodings
 RelativeMultiheadAttention    the same with projections, in place of torch.nn.MultiheadAttention
 parallel                      a plan for tensor parallelism
 """

@@ -18,8 +18,11 @@ class RelativeAttention(nn.Module):
 
     Args:
         encoding: one of :mod:`triton_relattn.nn.encodings`, or any module like them; None: plain attention.
-        dropout: probability with which a probability is dropped, in training.
-        scale, softcap, window_size, enable_gqa, implementation: as there.
+        dropout: dropout probability of the attention weights, in training.
+        scale, softcap, window_size, enable_gqa, implementation: as in the function.
+
+    Raises:
+        ValueError: dropout lies outside [0, 1].
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class RelativeAttention(nn.Module):
         query_offset: int | torch.Tensor = 0,
         return_lse: bool = False,
     ) -> Any:
-        """query (B, Hq, Nq, D), key (B, Hk, Nk, D), value (B, Hk, Nk, Dv) to out (B, Hq, Nq, Dv), with return_lse also lse.
+        """Return out (B, Hq, Nq, Dv), with return_lse also lse, for query (B, Hq, Nq, D), key (B, Hk, Nk, D) and value
+        (B, Hk, Nk, Dv).
 
-        Arguments, results and errors are those of the functional.
+        Arguments, results and errors are those of :func:`triton_relattn.fused_relative_attention`.
         """
         terms: dict[str, Any] = {}
         if self.encoding is not None:
@@ -93,26 +97,30 @@ class RelativeMultiheadAttention(nn.Module):
         output  = output_dropout(concatenated heads of RelativeAttention(q, k, v) W_o^T + b_o)
 
     Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first: as there. Heads are embed_dim / num_heads wide.
-        encoding: one of :mod:`triton_relattn.nn.encodings`; None: no relative position. The class methods make those that are
-            known by name.
-        num_key_heads: fewer heads of key and value, each shared by as many of the query.
-        output_dropout: of the output's elements, in training.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first: as in ``torch.nn.MultiheadAttention``. Heads are
+            embed_dim / num_heads wide.
+        encoding: one of :mod:`triton_relattn.nn.encodings`; None: no relative position. The class methods make the encodings
+            that are known by name.
+        num_key_heads: a smaller number of heads of key and value; each is shared by num_heads / num_key_heads of the query.
+        output_dropout: dropout probability of the output's elements, in training.
         options: of :class:`RelativeAttention`: scale, softcap, window_size, implementation.
 
     State: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj`` (``torch.nn.Linear``) and ``attention.encoding``. ``load_state_dict``
     also takes ``in_proj_weight`` and ``in_proj_bias``, or ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``, of
     ``torch.nn.MultiheadAttention`` (with ``strict=False``, since that has no encoding).
 
-    Differences: weights are not returned (need_weights is refused: they would be Nq x Nk; ``triton_relattn.plots`` shows them),
-    a query that sees no key gives zeros, not NaN, and with is_causal an attn_mask is not looked at, as ``is_causal`` promises
-    there that it is the causal mask.
+    Differences from ``torch.nn.MultiheadAttention``:
 
-    A ``torch.nn.TransformerEncoder`` that is built of stock layers and whose attention is replaced afterwards needs
-    ``encoder.use_nested_tensor = False``: it has found out at its construction that it may take their weights apart.
+    - Weights are not returned, and need_weights is refused, because they would be Nq x Nk. ``triton_relattn.plots`` shows them.
+    - A query that sees no key gives zeros, not NaN.
+    - With is_causal, attn_mask is ignored: by the contract of ``torch.nn.MultiheadAttention`` it is then the causal mask.
+
+    If you build a ``torch.nn.TransformerEncoder`` of stock layers and replace their attention afterwards, set
+    ``encoder.use_nested_tensor = False``. The encoder decided at its construction that it may use the stock layers' weights.
 
     Raises:
-        ValueError: embed_dim is not divisible by num_heads, or num_heads by num_key_heads, or a probability is none.
+        ValueError: embed_dim is not divisible by num_heads, or num_heads by num_key_heads, or a dropout probability lies outside
+            [0, 1].
         NotImplementedError: add_bias_kv or add_zero_attn.
 
     Example:
@@ -122,8 +130,8 @@ class RelativeMultiheadAttention(nn.Module):
         torch.Size([2, 10, 64])
     """
 
-    # torch.nn.TransformerEncoderLayer has a fast path that would compute plain attention with this module's weights in eval mode;
-    # these two keep it off.
+    # In eval mode torch.nn.TransformerEncoderLayer has a fast path that would compute plain attention with this module's weights.
+    # These two attributes keep it from doing so.
     _qkv_same_embed_dim = False
     in_proj_bias = None
 
@@ -149,7 +157,7 @@ class RelativeMultiheadAttention(nn.Module):
         super().__init__()
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         if add_bias_kv or add_zero_attn:
-            raise NotImplementedError("add_bias_kv and add_zero_attn add a key that has no position")
+            raise NotImplementedError("add_bias_kv and add_zero_attn must be False: they add a key that has no position")
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
         if num_key_heads < 1 or num_heads % num_key_heads:
@@ -168,7 +176,8 @@ class RelativeMultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch.nn.MultiheadAttention: glorot-uniform projections, biases 0; the encoding keeps its own."""
+        """Initialise the projections as torch.nn.MultiheadAttention does: glorot-uniform weights, biases 0. The encoding's
+        parameters stay as they are."""
         for linear in (self.q_proj, self.k_proj, self.v_proj):
             nn.init.xavier_uniform_(linear.weight)
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
@@ -186,7 +195,7 @@ class RelativeMultiheadAttention(nn.Module):
         per_head: bool = False,
         **options: Any,
     ) -> RelativeMultiheadAttention:
-        """Distances clipped at max_distance, tables for keys and values. Shaw et al., 2018."""
+        """Make attention with distances clipped at max_distance and tables for keys and values. Shaw et al., 2018."""
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
             return encodings.shaw(head_dim, max_distance, num_heads if per_head else None, values=values, **factory)
@@ -197,10 +206,10 @@ class RelativeMultiheadAttention(nn.Module):
     def music_transformer(
         cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = True, **options: Any
     ) -> RelativeMultiheadAttention:
-        """A row for each distance to the past, below ``length``, the last one for all beyond; call it with is_causal=True.
+        """Make attention with a row for each distance to the past below ``length``; call it with is_causal=True.
 
-        Huang et al., 2018. For use beyond the training length choose a smaller ``length``: few pairs train the last rows of a
-        table that is as long as the training sequences.
+        Greater distances use the row of length - 1. For use beyond the training length choose a smaller ``length``: in a table
+        that is as long as the training sequences, few pairs train the most distant rows. Huang et al., 2018.
         """
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
@@ -212,7 +221,7 @@ class RelativeMultiheadAttention(nn.Module):
     def general(
         cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = False, **options: Any
     ) -> RelativeMultiheadAttention:
-        """A row for each distance below ``length``, past and future."""
+        """Make attention with a row for each distance below ``length``, past and future."""
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
             return encodings.general(head_dim, length, num_heads if per_head else None, **factory)
@@ -223,7 +232,8 @@ class RelativeMultiheadAttention(nn.Module):
     def transformer_xl(
         cls, embed_dim: int, num_heads: int, order: str = "interleaved", **options: Any
     ) -> RelativeMultiheadAttention:
-        """Projected sinusoids and two biases, as in Conformers; ``order="concatenated"``: Transformer-XL. Dai et al., 2019."""
+        """Make attention with projected sinusoids and two biases, as in Conformers; ``order="concatenated"`` as in
+        Transformer-XL. Dai et al., 2019."""
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
             return encodings.TransformerXLEncoding(num_heads, head_dim, embed_dim, order, **factory)
@@ -240,7 +250,8 @@ class RelativeMultiheadAttention(nn.Module):
         bidirectional: bool = True,
         **options: Any,
     ) -> RelativeMultiheadAttention:
-        """A number for each bucket of distances; q.k is not scaled and nothing has a bias, as in T5. Raffel et al., 2019."""
+        """Make attention with a number for each bucket of distances. As in T5, q.k is not scaled and projections have no bias.
+        Raffel et al., 2019."""
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
             return encodings.T5Encoding(num_heads, num_buckets, max_distance, bidirectional, **factory)
@@ -249,7 +260,7 @@ class RelativeMultiheadAttention(nn.Module):
 
     @classmethod
     def alibi(cls, embed_dim: int, num_heads: int, *, learned: bool = False, **options: Any) -> RelativeMultiheadAttention:
-        """``-slope * |r|`` added to the logits. Press et al., 2021."""
+        """Make attention that adds ``-slope * |r|`` to the logits. Press et al., 2021."""
 
         def encoding(head_dim: int, **factory: Any) -> nn.Module:
             return encodings.ALiBiEncoding(num_heads, learned, **factory)
@@ -279,16 +290,16 @@ class RelativeMultiheadAttention(nn.Module):
         key_lengths: torch.Tensor | None = None,
         query_offset: int | torch.Tensor = 0,
     ) -> tuple[torch.Tensor, None]:
-        """The output and None, where torch.nn.MultiheadAttention may return weights.
+        """Return (output, None); torch.nn.MultiheadAttention may return weights in the second place.
 
         Args:
             query: (Nq, B, embed_dim), with batch_first (B, Nq, embed_dim), or (Nq, embed_dim) for a single sequence.
             key, value: the same with Nk, kdim and vdim.
-            key_padding_mask: (B, Nk), or (Nk,), bool with True for keys that are hidden, or added to the logits. A batch whose
-                padding is at the ends is cheaper with key_lengths.
-            attn_mask: (Nq, Nk) or (B * num_heads, Nq, Nk), bool with True for hidden pairs, or added to the logits.
+            key_padding_mask: (B, Nk) or (Nk,): bool, True for hidden keys, or numbers that are added to the logits. If padding is
+                at the ends, key_lengths costs less.
+            attn_mask: (Nq, Nk) or (B * num_heads, Nq, Nk): bool, True for hidden pairs, or numbers that are added to the logits.
             key_lengths: (B,), how many keys of each sequence exist.
-            query_offset: of :func:`triton_relattn.fused_relative_attention`.
+            query_offset: as in :func:`triton_relattn.fused_relative_attention`.
 
         Raises:
             ValueError: wrong shapes.
@@ -324,7 +335,8 @@ class RelativeMultiheadAttention(nn.Module):
 def _combined_mask(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor, num_keys: int
 ) -> torch.Tensor | None:
-    """The two masks of torch.nn.MultiheadAttention, whose True hides, as one of ours, whose True shows; query: (B, H, Nq, D)."""
+    """Combine the two masks of torch.nn.MultiheadAttention, in which True hides, into an attn_mask of the operator, in which True
+    shows. query: (B, H, Nq, D)."""
     batch, heads, num_queries, _ = query.shape
     pairs = (num_queries, num_keys)
     for name, mask, shapes in (
@@ -355,7 +367,7 @@ def _combined_mask(
 
 
 def _take_packed_projections(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Renames what torch.nn.MultiheadAttention calls its projections."""
+    """Rename the projections in a state dict of torch.nn.MultiheadAttention."""
     names = ("q_proj", "k_proj", "v_proj")
     for kind in ("weight", "bias"):
         packed = state.pop(f"{prefix}in_proj_{kind}", None)

@@ -1,8 +1,9 @@
-"""Kinds of relative position: what each adds to a call of the operator.
+"""Kinds of relative position, and the arguments that each adds to a call of the operator.
 
 An encoding is a module that is called with ``(query, num_keys, query_offset=0, is_causal=False, scale=None)``, query
-(B, H, Nq, D), and gives the query to attend with and the other arguments of :func:`triton_relattn.fused_relative_attention`. The
-functions make those that are known by name; ``head_dim`` is the width of a head, and ``num_heads`` gives each head its own table.
+(B, H, Nq, D). It returns the query to attend with, and further arguments of :func:`triton_relattn.fused_relative_attention`. The
+functions make encodings that are known by name; ``head_dim`` is the width of a head, and ``num_heads`` gives each head a table of
+its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Terms = tuple[torch.Tensor, dict[str, Any]]
 
 
 class TableEncoding(nn.Module):
-    """Learned tables for keys, values, or numbers by distance, with the same positions; those that are None are left out."""
+    """Learned tables with the same positions: rel_key, rel_value and rel_bias of the operator, each of them optional."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class TransformerXLEncoding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform, all three."""
+        """Initialise all three parameters as glorot-uniform."""
         for parameter in self.parameters():
             nn.init.xavier_uniform_(parameter)
 
@@ -138,7 +139,7 @@ class T5Encoding(nn.Module):
         super().__init__()
         self.positions = RelativePositions(-max_distance, max_distance if bidirectional else 0)
         self.bidirectional = bidirectional
-        tables.t5_buckets(torch.zeros(1, dtype=torch.int64), num_buckets, max_distance, bidirectional)  # refuses what it must
+        tables.t5_buckets(torch.zeros(1, dtype=torch.int64), num_buckets, max_distance, bidirectional)  # raises if they are wrong
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -169,7 +170,7 @@ class ALiBiEncoding(nn.Module):
     """``-slope * |r|`` added to the logits, a slope for each head. Source: Press et al., "ALiBi", 2021.
 
     Args:
-        learned: make the slopes parameters, ``slopes``; keep them in float32 or more, as ``-slope * |r|`` has no room in 16 bits.
+        learned: make the slopes a parameter, ``slopes``. Keep it in float32 or more: 16 bits are too few for ``-slope * |r|``.
     """
 
     heads: torch.Tensor
@@ -186,7 +187,7 @@ class ALiBiEncoding(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        # Numbers of heads, not slopes: what is not learned must not become 16 bits with the rest of a model.
+        # The buffer holds indices of heads, not slopes: slopes would become 16-bit with the rest of a model.
         self.register_buffer("heads", torch.arange(num_heads, device=device), persistent=False)
         dtype = torch.promote_types(dtype or torch.float32, torch.float32)
         slopes = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if learned else None
@@ -195,7 +196,7 @@ class ALiBiEncoding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The slopes of ALiBi."""
+        """Set the slopes to those of ALiBi."""
         self.heads.copy_(torch.arange(self.num_heads))
         if self.slopes is not None:
             self.slopes.copy_(tables.alibi_slopes(self.num_heads))
@@ -221,27 +222,27 @@ class ALiBiEncoding(nn.Module):
 
 
 def every_position(query: torch.Tensor, num_keys: int, query_offset: int | torch.Tensor, is_causal: bool) -> RelativePositions:
-    """A row for every pair of query and key, without the future if it is hidden."""
+    """Return positions that have a row for every pair of query and key, without the future if is_causal hides it."""
     if isinstance(query_offset, torch.Tensor):
         raise ValueError("this encoding makes a row for every distance, so query_offset must be an int, not a tensor")
     first, last = 1 - query.shape[-2] - query_offset, num_keys - 1 - query_offset
     if is_causal:
         last = min(last, 0)
-    return RelativePositions(first, max(first, last))  # where no pair is seen, one row
+    return RelativePositions(first, max(first, last))  # one row if no pair is seen
 
 
 def shaw(head_dim: int, max_distance: int, num_heads: int | None = None, *, values: bool = True, **options: Any) -> TableEncoding:
-    """Distances clipped at max_distance; tables for keys and, unless values is False, for values. Shaw et al., 2018."""
+    """Make tables for keys and, unless values is False, for values, with distances clipped at max_distance. Shaw et al., 2018."""
     positions = RelativePositions(-max_distance, max_distance)
     rel_key, *others = (RelativePositionTable(positions, head_dim, num_heads, **options) for _ in range(2 if values else 1))
     return TableEncoding(rel_key, *others)
 
 
 def music_transformer(head_dim: int, length: int, num_heads: int | None = None, **options: Any) -> TableEncoding:
-    """A row for each distance to the past, below ``length``, for causal attention. Huang et al., "Music Transformer", 2018."""
+    """Make a table with a row for each distance to the past below ``length``, for causal attention. Huang et al., 2018."""
     return TableEncoding(RelativePositionTable(RelativePositions(1 - length, 0), head_dim, num_heads, **options))
 
 
 def general(head_dim: int, length: int, num_heads: int | None = None, **options: Any) -> TableEncoding:
-    """A row for each distance below ``length``, past and future."""
+    """Make a table with a row for each distance below ``length``, past and future."""
     return TableEncoding(RelativePositionTable(RelativePositions(1 - length, length - 1), head_dim, num_heads, **options))

@@ -1,7 +1,7 @@
 """Tensor parallelism: heads spread over devices, with torch's own engine.
 
-``torch.distributed.tensor.parallel.parallelize_module(module, mesh, plan())`` distributes a RelativeMultiheadAttention; the
-number of heads (of keys) must be a multiple of the mesh's size.
+``torch.distributed.tensor.parallel.parallelize_module(module, mesh, plan())`` distributes a RelativeMultiheadAttention. The
+number of heads of the key must be a multiple of the mesh's size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this device's shard of a parameter. Gradients of a replicated one are partial sums, which are added up."""
+    """Return this device's shard of a parameter. Gradients of a replicated parameter are partial sums, which are added up."""
     if not _is_distributed(tensor):
         return tensor
     from torch.distributed.tensor import Partial, Replicate
@@ -25,7 +25,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, without importing what defines them."""
+    """Return whether a tensor is a DTensor, without importing torch.distributed."""
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
@@ -33,8 +33,8 @@ def plan() -> dict[str, Any]:
     """Return the plan that ``parallelize_module`` takes for a RelativeMultiheadAttention.
 
     The heads of all projections and of the encoding are sharded; inputs and outputs are replicated. The processes need the same
-    seed, so with attention dropout the first heads of each drop the same probabilities. An attn_mask for each head is not
-    distributed.
+    seed. Therefore, with attention dropout, the first heads of each process drop the same weights. An attn_mask with a mask for
+    each head is not distributed.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -43,7 +43,7 @@ def plan() -> dict[str, Any]:
 
 
 def _head_dims(module: nn.Module) -> dict[str, int]:
-    """Which dimension of which parameter or buffer counts heads, by its full name."""
+    """Return the dimension that counts heads, by the full name of each parameter or buffer that has one."""
     found = {}
     for prefix, owner in module.named_modules():
         for name, dim in getattr(owner, "head_dims", {}).items():
@@ -56,7 +56,7 @@ def _encoding_parallel() -> Any:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     class EncodingParallel(ParallelStyle):
-        """Parameters and buffers of an encoding: those that have heads are sharded by them, the others replicated."""
+        """Shard the parameters and buffers of an encoding that have heads by these; replicate the others."""
 
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             dims = _head_dims(module)

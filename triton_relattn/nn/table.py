@@ -1,4 +1,4 @@
-"""A learned table with what its rows stand for."""
+"""A learned table that knows the relative positions of its rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class RelativePositionTable(nn.Module):
 
     Args:
         positions: the relative positions of the rows, and what applies beyond them.
-        width: of the vectors; None for numbers (``rel_bias``).
-        num_heads: a table for each head; None: one that the heads share.
+        width: width of the vectors; None for numbers (``rel_bias``).
+        num_heads: number of heads, each of which gets a table; None: one table that the heads share.
 
-    ``weight`` is (R, width), (num_heads, R, width), (R,) or (num_heads, R), most distant past first. Vectors begin as
+    ``weight`` is (R, width), (num_heads, R, width), (R,) or (num_heads, R), most distant past first. Vectors are initialised as
     glorot-uniform (each head's table by itself), numbers as 0.
 
     Raises:
@@ -51,7 +51,7 @@ class RelativePositionTable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform vectors, or zeros."""
+        """Initialise vectors as glorot-uniform, numbers as zeros."""
         if self.width is None:
             nn.init.zeros_(self.weight)
             return
@@ -60,24 +60,24 @@ class RelativePositionTable(nn.Module):
                 nn.init.xavier_uniform_(table)
 
     def forward(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The table, in another dtype if one is given: parameters are often kept in a higher precision than activations."""
+        """Return the table, converted to dtype if it is given: parameters often have a higher precision than activations."""
         weight = local(self.weight)
         return weight if dtype is None else weight.to(dtype)
 
     @property
     def head_dims(self) -> dict[str, int]:
-        """Which dimension of which parameter counts heads, for tensor parallelism."""
+        """The dimension of each parameter that counts heads, for tensor parallelism."""
         return {"weight": 0} if self.num_heads else {}
 
     @torch.no_grad()
     def resized(self, first: int, last: int, mode: Literal["interpolate", "extend"] = "interpolate") -> RelativePositionTable:
-        """A table for other relative positions, made from this one; new parameters.
+        """Return a table for other relative positions, made from this one, with new parameters.
 
         Args:
-            first, last: of the new table.
-            mode: ``"interpolate"``: past and future are stretched or shrunk, each to its new length, linearly between rows, so
-                that the farthest old vector is the farthest new one and r = 0 stays. ``"extend"``: a distance keeps its
-                vector; new ones get what applied there, the end row, or zeros if outside is "zero".
+            first, last: relative positions of the new table's first and last row.
+            mode: ``"interpolate"``: stretch or shrink past and future, each to its new length, by linear interpolation between
+                rows. The vector of r = 0 and those of the ends stay. ``"extend"``: each distance keeps its vector. New distances
+                get what applied there before: the end row, or zeros if outside is "zero".
 
         Raises:
             ValueError: last < first, an unknown mode, or interpolation of a side that only one of the tables has.
@@ -109,7 +109,7 @@ class RelativePositionTable(nn.Module):
 
 
 def _stretched(relative: torch.Tensor, old: RelativePositions, new: RelativePositions) -> torch.Tensor:
-    """Where new relative positions lie among the old ones, the past and the future each by its own factor."""
+    """Map new relative positions to places among the old ones, past and future each by a factor of its own."""
     if (old.first > 0 or old.last < 0 or new.first > 0 or new.last < 0) or (
         (old.first < 0) != (new.first < 0) or (old.last > 0) != (new.last > 0)
     ):

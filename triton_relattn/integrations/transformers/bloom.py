@@ -14,10 +14,12 @@ from .masks import SHOWN
 
 
 def bias_of_keys(bias: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """ALiBi as a mask of numbers: the bias of each key, (B, H, 1, Nk) or (1, H, 1, Nk), -inf where attention_mask hides it.
+    """Return ALiBi as a mask of numbers, (B, H, 1, Nk) or (1, H, 1, Nk): the bias of each key, -inf where it is hidden.
 
-    slope * (j - i) differs from slope * j by what is the same for all keys of a query, which softmax does not see. So the model's
-    own bias of keys, rounded as it rounds it, is all of the term. attention_mask: bool (B, Nk), or (B, 1, Nq, Nk), bool or added.
+    slope * (j - i) differs from slope * j by a number that is the same for all keys of a query, and softmax ignores it. So the
+    model's own bias of keys, with its rounding, is the whole term.
+
+    attention_mask: (B, Nk), bool; or (B, 1, Nq, Nk), bool or numbers that are added.
     """
     if attention_mask.dim() == 2:
         attention_mask = attention_mask[:, None, None, :]

@@ -11,13 +11,13 @@ from .heads import first_position
 
 
 def in_blocks(states: torch.Tensor, size: int) -> torch.Tensor:
-    """(B, N, ...) to (B * blocks, size, ...), zeros after the end."""
+    """Cut (B, N, ...) into (B * blocks, size, ...), with zeros after the end."""
     missing = -states.shape[1] % size
     return pad(states, (*(0, 0) * (states.dim() - 2), 0, missing)).unflatten(1, (-1, size)).flatten(0, 1)
 
 
 def from_blocks(states: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """(B * blocks, size, ...) to (B, length, ...)."""
+    """Join (B * blocks, size, ...) to (B, length, ...)."""
     return states.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
 
 
@@ -28,7 +28,10 @@ class Chunks:
     """
 
     def __init__(self, sizes: tuple[int, int] | None, cache: Any, layer: int, queries: int) -> None:
-        """sizes: how long chunks are, and how many are seen before a query's own; None: all is one. Before cache is updated."""
+        """Call this before the cache is updated.
+
+        sizes: length of a chunk, and number of chunks that are seen before a query's own; None: there is one chunk.
+        """
         first = int(first_position(cache, layer))
         self.first_key = 0 if cache is None else cache.get_mask_sizes(queries, layer)[1]
         self.size, self.left = sizes or (first + queries, 0)
@@ -38,17 +41,17 @@ class Chunks:
         self.seen = (self.left + 1) * self.size
 
     def of_keys(self, states: torch.Tensor) -> torch.Tensor:
-        """(B, H, Nk, D) to (B, chunks, H, seen, D), with zeros for keys that there are not."""
+        """Cut (B, H, Nk, D) into (B, chunks, H, seen, D), with zeros for keys that do not exist."""
         missing = self.first_key - self.start
         after = (self.left + self.count) * self.size - missing - states.shape[2]
         return pad(states, (0, 0, missing, after)).unfold(2, self.seen, self.size).permute(0, 2, 1, 4, 3)
 
     def of_queries(self, states: torch.Tensor) -> torch.Tensor:
-        """(B, H, Nq, D) to (B, chunks, H, size, D)."""
+        """Cut (B, H, Nq, D) into (B, chunks, H, size, D)."""
         after = self.count * self.size - self.before - self.queries
         return pad(states, (0, 0, self.before, after)).unflatten(2, (self.count, self.size)).transpose(1, 2)
 
     def joined(self, out: torch.Tensor) -> torch.Tensor:
-        """(B * chunks, H, size, D) to (B, H, Nq, D)."""
+        """Join (B * chunks, H, size, D) to (B, H, Nq, D)."""
         out = out.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2, 3)
         return out[:, :, self.before : self.before + self.queries]

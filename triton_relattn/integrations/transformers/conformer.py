@@ -68,9 +68,9 @@ def attend_in_chunks(
     left: int,
     **term: Any,
 ) -> torch.Tensor:
-    """Attention in which a query sees its chunk of size keys and left chunks before it; left = -1: all before it.
+    """Compute attention in which a query sees its own chunk of ``size`` keys and ``left`` chunks before it; left = -1: all.
 
-    A query that sees no key for padding sees all keys evenly, those of other chunks, too.
+    A query from which padding hides all of these sees all keys evenly, those of other chunks, too.
     """
     length = query.shape[2]
     parts: list[Any] = []

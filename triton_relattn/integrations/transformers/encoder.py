@@ -12,10 +12,12 @@ from .replacement import enable
 
 
 class Encoder:
-    """Mixin. Its attention must be ours: stock attention would misread the mask (B, 1, 1, Nk), or look in it for causality.
+    """Mixin of encoders. All attention inside must be ours: stock attention would misread the mask (B, 1, 1, Nk), or expect
+    causality in it.
 
-    ``attention`` is our class of it, or are our classes, each derived from the stock one last. With a ``mask_function`` the
-    module asks transformers for masks by its config, which becomes a view that names this function; None: it makes them itself.
+    ``attention``: our attention class, or several; the stock class is the last base of each.
+    ``mask_function``: the encoder asks transformers for masks by its config, which becomes a view that names this function.
+    None: the encoder makes its masks itself.
     """
 
     attention: type | tuple[type, ...]
@@ -23,18 +25,18 @@ class Encoder:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What output_hidden_states and the like may record is looked up by class, and entered when a model is made.
+        # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is made.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Make a model of an enabled one's class, which is enabled, too; its config may be the enabled one's."""
+        """Make a model of an enabled model's class; it is enabled, too. Its config may be that of the enabled model."""
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = type(self).__bases__[-1]
         enable(self)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False, as the stock class: weights are saved and loaded under the names of published checkpoints."""
+        """Return False, as the stock class does: weights are saved and loaded under the names of published checkpoints."""
         return False
 
     @classmethod

@@ -19,7 +19,7 @@ class FalconAttention(stock.FalconAttention):
 
     @staticmethod
     def applies(module: Any) -> bool:
-        """Whether the model has ALiBi; else it rotates queries and keys."""
+        """Return whether the model has ALiBi; else it has rotary embeddings."""
         return bool(module.config.alibi)
 
     def forward(

@@ -8,9 +8,9 @@ from typing import NamedTuple
 class Family(NamedTuple):
     """One family of models in transformers.
 
-    folder: of the model in transformers, also the file here. name: of the model, and of the part that has relative attention.
-    adds: what that adds to the logits q . k. since: the first version of this package that enables it. inside: the folder of the
-    family whose encoder the model contains, and which has the file.
+    folder: the model's folder in transformers, and the name of the file here. name: the model's name, and its part that has
+    relative attention. adds: the term that the part adds to the logits q . k. since: the first version of this package that
+    enables the model. inside: if the model contains the encoder of another family, that family's folder, which has the file.
     """
 
     folder: str
@@ -74,7 +74,7 @@ def supported_families() -> tuple[Family, ...]:
 
 
 def table() -> str:
-    """Return them as text, a line for each."""
+    """Return the families as text, a line for each."""
     rows = [("family", "adds to q · k", "since"), *((each.name, each.adds, each.since) for each in FAMILIES)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

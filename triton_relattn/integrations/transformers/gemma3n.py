@@ -35,14 +35,14 @@ class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
         return torch.where(sees_a_key(lse), out, self._attend_evenly(value)).transpose(1, 2)
 
     def _table(self, query: torch.Tensor) -> torch.Tensor:
-        """(H, R, D)."""
+        """Return rel_key, (H, R, D)."""
         positions = self.relative_position_embedding
         distances = torch.arange(self.max_past_horizon, -self.max_future_horizon - 1, -1, device=query.device)
         sinusoids = positions._get_timing_signal_1d_pos(distances[None], dtype=query.dtype)
         return split_heads(positions.pos_proj(sinusoids), self.head_dim)[0]
 
     def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what queries get that see no key: all logits of their chunk, zeros around the sequence included, are equal."""
+        """Return the output of queries that see no key: the mean over their chunk's keys, zeros around the sequence included."""
         means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
         return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 

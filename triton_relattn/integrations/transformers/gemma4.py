@@ -22,7 +22,7 @@ class Gemma4AudioAttention(stock.Gemma4AudioAttention):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), position_embeddings (1, R, C), attention_mask bool (B, 1, 1, N): what is no padding."""
+        """hidden_states (B, N, C), position_embeddings (1, R, C), attention_mask bool (B, 1, 1, N), False of padding."""
         query, key, value = (each.float() for each in query_key_value(self, hidden_states))
         rel_key = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)[0].to(query.dtype)
         first = -self.max_past_horizon
@@ -45,7 +45,7 @@ class Gemma4AudioAttention(stock.Gemma4AudioAttention):
         return self.post(join_heads(out).to(hidden_states.dtype)), None
 
     def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what queries get that see no key: all logits of their chunk, zeros around the sequence included, are equal."""
+        """Return the output of queries that see no key: the mean over their chunk's keys, zeros around the sequence included."""
         means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
         return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 

@@ -13,7 +13,7 @@ from .heads import join_heads, split_heads
 
 
 def rows_of(distances: torch.Tensor) -> torch.Tensor:
-    """The rows of the embedding for all distances within a block, most distant past first.
+    """Return the rows of the embedding for all distances within a block, most distant past first.
 
     distances: (size, size), the row of each pair, which depends on its distance alone.
     """
@@ -29,7 +29,7 @@ class BlockAttention:
         batch, length, _ = hidden_states.shape
         blocks = in_blocks(hidden_states, self.context_size)
         key, value = self.to_kv(blocks).chunk(2, dim=-1)
-        # What fills up the last block is seen by none of its frames.
+        # The zeros that fill up the last block are hidden.
         lengths = torch.full((batch, len(blocks) // batch), self.context_size, device=blocks.device)
         lengths[:, -1] = length - (len(blocks) // batch - 1) * self.context_size
         out: Any = fused_relative_attention(

@@ -14,26 +14,26 @@ from ...functional import fused_relative_attention
 
 
 def split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """(B, N, H * D) to (B, H, N, D)."""
+    """Reshape (B, N, H * D) to (B, H, N, D)."""
     return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(B, H, N, D) each, by the module's projections of states (B, N, C)."""
+    """Project states (B, N, C) by the module's projections to query, key and value, (B, H, N, D) each."""
     projections = module.q_proj, module.k_proj, module.v_proj
     query, key, value = (split_heads(projection(states), module.head_dim) for projection in projections)
     return query, key, value
 
 
 def join_heads(out: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, D) to (B, N, H * D)."""
+    """Reshape (B, H, N, D) to (B, N, H * D)."""
     return out.transpose(1, 2).flatten(2)
 
 
 def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as transformers' eager attention adds it to the logits: the lowest number where a key is hidden.
+    """Return a mask as transformers' eager attention adds it to the logits: the lowest number where a key is hidden.
 
-    Beside it all logits vanish: a query of which all keys are hidden sees them evenly. The operator does as softmax does.
+    Beside that number all logits vanish. So a query whose keys are all hidden sees them evenly, in the operator as in eager.
     """
     if attention_mask is None or attention_mask.dtype != torch.bool:
         return attention_mask
@@ -41,10 +41,10 @@ def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tens
 
 
 def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return what queries get whose logits are all replaced by the lowest number: the mean of the values.
+    """Return the output of queries whose keys are all hidden: the mean of the values.
 
-    Where q.k is added to that number instead, it vanishes, but its gradient passes the addition. So here: the derivative of the
-    softmax where all logits are equal is the covariance of keys and values.
+    In eager, q.k is added to the lowest number. It vanishes there, but its gradient passes through the addition. This function
+    has the same gradient: where all logits are equal, the derivative of softmax is the covariance of keys and values.
     """
     mean = value.mean(2, keepdim=True)
     covariance = (key - key.mean(2, keepdim=True)).mT @ (value - mean).detach() / key.shape[2]
@@ -53,12 +53,12 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 def sees_a_key(lse: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, 1), False of queries whose keys are all hidden, of which transformers has its own idea."""
+    """Return the mask (B, H, N, 1) of queries that see any key. For the others, transformers defines an output of its own."""
     return ~torch.isneginf(lse)[..., None]
 
 
 def refuse_weights(asked: dict[str, Any]) -> None:
-    """Raise ValueError if output_attentions is asked for; warn if transformers collects weights, of which it finds none."""
+    """Raise ValueError if output_attentions is asked for; warn if transformers collects weights, since there are none."""
     if asked.get("output_attentions"):
         raise ValueError("output_attentions=True needs the weights, Nq x Nk numbers that are never made: disable(model) first")
     if not torch.compiler.is_compiling() and any("attentions" in each for each in _active_collector.get() or ()):
@@ -66,16 +66,16 @@ def refuse_weights(asked: dict[str, Any]) -> None:
 
 
 def first_position(cache: Any, layer: int) -> Any:
-    """The position of the first new query: how many keys a layer's cache has seen, an int or a tensor.
+    """Return the position of the first new query, which is how many keys a layer's cache has seen: an int or a tensor.
 
-    Call it before the cache is updated. A static cache counts in a tensor that it changes in place: this is a copy.
+    Call it before the cache is updated. A static cache counts in a tensor that it changes in place; a copy is returned.
     """
     seen = 0 if cache is None else cache.get_query_offset(layer)
     return seen.clone() if isinstance(seen, torch.Tensor) else seen
 
 
 def with_past(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """New keys and values behind those that a layer's cache has, which keeps them, and the position of the first new query."""
+    """Append new keys and values to a layer's cache; return all of them, and the position of the first new query."""
     offset = first_position(cache, layer)
     if cache is not None:
         key, value = cache.update(key, value, layer)
@@ -83,7 +83,7 @@ def with_past(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor) ->
 
 
 def is_causal(attention_mask: torch.Tensor | None, asked: dict[str, Any], config: Any) -> bool:
-    """Whether causality is left to the attention of a causal model: a mask (B, 1, Nq, Nk) says all that its queries see.
+    """Return whether the attention of a causal model has to hide the future itself. A mask (B, 1, Nq, Nk) does so already.
 
     asked: the arguments of the call. They, or the config, can make a model attend in both directions.
     """
@@ -101,11 +101,11 @@ def attend_to_past(
     query_offset: Any = 0,
     **term: Any,
 ) -> torch.Tensor:
-    """Attention of a causal model, whose mask is padding (B, Nk), or says all that its queries see, (B, 1, Nq, Nk).
+    """Compute attention of a causal model, whose mask is padding, (B, Nk), or has all that its queries see, (B, 1, Nq, Nk).
 
-    Queries that see no key get the mean of all values, as where a mask adds the lowest number to the logits.
+    Queries that see no key get the mean of all values, as in eager, where a mask adds the lowest number to the logits.
 
-    sinks: (B, H, Nq), a further logit of each query, whose value is zero: it takes a share of all weights. Queries that see no
+    sinks: (B, H, Nq), a further logit of each query with a value of zero: it takes a share of the weights. Queries that see no
     key then get zero.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -132,9 +132,9 @@ def attend_to_past(
 def keys_and_values(
     module: Any, make: Sequence[Any], own: torch.Tensor, others: torch.Tensor | None, cache: Any, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, H, Nk, width) each, of module's own states and what a cache has of them, or of the others' in cross attention.
+    """Return keys and values, (B, H, Nk, width) each: of the module's own states and its cache, or in cross attention of others.
 
-    make: the projections. A cache of both (``EncoderDecoderCache``) has the others' once they have been met.
+    make: the projections of key and value. An ``EncoderDecoderCache`` also keeps those of cross attention, after the first call.
     """
     of_both = isinstance(cache, EncoderDecoderCache)
     if of_both and others is not None and cache.is_updated.get(module.layer_idx):

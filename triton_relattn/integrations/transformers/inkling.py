@@ -57,7 +57,7 @@ def attend(
     asked: dict[str, Any],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a layer with new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one."""
+    """Compute a layer's attention over new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one."""
     first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], module.layer_idx)[1]
     key, value, first_query = with_past(cache, module.layer_idx, key, value)
     to_past = is_causal(attention_mask, asked, module.config)
@@ -88,7 +88,7 @@ class InklingModel(Encoder, stock.InklingModel):
 
     @functools.wraps(stock.InklingModel.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("is_causal", None)  # the masks that it makes for its language model are causal whatever this says
+        kwargs.pop("is_causal", None)  # the masks that the model makes for its language model are causal in any case
         return super().forward(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from .inkling import attend
 class SinkAttention:
     """Mixin: q_i . k_j + r_i . W[i - j], q and k scaled; W (d_rel, extent) zero beyond its ends; a sink for each query and head.
 
-    Vectors that are too long are shortened, values normalised; what comes out is gated.
+    Queries and keys that are too long are shortened, values are normalised, and the output is gated.
     """
 
     def _attend(

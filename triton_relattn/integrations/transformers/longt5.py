@@ -22,7 +22,7 @@ class LongT5Attention(BucketedAttention, stock.LongT5Attention):
 
 
 class LongT5LocalAttention(stock.LongT5LocalAttention):
-    """q_i . k_j + b[bucket(j - i)], not scaled, in a window; b of the first layer, which hands it on.
+    """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on.
 
     The stock path computes it in blocks of queries, each with the blocks around it.
     """
@@ -39,7 +39,8 @@ class LongT5LocalAttention(stock.LongT5LocalAttention):
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._table()
         elif position_bias is not None and position_bias.dim() != 2:
-            raise ValueError("position_bias of blocks is of stock attention: enable or disable the model as a whole")
+            shape = tuple(position_bias.shape)
+            raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
         query, key, value = (
             split_heads(projection(hidden_states), self.key_value_proj_dim) for projection in (self.q, self.k, self.v)
         )
@@ -47,7 +48,7 @@ class LongT5LocalAttention(stock.LongT5LocalAttention):
         if position_bias is not None:
             term = {"rel_bias": position_bias, "positions": RelativePositions(-self.local_radius, self.local_radius)}
         seen = None
-        if mask is not None:  # what is no padding sees itself
+        if mask is not None:  # a frame that is not padding sees itself
             seen = mask[:, 0].diagonal(self.block_len, dim1=-2, dim2=-1).flatten(1)[:, : hidden_states.shape[1]]
         out: Any = fused_relative_attention(
             query,
@@ -64,13 +65,13 @@ class LongT5LocalAttention(stock.LongT5LocalAttention):
         return self.o(join_heads(out)), position_bias
 
     def _table(self) -> torch.Tensor:
-        """(H, R) biases, a row for each distance in the window."""
+        """Return the biases (H, R), a row for each distance in the window."""
         distances = torch.arange(-self.local_radius, self.local_radius + 1, device=self.relative_attention_bias.weight.device)
         buckets = tables.t5_buckets(distances, self.relative_attention_num_buckets, self.relative_attention_max_distance)
         return self.relative_attention_bias(buckets).T
 
     def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what padding gets: the mean of its block and of those beside it, zeros around the sequence included."""
+        """Return the output at padding: the mean of its block and of those beside it, zeros around the sequence included."""
         sums = in_blocks(value.transpose(1, 2), self.block_len).sum(1).unflatten(0, (len(value), -1))  # (B, blocks, H, D)
         around = pad(sums, (0, 0, 0, 0, 1, 1)).unfold(1, 3, 1).sum(-1) / (3 * self.block_len)
         return around.repeat_interleave(self.block_len, 1)[:, : value.shape[2]].transpose(1, 2)

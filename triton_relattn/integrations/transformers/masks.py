@@ -1,7 +1,8 @@
-"""Small masks from transformers, which by itself makes (B, 1, Nq, Nk): (B, 1, 1, Nk) for encoders, (B, Nk) for causal models.
+"""Small masks in place of the (B, 1, Nq, Nk) of transformers: (B, 1, 1, Nk) for encoders, (B, Nk) for causal models.
 
-An encoder asks transformers for its mask with its config, which names the attention implementation and by it the function that
-makes masks. The encoders of enabled models have a view of their config that names one of ours; all else in it is the config's.
+An encoder passes its config to transformers to get its mask. The config names the attention implementation, and with it the
+function that makes masks. The encoders of enabled models have a view of their config that names a function of this file. All
+else in the view is the config's.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
 
 
 def padding(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int = 0, **_: Any) -> torch.Tensor | None:
-    """(B, 1, 1, Nk), True where a key is none of the padding; None: there is no padding."""
+    """Return the mask (B, 1, 1, Nk), True where a key is not padding; None if there is no padding."""
     mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return None if mask is None else mask[:, None, None, kv_offset : kv_offset + kv_length]
 
 
 def padding_if_that_is_all(**arguments: Any) -> torch.Tensor | None:
-    """:func:`padding` for full attention; (B, Nk) for causal attention, also in a window, of which the modules know.
+    """Return :func:`padding` for full attention, and (B, Nk) for causal attention, whose windows the modules know themselves.
 
-    For all else that is combined (packed sequences, mask functions of a user) the bool mask (B, 1, Nq, Nk) of sdpa. So what
-    attention modules see in a mask of four dimensions is all that there is, also if a user has given it.
+    Everything else (packed sequences, a user's mask functions) gives the bool mask (B, 1, Nq, Nk) of sdpa. So a mask of four
+    dimensions tells attention modules all that is hidden, even if a user has given it.
     """
     function, no_more = arguments["mask_function"], arguments.get("allow_is_causal_skip", False)
     in_causal_window = arguments.get("local_size") is not None and no_more
@@ -41,7 +42,7 @@ def padding_if_that_is_all(**arguments: Any) -> torch.Tensor | None:
 
 
 def shown(**arguments: Any) -> torch.Tensor:
-    """:func:`padding_if_that_is_all`, also if there is none: all of it is True."""
+    """Return :func:`padding_if_that_is_all`; if there is no padding, a mask that is all True."""
     mask = padding_if_that_is_all(**arguments)
     if mask is None:
         mask = torch.ones(arguments["batch_size"], arguments["kv_length"], dtype=torch.bool, device=arguments["device"])
@@ -50,7 +51,7 @@ def shown(**arguments: Any) -> torch.Tensor:
 
 
 def hidden(**arguments: Any) -> torch.Tensor:
-    """The opposite of :func:`shown`."""
+    """Return the inverse of :func:`shown`."""
     return ~shown(**arguments)
 
 
@@ -60,7 +61,7 @@ for name, function in ((PADDING, padding), (PADDING_IF_THAT_IS_ALL, padding_if_t
 
 @functools.cache
 def _view_class(config_class: type, mask_function: str) -> type:
-    """Base class of configs that share all attributes of another one, ``stock``, but name mask_function."""
+    """Make a config class whose instances share all attributes of another config, ``stock``, but name mask_function."""
 
     def get_text_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         text = self.stock.get_text_config(*args, **kwargs)
@@ -83,12 +84,12 @@ def _view_class(config_class: type, mask_function: str) -> type:
 
 
 def view(config: Any, mask_function: str) -> Any:
-    """config with another mask function; whatever is set in one of the two is set in both."""
+    """Return a view of config with another mask function. Attributes that are set in one of the two are set in both."""
     config_class: Any = type(config)
     made: Any = object.__new__(_view_class(config_class, mask_function))
     object.__setattr__(made, "__dict__", config.__dict__)
     object.__setattr__(made, "stock", config)
     text = config.get_text_config()
-    # Now, as classes cannot be made while torch.compile traces a model.
+    # Made now, because classes cannot be made while torch.compile traces a model.
     object.__setattr__(made, "text", None if text is config else view(text, mask_function))
     return made

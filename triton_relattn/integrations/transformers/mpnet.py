@@ -14,7 +14,7 @@ from .encoder import Encoder
 from .heads import added, join_heads, refuse_weights, split_heads
 
 BUCKETS, LAST = 32, 128
-"""As the model has them, whatever its config says: all distances from LAST on have one bucket."""
+"""The model's own numbers, whatever its config says: all distances from LAST on share one bucket."""
 
 
 class MPNetSelfAttention(stock.MPNetSelfAttention):
@@ -33,7 +33,8 @@ class MPNetSelfAttention(stock.MPNetSelfAttention):
         term: dict[str, Any] = {}
         if position_bias is not None:
             if position_bias.dim() != 2:
-                raise ValueError("position_bias (B, H, N, N) is of a stock encoder: enable or disable the model as a whole")
+                shape = tuple(position_bias.shape)
+                raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
             term = {"rel_bias": position_bias, "positions": RelativePositions(-LAST, LAST)}
         out: Any = fused_relative_attention(
             split_heads(self.q(hidden_states), self.attention_head_size),

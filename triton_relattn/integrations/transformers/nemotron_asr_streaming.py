@@ -17,8 +17,8 @@ from .transformer_xl import attend
 class NemotronAsrStreamingEncoderAttention(stock.NemotronAsrStreamingEncoderAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; a frame sees its chunk and some chunks before it.
 
-    Each chunk of queries is a batch entry, beside a copy of the keys that it sees. R, a row per distance and head, is of
-    projected sinusoids; only the rows for distances within what is seen are projected.
+    Each chunk of queries is a batch entry, with a copy of the keys that it sees. R, a row per distance and head, is made of
+    sinusoids; only the rows of distances that are seen are projected.
     """
 
     def forward(
@@ -51,7 +51,8 @@ class NemotronAsrStreamingEncoderAttention(stock.NemotronAsrStreamingEncoderAtte
 
 
 class NemotronAsrStreamingEncoderBlock(stock.NemotronAsrStreamingEncoderBlock):
-    """Before its convolution, frames that see no real frame are set to zero, which the stock encoder finds by its large mask."""
+    """Layer in which frames that see no real frame are set to zero before the convolution. The stock encoder finds these frames
+    in its (B, 1, N, N) mask."""
 
     def forward(
         self,
@@ -73,7 +74,8 @@ class NemotronAsrStreamingEncoderBlock(stock.NemotronAsrStreamingEncoderBlock):
 
 
 class NemotronAsrStreamingEncoder(Encoder, stock.NemotronAsrStreamingEncoder):
-    """Encoder with a mask of padding only; attention is told of the chunks, of which stock makes a mask (B, 1, N, N)."""
+    """Encoder with a mask of padding only; it passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its
+    attention."""
 
     attention = NemotronAsrStreamingEncoderAttention
     mask_function = PADDING

@@ -27,7 +27,7 @@ class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_embeddings (B, 2N - 1, C) or one for all, (1, 2N - 1, C).
 
-        attention_mask: bool, (B, 1, 1, N), True of what is no padding, neither as a key nor as a query; or (B, 1, N, N).
+        attention_mask: bool, (B, 1, 1, N), False of padding, which is hidden both as key and as query; or (B, 1, N, N).
         """
         refuse_weights(kwargs)
         query, key, value = query_key_value(self, hidden_states)

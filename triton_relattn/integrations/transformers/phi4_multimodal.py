@@ -14,7 +14,7 @@ from .heads import join_heads, query_key_value, refuse_weights
 
 
 class Bias(NamedTuple):
-    """A bias by distance, (H, R), and what is added to it, which broadcasts to (B, H, N, N)."""
+    """A bias by distance, (H, R), and a mask that is added to the logits and broadcasts to (B, H, N, N)."""
 
     table: torch.Tensor
     mask: torch.Tensor | None = None
@@ -26,14 +26,15 @@ class Bias(NamedTuple):
 class Phi4MultimodalAudioAttention(stock.Phi4MultimodalAudioAttention):
     """q_i . k_j, scaled, + b[j - i], distances clipped; one table for all layers.
 
-    As in the stock model, a mask hides nothing: the logits of what it shows are larger by 1.
+    As in the stock model, a bool mask hides nothing: it is added, so the logits of keys that it shows are larger by 1.
     """
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Bias, **kwargs: Any) -> torch.Tensor:
-        """hidden_states (B, N, C); attention_mask, where stock layers get (B, H, N, N)."""
+        """hidden_states (B, N, C), attention_mask a Bias; stock layers get (B, H, N, N)."""
         refuse_weights(kwargs)
         if not isinstance(attention_mask, Bias):
-            raise ValueError("attention_mask (B, H, N, N) is of a stock encoder: enable or disable the model as a whole")
+            got = type(attention_mask).__name__
+            raise ValueError(f"attention_mask must be a Bias, got a {got}: enable or disable the model as a whole")
         rows = attention_mask.table.shape[1]
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
@@ -47,7 +48,7 @@ class Phi4MultimodalAudioAttention(stock.Phi4MultimodalAudioAttention):
 
 
 class Phi4MultimodalAudioRelativeAttentionBias(stock.Phi4MultimodalAudioRelativeAttentionBias):
-    """A row for each distance that occurs and differs, instead of (1, H, N, N)."""
+    """Biases (H, R), a row for each distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
 
     def forward(self, x: torch.Tensor) -> Bias:  # type: ignore[override]
         last = min(x.shape[1], self.max_distance) - 1
@@ -57,7 +58,7 @@ class Phi4MultimodalAudioRelativeAttentionBias(stock.Phi4MultimodalAudioRelative
 
 
 class Phi4MultimodalAudioModel(Encoder, stock.Phi4MultimodalAudioModel):
-    """Where all frames are one chunk its mask is (B, 1, N), else (B, N, N); it cuts sequences into pieces of 500 frames."""
+    """Encoder that cuts sequences into pieces of 500 frames. Its mask is (B, 1, N) if there is one chunk, else (B, N, N)."""
 
     attention = Phi4MultimodalAudioAttention
     mask_function = None

@@ -16,7 +16,7 @@ class SeamlessM4Tv2ConformerSelfAttention(ConformerAttention, stock.SeamlessM4Tv
 
 
 class SeamlessM4Tv2ConformerEncoder(Encoder, stock.SeamlessM4Tv2ConformerEncoder):
-    """Tells its attention of the chunks, which the stock encoder makes a mask (B, 1, N, N) of."""
+    """Encoder that passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its attention."""
 
     attention = SeamlessM4Tv2ConformerSelfAttention
 

@@ -18,7 +18,7 @@ class SpeechT5Attention(stock.SpeechT5Attention):
 
     @staticmethod
     def applies(module: Any) -> bool:
-        """Whether it has a relative term: in the decoder it has none."""
+        """Return whether the attention has a relative term: in the decoder it has none."""
         return not module.is_decoder
 
     def forward(
@@ -36,7 +36,8 @@ class SpeechT5Attention(stock.SpeechT5Attention):
         term: dict[str, Any] = {}
         if position_bias is not None:
             if position_bias.dim() != 2:
-                raise ValueError("position_bias (N, N, D) is of a stock encoder: enable or disable the model as a whole")
+                shape = tuple(position_bias.shape)
+                raise ValueError(f"position_bias must be (R, D), got {shape}: enable or disable the model as a whole")
             last = len(position_bias) // 2
             term = {"rel_key": position_bias, "positions": RelativePositions(1 - last, last)}
         out: Any = fused_relative_attention(

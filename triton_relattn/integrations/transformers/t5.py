@@ -17,8 +17,8 @@ from .heads import added, attend_to_past, first_position, is_causal, join_heads,
 class BucketedAttention:
     """Mixin: q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
 
-    The first layer makes b, (H, R) biases of as many distances as differ, and hands it on to the others. Stock layers hand on
-    (1, H, Nq, Nk).
+    The first layer makes b, biases (H, R) of distances up to relative_attention_max_distance, beyond which they do not change,
+    and passes it on to the others. Stock layers pass on (1, H, Nq, Nk).
     """
 
     projections = ("q", "k", "v", "o")
@@ -43,7 +43,8 @@ class BucketedAttention:
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.table()
         elif position_bias is not None and position_bias.dim() != 2:
-            raise ValueError("position_bias (1, H, Nq, Nk) is of stock attention: enable or disable the model as a whole")
+            shape = tuple(position_bias.shape)
+            raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
 
         term: dict[str, Any] = {"scale": self.scaling, "dropout_p": self.dropout if self.training else 0.0}
         if position_bias is not None:
@@ -56,12 +57,12 @@ class BucketedAttention:
         return project_out(join_heads(out)), position_bias, None
 
     def positions(self: Any) -> RelativePositions:
-        """The distances that differ; in a decoder all of the future is one."""
+        """Return the relative positions of the biases. Beyond their ends the bias stays the same, in a decoder for all r > 0."""
         last = self.relative_attention_max_distance
         return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
 
     def table(self: Any) -> torch.Tensor:
-        """(H, R) biases, a row for each of the distances."""
+        """Return the biases (H, R), a row for each of these positions."""
         positions = self.positions()
         distances = torch.arange(positions.first, positions.last + 1, device=self.relative_attention_bias.weight.device)
         buckets = tables.t5_buckets(

@@ -19,9 +19,9 @@ def folded(
     ends: tuple[int, int],
     scale: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The query, and the arguments of the operator that make the term: rel_key (H, R, D) of the distances between the ends."""
+    """Return the query and the other arguments of the operator for a rel_key (H, R, D) of the positions between the ends."""
     query, rel_bias = tables.fold_transformer_xl(query, rel_key, u, v, scale)
-    # u's gradient sums the query's over all queries: its rounding errors would add up (docs/numerics.md).
+    # The gradient of u is the sum of the query's gradient, whose rounding errors would add up (docs/numerics.md).
     return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": RelativePositions(*ends), "exact_delta": True}
 
 
@@ -35,9 +35,9 @@ def attend(
     attention_mask: torch.Tensor | None,
     query_offset: int = 0,
 ) -> torch.Tensor:
-    """Attention of a FastConformer's layer, (B, H, Nq, D).
+    """Compute the attention of a FastConformer's layer, (B, H, Nq, D).
 
-    rel_keys: (1, H, R, D), or a table for each sequence, as dropout of the positions leaves it: as many batch entries have each.
+    rel_keys: (1, H, R, D); or, if positions have dropout, a table for each sequence, which all its batch entries use.
     """
     masks = (None,) * len(rel_keys) if attention_mask is None else attention_mask.tensor_split(len(rel_keys))
     states = (each.tensor_split(len(rel_keys)) for each in (query, key, value))

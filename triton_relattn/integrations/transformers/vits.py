@@ -23,7 +23,7 @@ class VitsAttention(stock.VitsAttention):
         attention_mask: torch.Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C); key_value_states is not looked at, as in the stock class."""
+        """hidden_states (B, N, C); key_value_states is ignored, as in the stock class."""
         refuse_weights({"output_attentions": output_attentions})
         term: dict[str, Any] = {}
         if self.window_size:

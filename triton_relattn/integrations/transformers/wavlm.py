@@ -14,7 +14,7 @@ from .heads import join_heads, query_key_value, refuse_weights, split_heads
 
 
 class WavLMAttention(stock.WavLMAttention):
-    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head, b of the first layer, which hands it on."""
+    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on."""
 
     def forward(
         self,
@@ -24,12 +24,13 @@ class WavLMAttention(stock.WavLMAttention):
         index: int = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
-        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers hand on (B * H, N, N)."""
+        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
         refuse_weights(kwargs)
         if position_bias is None:
             position_bias = self._table(hidden_states.shape[1])
         elif position_bias.dim() != 2:
-            raise ValueError("position_bias (B * H, N, N) is of stock attention: enable or disable the model as a whole")
+            shape = tuple(position_bias.shape)
+            raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             position_bias[..., None],
@@ -42,13 +43,13 @@ class WavLMAttention(stock.WavLMAttention):
         return self.out_proj(join_heads(out)), None, position_bias
 
     def _table(self, length: int) -> torch.Tensor:
-        """(H, R) biases of the distances that occur and differ."""
+        """Return the biases (H, R) of the distances that occur, up to max_distance."""
         last = min(self.max_distance, length - 1)
         distances = torch.arange(-last, last + 1, device=self.rel_attn_embed.weight.device)
         return self.rel_attn_embed(tables.t5_buckets(distances, self.num_buckets, self.max_distance)).T
 
     def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, H, N, 1)."""
+        """Return the gate of each query and head, (B, H, N, 1)."""
         sums = self.gru_rel_pos_linear(split_heads(hidden_states, self.head_dim)).unflatten(-1, (2, 4)).sum(-1)
         a, b = sums.sigmoid().chunk(2, dim=-1)
         return a * (b * self.gru_rel_pos_const - 1.0) + 2.0
