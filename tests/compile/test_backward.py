@@ -176,6 +176,7 @@ def test_memory_is_linear() -> None:
         assert allocated(length, "clamp") == results + length * 4 + 4 * length * 4 + 9 * row + clamped + ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("table", ["full", "clamp"])
 def test_memory_of_all_terms_is_linear(table: str) -> None:
     """Twice the length takes twice the bytes, less what does not depend on it."""
@@ -221,6 +222,7 @@ def configs_margin(length: int) -> int:
     return rows.block_m + rows.block_n
 
 
+@pytest.mark.thorough
 def test_dtypes_and_widths_compile_and_fit() -> None:
     """A sample of what the selector can return; all of it in the slow sweep."""
     for target, dtype, width in (

@@ -76,6 +76,7 @@ def worse(
     return [(what, f"{limit:.5g}", f"{value:.5g}") for what, limit, value, allowed in limits if value > limit * allowed]
 
 
+@pytest.mark.thorough
 @needs_budget
 @pytest.mark.parametrize(("target", "name", "head_dim"), SETS)
 def test_nothing_exceeds_its_budget(target: str, name: str, head_dim: int) -> None:

@@ -90,6 +90,7 @@ def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
     return recorded
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("target", "outside", "packed"),
     [

@@ -44,6 +44,7 @@ def little_memory(limit: int) -> Iterator[list[Launch]]:
         yield launches
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("features", ["clamp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full causal", "none"))])
 def test_a_smaller_one_takes_its_place(features: str) -> None:
     """In all kernels, with a warning that says which; grids follow; later calls, of other lengths too, begin with it."""
@@ -68,6 +69,7 @@ def test_a_smaller_one_takes_its_place(features: str) -> None:
             backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
 
 
+@pytest.mark.thorough
 def test_nothing_fits() -> None:
     """Triton's error once there is nothing smaller, and at once for a configuration that was asked for."""
     tensors, spec = call("full", torch.bfloat16, 64, length=LENGTH)

@@ -92,6 +92,7 @@ def test_far_tiles_cost_no_product() -> None:
         assert far * 3 == near * 2
 
 
+@pytest.mark.thorough
 def test_dtypes_and_widths_compile_and_fit() -> None:
     """A sample of what the selector can return; all of it in the slow sweep."""
     for target, dtype, width in (

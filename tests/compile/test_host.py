@@ -13,6 +13,7 @@ from triton_relattn._core import implementations
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_two_checkouts_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked, inner = [], host.in_checkout
 

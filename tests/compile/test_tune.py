@@ -19,6 +19,7 @@ from triton_relattn.kernels.configs import TileConfig
 TASK = tune.Task(cases.Case(1, 2, 300, 64), True, "forward", "sm_90")
 
 
+@pytest.mark.thorough
 def test_ranks_and_says_that_nothing_was_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,7 +68,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in (*METHODS, *cases.GROUPS, "valid configurations", "b1 h8 n16384 d64 full fp32"))
-    lines = [line for line in printed.splitlines() if line.startswith("forward")]
+    lines = [line for line in printed.splitlines() if line.split()[:1] == ["forward"]]
     for coverage, line in zip(("no table", "full"), lines, strict=True):
         assert line.endswith(shown(configs.select("forward", "sm_90", torch.bfloat16, 64, coverage)))
 
@@ -361,6 +361,7 @@ def models_of(*words: str) -> list[str]:
     return ["models", "--small", "--device", "cpu", "--seconds", "0", *words]
 
 
+@pytest.mark.thorough
 def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stock and ours, in a process of their own: rows for every direction, checked, and a figure and a table of them."""
     pytest.importorskip("transformers")
@@ -382,6 +383,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| parakeet_attention | 48 |" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_batches_of_short_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Times alone, against the one implementation that computes what the model means to, and the ratio of each size."""
     pytest.importorskip("transformers")

@@ -268,6 +268,7 @@ for name, enabled, length in ((name, *each) for name in sys.argv[1:] for each in
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
 def test_peak_memory_grows_linearly() -> None:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "TRANSFORMERS_VERBOSITY": "error"}

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 USER = Path(__file__).with_name("typed_user.py")
 
 
+@pytest.mark.thorough
 def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
     """Results have the type that return_lse gives them, and nothing that is public is private to mypy."""
     pytest.importorskip("mypy")
