@@ -9,6 +9,7 @@ tune      the best configurations for this GPU, as a profile that the package re
 compile   what the compiled kernels take, for GPUs that are not there
 cycles    how fast they are there by a model; its calibration
 host      what a call takes the host, without a GPU
+context   how long attention over several GPUs takes, by a model
 predictions  what the model says of all that make gpu measures: bench/predictions.csv
 plot      figures, from CSV files alone
 verify    the tests of what is measured
@@ -31,6 +32,7 @@ VERBS = {
     "compile": "compile",
     "cycles": "cycles.report",
     "host": "verbs.host",
+    "context": "verbs.context",
     "predictions": "predictions",
     "plot": "verbs.plot",
     "verify": "verbs.verify",

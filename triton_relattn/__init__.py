@@ -6,7 +6,7 @@ RelativePositions                 the relative positions that the rows of a tabl
 merge_attention                   merge attention over two parts of the keys
 can_run_triton                    tell whether the Triton kernels can serve given tensors
 tables                            conversions from other table layouts
-nn, plots                         modules, and pictures of a call: imported by their names
+nn, plots, distributed            modules, pictures, sequences over several devices: imported by their names
 """
 
 from . import tables

@@ -26,6 +26,7 @@ def reference_attention(
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    dropout_origins: torch.Tensor | None = None,
     first_sequence: int = 0,
     scale: float | None = None,
     rel_scale: float | None = None,
@@ -36,8 +37,8 @@ def reference_attention(
     """Compute out and lse as :func:`triton_relattn.fused_relative_attention` defines them, densely. It explains the arguments and
     validates them; enable_gqa and exact_delta change nothing here.
 
-    Every step is one line of the formula, in the dtype of the inputs. dropout_seed and first_sequence, the number of the first
-    batch entry, select the probabilities that are dropped.
+    Every step is one line of the formula, in the dtype of the inputs. dropout_seed, first_sequence, the number of the first
+    batch entry, and dropout_origins, as in AttentionTensors, select the probabilities that are dropped.
     """
     batch, heads, num_queries, _ = query.shape
     num_keys, device = key.shape[2], query.device
@@ -93,7 +94,12 @@ def reference_attention(
         seed = draw_seed(device) if dropout_seed is None else dropout_seed
         index = torch.arange(first_sequence, first_sequence + batch, device=device).view(-1, 1, 1, 1)
         head = torch.arange(heads, device=device).view(-1, 1, 1)
-        keep = keep_mask(seed, dropout_p, index, head, i, slice(0, num_keys))
+        if dropout_origins is None:
+            keep = keep_mask(seed, dropout_p, index, head, i, slice(0, num_keys))
+        else:
+            of_entries = zip(index, dropout_origins.tolist(), strict=True)
+            masks = [keep_mask(seed, dropout_p, b, head + h, i + q, slice(k, k + num_keys)) for b, (h, q, k) in of_entries]
+            keep = torch.stack(masks) if masks else torch.ones_like(probs, dtype=torch.bool)
         probs = torch.where(keep, probs, 0) * keep_scale(dropout_p)
     out = probs @ value
     if rel_value is not None:
@@ -126,6 +132,9 @@ def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[
     query, key, value, rel_query = tensors[:4]
 
     def attend(queries: slice, keys: slice, first_sequence: int, offset: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        origins = tensors.dropout_origins
+        if origins is not None and tensors.cu_seqlens_q is not None:
+            origins = origins[first_sequence : first_sequence + 1]
         return reference_attention(
             query[:, :, queries],
             key[:, :, keys],
@@ -141,6 +150,7 @@ def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[
             query_offset=offset,
             dropout_p=spec.dropout_p,
             dropout_seed=tensors.dropout_seed,
+            dropout_origins=origins,
             first_sequence=first_sequence,
             scale=spec.scale,
             rel_scale=spec.rel_scale,

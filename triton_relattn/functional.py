@@ -11,6 +11,7 @@ from ._core.dropout import draw_seed
 from ._core.dtypes import has_autocast, without_autocast
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._operators import ops
+from ._operators.sharding import shards_positions
 from ._reference import resolved_reference
 from .positions import RelativePositions
 
@@ -41,6 +42,10 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
     implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
+    if shards_positions(tensors.query):
+        from ._distributed.dtensors import attend_dtensors
+
+        return attend_dtensors(tensors, spec, implementation)
     if implementation == "reference":
         with without_autocast(tensors.query.device):
             return resolved_reference(tensors, spec)

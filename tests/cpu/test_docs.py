@@ -30,6 +30,7 @@ EXAMPLES = {
     "usage.md": [MODEL, MODEL, MODEL, LAYER, LAYER],
     "tables.md": [MODEL],
     "torch.md": [(2, 60, 512), MODEL, MODEL],
+    "distributed.md": [MODEL, LAYER],
     "transformers.md": [PARAKEET],
 }
 

@@ -108,14 +108,14 @@ def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
 
 
 def forward(
-    tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None
+    tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype and lse (B, Hq, Nq) in the compute dtype.
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, or the one given, and lse (B, Hq, Nq) in the compute dtype.
 
     Args:
         kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
     """
-    out = new_like(tensors.query, tensors.value.shape[-1])
+    out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = tensors.query.new_empty(tensors.query.shape[:3], dtype=compute_dtype(tensors.query.dtype))
     for block in Call(tensors, spec).blocks():
         place, lse_place, frame = block.rows(out), block.rows(lse), block.frame
@@ -135,6 +135,25 @@ def forward(
             frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
         block.store(place, result)
     return out, lse
+
+
+class Whole(NamedTuple):
+    """All keys that the queries see, where a call has a part of them: dS = P (dP - delta) is then that of the part.
+
+    P = exp(logits - lse) is off by the factor that lse was rounded by, which is the same for all keys of a query.
+    """
+
+    lse: torch.Tensor  # (B, Hq, Nq)
+    delta: torch.Tensor  # (B, Hq, Nq): rowsum(out * d_out) - d_lse
+
+    def probs(self, block: Block) -> torch.Tensor:
+        """The probabilities of the frame's scores, which sum to one over all keys."""
+        lse = block.matrices(self.lse[..., None])
+        return torch.sub(block.frame.scores, lse.masked_fill(lse == -math.inf, 0), out=block.frame.probs).exp_()
+
+    def d_scores(self, block: Block, probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
+        """The gradient of the scores, in the place of d_probs."""
+        return d_probs.sub_(block.matrices(self.delta[..., None])).mul_(probs)
 
 
 class Gradients(NamedTuple):
@@ -223,16 +242,18 @@ def backward(
     spec: AttentionSpec,
     wanted: Iterable[bool] = (True,) * 7,
     kept: torch.Tensor | None = None,
+    whole: Whole | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
 
     Args:
         kept: the probabilities that the forward has kept; None: they are computed again.
+        whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
     """
     totals = Gradients.new(tensors, wanted)
     for frame, blocks in groupby(Call(tensors, spec).blocks(), lambda block: block.frame):
         for block in blocks:
-            add_block(totals, block, d_out, d_lse, kept)
+            add_block(totals, block, d_out, d_lse, kept, whole)
         totals.add_tables(frame)
     return tuple(
         None if total is None or tensor is None else (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
@@ -241,7 +262,12 @@ def backward(
 
 
 def add_block(
-    totals: Gradients, block: Block, d_out: torch.Tensor, d_lse: torch.Tensor | None, kept: torch.Tensor | None
+    totals: Gradients,
+    block: Block,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    whole: Whole | None,
 ) -> None:
     """Add a block's part to all gradients."""
     if block.num_keys == 0:
@@ -255,7 +281,7 @@ def add_block(
     packed = None if band is None else band.pack(block.by_pair(rows))
     if kept is None:
         slope = logits(block, query, packed_query)
-        probs = softmax(block, frame.probs)
+        probs = softmax(block, frame.probs) if whole is None else whole.probs(block)
     else:
         probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
     totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
@@ -265,7 +291,7 @@ def add_block(
             band.add_terms(packed)
         if block.dropout is not None:
             d_probs.mul_(block.dropout)
-        d_scores = softmax_backward(probs, d_probs)
+        d_scores = softmax_backward(probs, d_probs) if whole is None else whole.d_scores(block, probs, d_probs)
         if d_lse is not None:
             d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
         if slope is not None:

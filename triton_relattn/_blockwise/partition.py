@@ -40,6 +40,8 @@ class Stack(NamedTuple):
     """Number of keys of each sequence; None: all have num_keys."""
     starts: tuple[int, int] | None = None
     """The first query and the first key of the first sequence, if the batch is packed."""
+    origin: tuple[int, int, int] = (0, 0, 0)
+    """Head, query and key that dropout counts the first ones as."""
 
     def part(self, sequences: slice) -> Stack:
         """Return some of the sequences."""
@@ -74,19 +76,21 @@ def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
     batch, num_queries, num_keys = range(tensors.num_sequences), tensors.query.shape[2], tensors.key.shape[2]
     lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
     whole = Stack(batch, num_queries, num_keys, spec.query_offset, lengths).part(slice(0, len(batch)))
-    if tensors.query_offsets is None and tensors.cu_seqlens_q is None:
+    if tensors.query_offsets is None and tensors.cu_seqlens_q is None and tensors.dropout_origins is None:
         yield whole
         return
     offsets = [spec.query_offset] * len(batch) if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    origins = [(0, 0, 0)] * len(batch) if tensors.dropout_origins is None else list(map(tuple, tensors.dropout_origins.tolist()))
     starts: list[Any] = [None] * len(batch)
     sizes = [(num_queries, num_keys)] * len(batch)
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
         starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
         sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in pairwise(starts)]
-    for ((queries, keys), offset), alike in groupby(batch, lambda number: (sizes[number], offsets[number])):
+    kinds = list(zip(sizes, offsets, origins, strict=True))
+    for ((queries, keys), offset, origin), alike in groupby(batch, kinds.__getitem__):
         first, *others = alike
         run = slice(first, first + 1 + len(others))
-        yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first])
+        yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first], origin=origin)
 
 
 class Call:
@@ -303,7 +307,9 @@ class Block:
             return None
         parts = (sequences.batch, self.group.heads, self.queries)
         sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
-        keep = keep_mask(seed, dropout_p, sequence[:, None, None, None], head[:, None, None], query[:, None], self.keys)
+        first_head, first_query, first_key = sequences.origin
+        indices = sequence[:, None, None, None], head[:, None, None] + first_head, query[:, None] + first_query
+        keep = keep_mask(seed, dropout_p, *indices, slice(self.keys.start + first_key, self.keys.stop + first_key))
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
 
     def destination(self, place: torch.Tensor, name: str = "rows") -> torch.Tensor:

@@ -19,8 +19,8 @@ from .._core.untraced import untraced
 from . import flops, sharding
 
 _SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
-_SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
-_TENSORS = ", ".join(
+SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
+TENSORS = ", ".join(
     f"{'Tensor?' if name in AttentionTensors._field_defaults else 'Tensor'} {name}" for name in AttentionTensors._fields
 )
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
@@ -30,9 +30,9 @@ KEEPING = "blockwise keeping probabilities"
 """The name of "blockwise" for calls in which it keeps the probabilities for the backward; it returns them as statistics."""
 
 _library = torch.library.Library("triton_relattn", "DEF")
-_library.define(f"attention_forward({_TENSORS}, {_SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
+_library.define(f"attention_forward({TENSORS}, {SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {_TENSORS}, {_SCALARS}, "
+    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {TENSORS}, {SCALARS}, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
 

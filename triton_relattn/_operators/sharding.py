@@ -13,6 +13,13 @@ _TABLES = ("rel_key", "rel_value", "rel_bias")
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 
 
+def shards_positions(query: torch.Tensor) -> bool:
+    """Whether query is a DTensor whose positions are sharded: what _distributed computes, and the operators cannot alone."""
+    if type(query) is torch.Tensor:
+        return False
+    return any(getattr(placement, "dim", None) == 2 for placement in getattr(query, "placements", ()))
+
+
 def register() -> None:
     """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
 
@@ -28,7 +35,9 @@ def register() -> None:
     def by_batch(tensors: AttentionTensors) -> dict[str, Any]:
         """Return the placement of each tensor if the batch is sharded."""
         placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
-        placements |= dict.fromkeys(("query", "key", "value", "rel_query", "key_lengths", "query_offsets"), Shard(0))
+        placements |= dict.fromkeys(
+            ("query", "key", "value", "rel_query", "key_lengths", "query_offsets", "dropout_origins"), Shard(0)
+        )
         if tensors.attn_mask is not None and tensors.attn_mask.shape[0] > 1:
             placements["attn_mask"] = Shard(0)
         return placements

@@ -128,6 +128,7 @@ class Dropout(NamedTuple):
     seed: torch.Tensor
     largest_dropped: int
     keep_scale: float
+    origins: torch.Tensor | None  # (B, 3): what counts are added to head, query and key
 
 
 def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
@@ -307,7 +308,11 @@ class Call:
             *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
         )
         seed = tensors.dropout_seed
-        dropout = None if seed is None else Dropout(seed, of_call.largest_dropped, of_call.keep_scale)
+        dropout = (
+            None
+            if seed is None
+            else Dropout(seed, of_call.largest_dropped, of_call.keep_scale, contiguous(tensors.dropout_origins))
+        )
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.first, self.last = spec.first, spec.last
 

@@ -9,7 +9,7 @@ import torch
 from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import configs, workspace
-from .arguments import Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
+from .arguments import SMALLEST_SCALE, Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_dkv import launch_dkv
 from .bwd_dq import launch_dq
 from .bwd_dtable import launch_dtable
@@ -21,12 +21,13 @@ from .table_sums import TABLES, TableSums
 def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     statistics: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
     tiles: Mapping[str, configs.TileConfig] | None = None,
+    delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
 
@@ -43,6 +44,8 @@ def backward(
         d_lse: None for zeros.
         statistics: as the forward returns them.
         tiles: configurations by the names of kernels, in place of the selected ones.
+        delta: given if the keys are a part of those that statistics are of: ``rowsum(out * d_out) - d_lse`` of all of them.
+            out and d_lse, which it stands for, are None then.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
@@ -54,7 +57,8 @@ def backward(
     has_two_roles = given_rel_query is None and tensors.rel_query is not None
     if has_two_roles:
         wants["rel_query"] = wants["query"]
-    gradients = dict(zip(DIFFERENTIABLE, _backward(d_out, d_lse, out, statistics, tensors, spec, wants, tiles), strict=True))
+    results = _backward(d_out, d_lse, out, statistics, tensors, spec, wants, tiles, delta)
+    gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
     if (d_query := gradients["query"]) is not None:
         if scale_is_negative:
             d_query.neg_()
@@ -69,12 +73,13 @@ def backward(
 def _backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     statistics: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wants: Mapping[str, bool],
     tiles: Mapping[str, configs.TileConfig] | None,
+    delta: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
     gradients = {
@@ -95,19 +100,20 @@ def _backward(
     plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(query.device))
 
     far = _far_sums(call, tensors)
-    delta = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32)
-    per_query = PerQuery(*map(strided, (statistics, delta, *far)))
+    is_part = delta is not None
+    deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32) if delta is None else delta.contiguous()
+    per_query = PerQuery(*map(strided, (statistics, deltas, *far)))
     of_values = ("value", "rel_value")  # they need no delta, only the dq kernel's terms and sums of far keys
     needs_far = (far[0] is not None and gradients["value"] is not None) or (
         far[3] is not None and gradients["rel_value"] is not None
     )
     if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
         d_query, d_rel_query = gradients["query"], gradients["rel_query"]
-        if spec.exact_delta and not (d_query is None and d_rel_query is None):
+        if spec.exact_delta and not is_part and not (d_query is None and d_rel_query is None):
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, None, None)
             launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)
         else:
-            launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query)
+            launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query, is_part)
 
     of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
     sums = None
@@ -137,3 +143,11 @@ def _far_sums(call: Call, tensors: AttentionTensors) -> list[torch.Tensor | None
     exist = (of_scores, tensors.rel_value is not None, of_scores, tensors.rel_value is not None)
     shape = (*query.shape[:2], 2, query.shape[2])
     return [new(shape, dtype=torch.float32) if call.coverage == "clamp" and each else None for each in exist]
+
+
+def statistics_of(lse: torch.Tensor, tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
+    """Make statistics of lse, (B, H, Nq), where the forward's are not those of all keys: it takes the maximum's place."""
+    scale = max(abs(spec.scale), SMALLEST_SCALE)
+    is_linear = spec.softcap is None and (tensors.attn_mask is None or tensors.attn_mask.dtype == torch.bool)
+    top = lse.masked_fill(lse == -torch.inf, 0) / (scale if is_linear else 1.0)
+    return torch.stack((top, torch.zeros_like(top)), 2)

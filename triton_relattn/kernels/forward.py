@@ -140,16 +140,17 @@ def forward_kernel(
 
 @until_it_fits
 def forward(
-    tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None
+    tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return out (B, H, Nq, Dv) in query's dtype and memory order, lse (B, H, Nq) float32, and statistics for the backward.
+    """Return out (B, H, Nq, Dv) in query's memory order and dtype, or the one given, lse (B, H, Nq) float32, and statistics for
+    the backward.
 
     The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
     lse, which is both in one number, has no digits left for the sum where logits are large.
     """
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
-    out = new_like(query, tensors.value.shape[-1])
+    out = new_like(query, tensors.value.shape[-1], dtype)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:

@@ -1,7 +1,8 @@
-"""Tensor parallelism: heads spread over devices, with torch's own engine.
+"""Heads, or positions, spread over devices, with torch's own engine.
 
-``torch.distributed.tensor.parallel.parallelize_module(module, mesh, plan())`` distributes a RelativeMultiheadAttention. The
-number of heads of the key must be a multiple of the mesh's size.
+``torch.distributed.tensor.parallel.parallelize_module(module, mesh, plan())`` distributes the heads of a
+RelativeMultiheadAttention. The number of heads of the key must be a multiple of the mesh's size. ``context_plan()`` distributes
+the positions instead.
 """
 
 from __future__ import annotations
@@ -40,6 +41,41 @@ def plan() -> dict[str, Any]:
 
     projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
     return {**projections, "out_proj": RowwiseParallel(), "attention.encoding": _encoding_parallel()}
+
+
+def context_plan() -> dict[str, Any]:
+    """Return the plan by which a RelativeMultiheadAttention attends over the positions of all ranks (context parallelism).
+
+    Inputs and outputs are plain tensors of the rank's positions, of which all ranks have as many; parameters stay as they are,
+    and their gradients are the rank's part: DDP or FSDP2 adds them up, as those of the other modules. Lengths, offsets and masks
+    are those of the whole sequence. Transformer-XL's encoding, which computes with the query, is not distributed.
+
+    Example:
+        >>> plan = {f"layers.*.{name}": style for name, style in context_plan().items()}
+        >>> parallelize_module(model, mesh, plan)  # doctest: +SKIP
+    """
+    return {"attention": _context_parallel()}
+
+
+def _context_parallel() -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class ContextParallel(ParallelStyle):
+        """A RelativeAttention whose inputs are the rank's positions: DTensors within, so that lengths are those of all."""
+
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            def spread(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+                return tuple(DTensor.from_local(each, device_mesh, [Shard(2)], run_check=False) for each in inputs)
+
+            def gathered(_: nn.Module, __: Any, outputs: Any) -> Any:
+                return tuple(each.to_local() for each in outputs) if isinstance(outputs, tuple) else outputs.to_local()
+
+            module.register_forward_pre_hook(spread)
+            module.register_forward_hook(gathered)
+            return module
+
+    return ContextParallel()
 
 
 def _head_dims(module: nn.Module) -> dict[str, int]:

@@ -1,10 +1,11 @@
-"""The faults: in kernels, their launchers, the blockwise path, what all share, what is around it, models, bench."""
+"""The faults: in kernels, their launchers, the blockwise path, what all share, around it, several ranks, models, bench."""
 
 from __future__ import annotations
 
 from ..fault import Fault
 from .blockwise import OF_BLOCKWISE
 from .cycles import OF_CYCLES
+from .distributed import OF_DISTRIBUTED
 from .everywhere import OF_ALL
 from .gpu import OF_GPU
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
@@ -27,6 +28,7 @@ FAULTS: tuple[Fault, ...] = (
     *OF_BLOCKWISE,
     *OF_ALL,
     *OF_USE,
+    *OF_DISTRIBUTED,
     *OF_CYCLES,
     *OF_GPU,
     *OF_MODELS,

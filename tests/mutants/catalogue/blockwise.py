@@ -227,7 +227,11 @@ OF_BLOCKWISE = (
         "blockwise-sequences-of-one-offset",
         "neighbours of the same lengths have the query_offset of the first",
         RANDOM,
-        (Change(BLOCKS, "lambda number: (sizes[number], offsets[number])", "lambda number: sizes[number]"),),
+        (
+            Change(
+                BLOCKS, "zip(sizes, offsets, origins, strict=True)", "zip(sizes, offsets[:1] * len(batch), origins, strict=True)"
+            ),
+        ),
     ),
     Fault(
         "blockwise-keys-of-the-wrong-sequence",
@@ -266,7 +270,8 @@ OF_BLOCKWISE = (
         (
             Change(
                 BLOCKWISE,
-                "        d_scores = softmax_backward(probs, d_probs)\n",
+                "        d_scores = softmax_backward(probs, d_probs) if whole is None "
+                "else whole.d_scores(block, probs, d_probs)\n",
                 "        rounded = torch.bmm(probs, block.value).to(block.call.tensors.query.dtype).to(probs.dtype)\n"
                 "        d_scores = d_probs.sub_((rounded * rows).sum(-1, keepdim=True)).mul_(probs)\n",
             ),
@@ -300,13 +305,13 @@ OF_BLOCKWISE = (
         "blockwise-dropout-by-local-column",
         "dropout counts keys from the first that a block sees",
         (f"{ON_DROPOUT}::test_results_are_the_same_in_every_implementation",),
-        (Change(BLOCKS, "query[:, None], self.keys)", "query[:, None], slice(0, self.num_keys))"),),
+        (Change(BLOCKS, "slice(self.keys.start + first_key, self.keys.stop + first_key)", "slice(0, self.num_keys)"),),
     ),
     Fault(
         "blockwise-dropout-by-local-head",
         "dropout counts heads from the first of a block",
         (f"{ON_DROPOUT}::test_results_are_the_same_in_every_implementation",),
-        (Change(BLOCKS, "head[:, None, None], query[:, None]", "head[:, None, None] - self.group.heads.start, query[:, None]"),),
+        (Change(BLOCKS, "head[:, None, None] + first_head", "head[:, None, None] - self.group.heads.start"),),
     ),
     Fault(
         "blockwise-dropout-by-local-sequence",

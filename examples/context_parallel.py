@@ -1,0 +1,195 @@
+"""A Music Transformer and a Parakeet layer over several processes, each of which has a part of the sequence (gloo, on a CPU).
+
+    python -m examples.context_parallel --ranks 4
+
+Both are compared with one process, in float64: losses and gradients of all parameters, step by step. Each rank sees its positions
+alone: attention sends keys and values round, Parakeet's convolution gets the edges of its neighbours, and all the rest is by
+position. Printed are the greatest differences, and what each rank has sent for attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor.parallel import parallelize_module
+
+from triton_relattn import RelativePositions, distributed, tables
+from triton_relattn.nn import parallel
+
+from .music.chorales import IGNORED, load, training_batch
+from .music_transformer import MusicTransformer, Settings, token_losses
+
+STEPS = 3
+
+
+class Counted:
+    """The messages that this rank sends to another, while it lasts."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __enter__(self) -> Counted:
+        self.send = dist.batch_isend_irecv
+
+        def count(operations: list[Any]) -> Any:
+            self.sizes.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
+            return self.send(operations)
+
+        dist.batch_isend_irecv = count  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.batch_isend_irecv = self.send
+
+    def __str__(self) -> str:
+        return f"{len(self.sizes)} messages, {sum(self.sizes)} bytes"
+
+
+def train(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of some steps, and the gradients of the last: sums over all ranks, as the parts that they are."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.05), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        part = loss(step)
+        part.backward()
+        total = part.detach().clone()
+        for tensor in (total, *(parameter.grad for parameter in model.parameters())):
+            if dist.is_initialized() and tensor is not None:
+                dist.all_reduce(tensor)
+        optimizer.step()
+        losses.append(float(total))
+    return losses, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """A Music Transformer and its loss, of the rank's part of the sequences or of whole ones."""
+    settings = Settings(length=length, distances=32, batch=2, width=32, layers=2, dropout=0.0, chorales=4)
+    torch.manual_seed(0)
+    model, chorales = MusicTransformer(settings).double(), load(settings.chorales)
+    if is_spread:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {f"blocks.*.attention.{name}": style for name, style in parallel.context_plan().items()})
+
+    def loss(step: int) -> torch.Tensor:
+        inputs, targets = training_batch(chorales, length, settings.batch, True, 0, step)
+        count = (targets != IGNORED).sum()
+        if is_spread:
+            inputs, targets = (distributed.shard(each, 1) for each in (inputs, targets))
+        return token_losses(model, inputs, targets).sum() / count
+
+    return model, loss
+
+
+def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
+    """(B, C, N) with so many positions of the ranks before and behind on either side, zeros beyond the ends."""
+    edges = all_gather(torch.cat((states[..., :width], states[..., -width:]), -1).contiguous())
+    rank, zeros = dist.get_rank(), torch.zeros_like(states[..., :width])
+    before = edges[rank - 1][..., width:] if rank > 0 else zeros
+    behind = edges[rank + 1][..., :width] if rank + 1 < len(edges) else zeros
+    return torch.cat((before, states, behind), -1)
+
+
+def spread_parakeet(layer: Any, length: int) -> None:
+    """Have a layer of Parakeet work on the rank's positions of so many."""
+    attention, convolution = layer.self_attn, layer.conv.depthwise_conv
+    heads = (-1, attention.head_dim)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def attend(hidden_states: torch.Tensor, position_embeddings: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (each(hidden_states).unflatten(-1, heads).transpose(1, 2) for each in projections)
+        rel_key = attention.relative_k_proj(position_embeddings)[0].unflatten(-1, heads).transpose(0, 1)
+        query, rel_bias = tables.fold_transformer_xl(query, rel_key, attention.bias_u, attention.bias_v, attention.scaling)
+        out = distributed.fused_relative_attention(
+            query,
+            key,
+            value,
+            rel_key,
+            rel_bias=rel_bias,
+            positions=RelativePositions(1 - length, length - 1),
+            scale=attention.scaling,
+            group=mesh,
+            reduce_tables=False,
+        )
+        return attention.o_proj(out.transpose(1, 2).flatten(2)), None
+
+    def convolve(states: torch.Tensor) -> torch.Tensor:
+        states = with_neighbours(states, convolution.padding[0])
+        return nn.functional.conv1d(states, convolution.weight, convolution.bias, groups=convolution.groups)
+
+    attention.forward, convolution.forward = attend, convolve
+
+
+def parakeet(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """A Parakeet layer, in eval mode for its BatchNorm, and a loss."""
+    from transformers import ParakeetEncoderConfig
+    from transformers.models.parakeet import modeling_parakeet as stock
+
+    from triton_relattn.integrations.transformers import enable
+
+    config = ParakeetEncoderConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48, conv_kernel_size=9)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer = stock.ParakeetEncoderBlock(config, 0).double().eval()
+    for bias in (layer.self_attn.bias_u, layer.self_attn.bias_v):
+        nn.init.normal_(bias, std=0.1)
+    x = torch.randn(2, length, config.hidden_size, dtype=torch.float64)
+    positions = stock.ParakeetEncoderRelPositionalEncoding(config)(x).to(x.dtype)
+    wanted = torch.randn_like(x)
+    enable(layer)  # stock attention takes its softmax in float32
+    if is_spread:
+        spread_parakeet(layer, length)
+        x, wanted = (distributed.shard(each, 1) for each in (x, wanted))
+
+    def loss(_: int) -> torch.Tensor:
+        out = layer(x, position_embeddings=positions)
+        return (out - wanted).square().sum() / length
+
+    return layer, loss
+
+
+MODELS = {"Music Transformer": music, "Parakeet layer": parakeet}
+
+
+def worker(rank: int, ranks: int, length: int, folder: str) -> None:
+    """Train each model alone and with the others, and compare."""
+    torch.set_num_threads(1)
+    expected = {name: train(*make(length, False)) for name, make in MODELS.items()}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    for name, make in MODELS.items():
+        with Counted() as sent:
+            losses, gradients = train(*make(length, True))
+        of_losses, of_gradients = expected[name]
+        loss = max(abs(one - other) for one, other in zip(losses, of_losses, strict=True))
+        gradient = max(float((gradients[each] - exact).abs().max()) for each, exact in of_gradients.items())
+        if rank == 0:
+            print(f"{name}, {ranks} ranks, length {length}, losses {', '.join(f'{each:.6f}' for each in losses)}")
+            print(f"  differences from one process: {loss:.1e} of losses, {gradient:.1e} of gradients; rank 0 sent {sent}")
+        if not max(loss, gradient) < 1e-9:
+            raise RuntimeError(f"{name}: rank {rank} differs by {loss} and {gradient}")
+    dist.barrier()
+    os._exit(0)  # at once: threads of torch now and then abort a process that ends by itself
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (%(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=256, help="positions of all, a multiple of 4 and of the ranks (%(default)s)"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (options.ranks, options.length, folder), options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Attention over several ranks as one process can compute it: every part of every rank, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from triton_relattn import merge_attention
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from triton_relattn._distributed import parts
+from triton_relattn._distributed.sharding import Meeting, Piece
+from triton_relattn._operators.ops import relative_attention
+from triton_relattn._reference import resolved_reference
+
+
+def pieces(length: int, count: int) -> list[Piece]:
+    """So many pieces of a sequence, of different lengths."""
+    stops = [length * number * (number + 1) // (count * (count + 1)) for number in range(count + 1)]
+    return [Piece(start, range(start, stop)) for start, stop in itertools.pairwise(stops)]
+
+
+def in_parts(
+    tensors: AttentionTensors, spec: AttentionSpec, implementation: str, d_out: torch.Tensor, d_lse: torch.Tensor, count: int = 3
+) -> dict[str, torch.Tensor]:
+    """out, lse and gradients of a resolved call, from parts that have some of its queries and some of its keys each."""
+    queries, keys = pieces(tensors.query.shape[2], count), pieces(tensors.key.shape[2], count)
+    out = d_out.new_zeros(d_out.shape, dtype=d_lse.dtype)
+    lse = torch.full_like(d_lse, -torch.inf)
+    met = [Meeting(*each) for each in itertools.product(queries, keys)]
+    met = [each for each in met if each.is_visible(tensors, spec)]
+
+    def call(meeting: Meeting) -> tuple[AttentionTensors, AttentionSpec]:
+        return meeting.call(tensors, spec, tensors.key, tensors.value)
+
+    for meeting in met:
+        places = meeting.queries.of(out), meeting.queries.of(lse)
+        merged = merge_attention(*places, *parts.forward(*call(meeting), implementation))
+        for place, result in zip(places, merged, strict=True):
+            place.copy_(result)
+    delta = (out * d_out).sum(-1) - d_lse.masked_fill(lse == -torch.inf, 0)
+    named = {name: tensor for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False) if tensor is not None}
+    gradients = {name: torch.zeros(tensor.shape, dtype=lse.dtype) for name, tensor in named.items()}
+    wanted = [name in named for name in DIFFERENTIABLE]
+    for meeting in met:
+        rows = (meeting.queries.of(tensor) for tensor in (d_out, delta, lse))
+        found = parts.backward(*rows, *call(meeting), implementation, wanted)  # type: ignore[call-arg, arg-type]
+        for name, gradient in zip(DIFFERENTIABLE, found, strict=True):
+            if gradient is not None:
+                piece = {"query": meeting.queries, "rel_query": meeting.queries, "key": meeting.keys, "value": meeting.keys}.get(
+                    name
+                )
+                place = gradients[name] if piece is None else piece.of(gradients[name])
+                place += gradient
+    return {"out": out, "lse": lse, **{f"d_{name}": gradient for name, gradient in gradients.items()}}
+
+
+def as_one(
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    implementation: str,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """The same from one call, by "blockwise" or "reference", perhaps in another dtype."""
+    moved = [each.to(dtype) if each is not None and dtype and each.is_floating_point() else each for each in tensors]
+    named = [name for name, each in zip(DIFFERENTIABLE, moved, strict=False) if each is not None]
+    tensors = AttentionTensors(*moved)  # type: ignore[arg-type]
+    leaves = {name: getattr(tensors, name).detach().requires_grad_() for name in named}
+    tensors = tensors._replace(**leaves)
+    if implementation == "reference":
+        out, lse = resolved_reference(tensors, spec)
+    else:
+        out, lse = relative_attention(tensors, spec, implementation)
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), (d_out.to(out.dtype), d_lse.to(lse.dtype)))
+    return {"out": out.detach(), "lse": lse.detach(), **{f"d_{n}": each for n, each in zip(leaves, gradients, strict=True)}}

@@ -1,0 +1,90 @@
+"""All-to-all attention (DeepSpeed-Ulysses): ranks exchange positions for heads, attend to whole sequences, and exchange back.
+
+Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from .._core.spec import AttentionSpec, AttentionTensors
+from .._operators import ops
+from .sharding import Sharding
+
+
+def heads_for_positions(tensors: list[torch.Tensor], shardings: list[Sharding], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """From (B, H, a rank's positions, width) each to (B, H / ranks, all positions, width), in one message to each rank."""
+    size = len(shardings[0].pieces)
+    messages = [tensor.unflatten(1, (size, -1)).transpose(0, 1).flatten(1) for tensor in tensors]
+    sizes = []  # elements of each tensor that come from each rank
+    for tensor, sharding in zip(tensors, shardings, strict=True):
+        batch, heads, _, width = tensor.shape
+        sizes.append([batch * (heads // size) * sharding.size(source) * width for source in range(size)])
+    sent = torch.cat(messages, 1)
+    arriving = [sum(each) for each in zip(*sizes, strict=True)]
+    received = all_to_all_single_autograd(sent.flatten(), arriving, [sent.shape[1]] * size, group)
+    by_source = [part.split(list(each)) for part, *each in zip(received.split(arriving), *sizes, strict=True)]
+    found = []
+    for number, (tensor, sharding) in enumerate(zip(tensors, shardings, strict=True)):
+        batch, heads, _, width = tensor.shape
+        shards = [by_source[source][number].view(batch, heads // size, sharding.size(source), width) for source in range(size)]
+        found.append(torch.cat([piece.of(shards[source]) for source, piece in sharding.in_order()], 2))
+    return found
+
+
+def positions_for_heads(tensor: torch.Tensor, sharding: Sharding, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """From (B, heads of a rank, all positions, width) back to (B, H, the rank's positions, width)."""
+    size = len(sharding.pieces)
+    batch, heads, _, width = tensor.shape
+    messages = [tensor.narrow(2, piece.positions.start, len(piece.positions)) for pieces in sharding.pieces for piece in pieces]
+    per_rank = len(sharding.pieces[0])
+    shards = [torch.cat(messages[each * per_rank : (each + 1) * per_rank], 2).flatten() for each in range(size)]
+    arriving = batch * heads * sharding.size(rank) * width
+    received = all_to_all_single_autograd(torch.cat(shards), [arriving] * size, [each.numel() for each in shards], group)
+    return received.view(size, batch, heads, sharding.size(rank), width).transpose(0, 1).flatten(1, 2)
+
+
+def all_to_all_attention(
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    implementation: str,
+    group: dist.ProcessGroup,
+    queries: Sharding,
+    keys: Sharding,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of the rank's queries, with gradients.
+
+    Raises:
+        ValueError: the ranks do not divide the heads, or a mask has rows, of which each rank would need all.
+    """
+    rank, size = dist.get_rank(group), len(queries.pieces)
+    heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
+    if heads % size or key_heads % size:
+        raise ValueError(
+            f'method="all_to_all" gives each rank as many heads: {size} ranks do not divide {heads} heads of query and '
+            f'{key_heads} of key; method="ring" takes any'
+        )
+    mask = tensors.attn_mask
+    if mask is not None and mask.shape[2] > 1:
+        raise ValueError('method="all_to_all" takes an attn_mask that is the same for all queries; method="ring" takes any')
+
+    own = slice(rank * (heads // size), (rank + 1) * (heads // size))
+    given = {"query": queries, "key": keys, "value": keys, "rel_query": queries}
+    moved = {name: sharding for name, sharding in given.items() if getattr(tensors, name) is not None}
+    whole = heads_for_positions([getattr(tensors, name) for name in moved], list(moved.values()), group)
+    changed = dict(zip(moved, whole, strict=True))
+    for name in ("rel_key", "rel_value", "rel_bias"):
+        table = getattr(tensors, name)
+        if table is not None and table.dim() > 1 + (name != "rel_bias"):
+            changed[name] = table[own]
+    if mask is not None and mask.shape[1] > 1:
+        changed["attn_mask"] = mask[:, own]
+    if tensors.dropout_seed is not None:
+        origin = torch.full((tensors.num_sequences, 1), own.start, device=tensors.query.device)
+        changed["dropout_origins"] = torch.nn.functional.pad(origin, (0, 2))
+    out, lse = ops.relative_attention(tensors._replace(**changed), spec, implementation)  # type: ignore[arg-type]
+    out = positions_for_heads(out, queries, rank, group)
+    return out, positions_for_heads(lse[..., None], queries, rank, group)[..., 0] if return_lse else lse

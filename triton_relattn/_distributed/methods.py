@@ -1,0 +1,48 @@
+"""One checked call, by the method that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core.spec import AttentionSpec, AttentionTensors
+from .._core.untraced import untraced
+from .exchange import all_to_all_attention
+from .ops import Place, ring_attention
+from .sharding import Sharding
+
+METHODS = ("ring", "all_to_all")
+
+
+@untraced
+def _name_of(group: Any) -> str:
+    return group.group_name  # type: ignore[no-any-return]
+
+
+def attend(
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    implementation: str,
+    group: Any,
+    *,
+    sizes: tuple[list[int], list[int]],
+    method: str,
+    layout: str,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of the rank's queries over the keys of all ranks; lse only with return_lse.
+
+    Args:
+        tensors: the rank's; spec: of the whole call.
+        sizes: how many queries, and how many keys, each rank has.
+
+    Raises:
+        NotImplementedError: a ring of "reference".
+    """
+    if method == "all_to_all":
+        queries, keys = (Sharding.of(layout, each) for each in sizes)
+        return all_to_all_attention(tensors, spec, implementation, group, queries, keys, return_lse)
+    if implementation == "reference":
+        raise NotImplementedError('implementation="reference" computes with all keys at once; method="all_to_all" has it')
+    return ring_attention(tensors, spec, Place(implementation, _name_of(group), layout, *sizes))

@@ -1,0 +1,303 @@
+"""Context parallelism: attention over a sequence whose positions are spread over the ranks of a process group.
+
+fused_relative_attention          of the rank's queries over the keys of all ranks
+fused_relative_attention_varlen   the same for a pack of sequences, cut anywhere
+shard, unshard                    a rank's positions of a tensor, and the whole tensor again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ._core import implementations, validation
+from ._core.dropout import draw_seed
+from ._core.dtypes import compute_dtype
+from ._core.spec import AttentionSpec, AttentionTensors
+from ._distributed.dtensors import attend_dtensors
+from ._distributed.methods import METHODS, attend
+from ._distributed.sharding import Sharding, zigzag
+from .functional import _autocast
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["fused_relative_attention", "fused_relative_attention_varlen", "shard", "unshard"]
+
+TABLES = ("rel_key", "rel_value", "rel_bias")
+OPERANDS, ADDED = ("query", "key", "value", "rel_key", "rel_query", "rel_value"), ("rel_bias", "attn_mask")
+
+
+def fused_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    method: Literal["ring", "all_to_all"] = "ring",
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
+    shard_sizes: Sequence[int] | None = None,
+    key_shard_sizes: Sequence[int] | None = None,
+    reduce_tables: bool = True,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    **options: Any,
+) -> Any:
+    """:func:`triton_relattn.fused_relative_attention` of the rank's queries over the keys of all ranks.
+
+    Every rank of the group makes the same call, with its own positions of query, key, value and rel_query; results are those of
+    its queries. Memory of each rank is linear in its positions, and in the rows of the tables, which all ranks have whole.
+
+    Args:
+        query: (B, Hq, the rank's queries, D). key: (B, Hk, the rank's keys, D). value, rel_query: likewise. Or DTensors whose
+            positions one mesh dimension shards, ``Shard(2)``, and others the batch, the heads or nothing: group, shard_sizes and
+            reduce_tables do not count then, and tables are DTensors, too.
+        group: a process group or a DeviceMesh of one dimension; None: the default group.
+        method: ``"ring"``: keys and values go round. ``"all_to_all"``: ranks exchange positions for heads, whose number they
+            must divide, attend and exchange back: less is sent, and each rank computes with whole sequences.
+        layout: which positions a rank has, as :func:`shard` cuts them. ``"contiguous"``: any number, behind those of the rank
+            before. ``"zigzag"``: a piece of the first half and the one that mirrors it in the second: with a causal mask, ranks
+            then have equal work.
+        shard_sizes: how many queries each rank has; key_shard_sizes: keys, by default as many. If not given, ranks tell each
+            other at every call, for which the host waits (in torch.compile all have as many instead).
+        reduce_tables: add up the gradients of tables over the ranks, so that each has that of the whole. False: each has the part
+            of its queries (with ``"all_to_all"``, of its heads), for DDP and FSDP2, which add up those of all parameters.
+        options: of :func:`triton_relattn.fused_relative_attention`; query_offset, window_size, is_causal and key_lengths count
+            the positions of all ranks. attn_mask: (.., the rank's queries or 1, the keys of all ranks in their order or 1).
+            exact_delta changes nothing in a ring, which keeps out in float32.
+        implementation: as there; ``"reference"`` only with ``"all_to_all"``.
+
+    Returns:
+        out (B, Hq, the rank's queries, Dv), with return_lse also lse (B, Hq, the rank's queries); DTensors if query is.
+        The same as of one process but for rounding; repeatable. Dropout drops what one process drops if torch's generators of all
+        ranks are in the same state.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as there; sizes that the layout does not have; heads that the ranks do not
+            divide.
+        RuntimeError: a rank has gone, or the group's timeout is over; from torch.distributed.
+
+    Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023; Brandon et al., "Striped Attention", 2023 (balance);
+    Jacobs et al., "DeepSpeed Ulysses", 2023.
+    """
+    given = {"query": query, "key": key, "value": value, "rel_key": rel_key, **options}
+    sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
+    out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
+    return (out, lse) if return_lse else out
+
+
+def fused_relative_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    method: Literal["ring", "all_to_all"] = "ring",
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
+    shard_sizes: Sequence[int] | None = None,
+    key_shard_sizes: Sequence[int] | None = None,
+    reduce_tables: bool = True,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    **options: Any,
+) -> Any:
+    """:func:`triton_relattn.fused_relative_attention_varlen` of a pack that is cut over the ranks anywhere.
+
+    Args:
+        query: (the rank's queries, Hq, D). key: (the rank's keys, Hk, D). value, rel_query: likewise.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of the whole pack, on every rank. One tensor for both says that
+            queries and keys are packed alike, so that keys are sent no farther than a sequence is long.
+
+    The others are those of :func:`fused_relative_attention`, of this module, without DTensors.
+
+    Returns:
+        out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
+    """
+    starts, longest = {"q": cu_seqlens_q, "k": cu_seqlens_k}, {"q": max_seqlen_q, "k": max_seqlen_k}
+    given = {"query": query, "key": key, "value": value, "rel_key": rel_key, **options}
+    given |= {"cu_seqlens": starts, "max_seqlens": longest}
+    sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
+    out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def shard(
+    tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "contiguous"
+) -> torch.Tensor:
+    """Return the rank's positions of a whole tensor: contiguous as ``torch.tensor_split`` cuts it, or those of a zigzag.
+
+    Example:
+        >>> tokens = shard(tokens, 1, layout="zigzag")  # (B, N) to (B, about N / ranks) # doctest: +SKIP
+    """
+    _, rank, size = _of_group(group)
+    sharding = _even(tensor.shape[dim], size, layout)
+    parts = [tensor.narrow(dim, piece.positions.start, len(piece.positions)) for piece in sharding.pieces[rank]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def unshard(
+    tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "contiguous"
+) -> torch.Tensor:
+    """Return the whole of a tensor that :func:`shard` has cut, on every rank. Not differentiable."""
+    process_group, _, size = _of_group(group)
+    mine = tensor.detach().movedim(dim, 0).contiguous()
+    sizes = _gathered((mine.shape[0],), mine.device, process_group)
+    sharding = Sharding.of(layout, [each for (each,) in sizes])
+    shards = [mine.new_empty(sharding.size(each), *mine.shape[1:]) for each in range(size)]
+    # One broadcast each: gloo gathers only what is of one size.
+    for each, part in enumerate(shards):
+        if each == dist.get_rank(process_group):
+            part.copy_(mine)
+        if part.numel():
+            dist.broadcast(part, group=process_group, group_src=each)
+    return torch.cat([piece.of(shards[each], 0) for each, piece in sharding.in_order()]).movedim(0, dim)
+
+
+def _even(total: int, size: int, layout: str) -> Sharding:
+    """The sharding of so many positions over so many ranks that :func:`shard` makes."""
+    if layout == "zigzag":
+        return Sharding(tuple(zigzag(total, size)))
+    return Sharding.of(layout, [total // size + (rank < total % size) for rank in range(size)])
+
+
+def _of_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, int]:
+    """The process group, the rank in it, and its size."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        if not hasattr(group, "get_group"):
+            raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+        if group.ndim != 1:
+            raise ValueError(f"group must be a DeviceMesh of one dimension, got {group.ndim}; mesh[name] is one of several")
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("there is no default process group; call torch.distributed.init_process_group, or give one")
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def _gathered(numbers: Sequence[int], device: torch.device, group: Any) -> list[list[int]]:
+    """The numbers of every rank. The host waits for them."""
+    own = torch.tensor(numbers, device=device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return torch.stack(every).tolist()  # type: ignore[no-any-return]
+
+
+def _sizes(
+    query: torch.Tensor, key: torch.Tensor, dim: int, group: Any, given: Sequence[int] | None, given_keys: Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """How many queries and keys each rank has."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank_has = [tensor.shape[dim] if isinstance(tensor, torch.Tensor) and tensor.dim() > dim else 0 for tensor in (query, key)]
+    if given is None and given_keys is not None:
+        raise ValueError("key_shard_sizes needs shard_sizes, the number of queries of each rank")
+    if given is None:
+        compiling = torch.compiler.is_compiling()
+        every = [rank_has] * size if compiling or size == 1 else _gathered(rank_has, query.device, group)
+        queries, keys = ([each[which] for each in every] for which in (0, 1))
+        return queries, keys
+    queries, keys = list(given), list(given if given_keys is None else given_keys)
+    for name, sizes, has in (("shard_sizes", queries, rank_has[0]), ("key_shard_sizes", keys, rank_has[1])):
+        if len(sizes) != size or sizes[rank] != has:
+            raise ValueError(f"{name} must have a number for each of {size} ranks, {has} for rank {rank}, got {sizes}")
+    return queries, keys
+
+
+def _resolved(given: dict[str, Any], queries: Sharding, keys: Sharding) -> tuple[AttentionTensors, AttentionSpec]:
+    """Check the call as one of the whole sequence, by tensors without memory in its shape; return it with the rank's own."""
+    packed = "cu_seqlens" in given
+    dim, rank = (0, 3) if packed else (2, 4)
+    totals = {"query": queries.total, "key": keys.total, "value": keys.total, "rel_query": queries.total}
+    whole = {}
+    for name, total in totals.items():
+        tensor = given.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == rank:
+            shape = (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :])
+            whole[name] = tensor.new_empty((1,) * rank).expand(shape)
+    for name, other in (("value", "key"), ("rel_query", "query")):
+        if {name, other} <= whole.keys() and given[name].shape[dim] != given[other].shape[dim]:
+            raise ValueError(f"{name} must have {other}'s {given[other].shape[dim]} positions, got {given[name].shape[dim]}")
+    own = given.get("attn_mask")
+    if isinstance(own, torch.Tensor) and own.dim() > 1 and own.shape[-2] != 1 and "query" in whole:
+        num_queries = given["query"].shape[2]
+        if own.shape[-2] != num_queries:
+            raise ValueError(
+                f"attn_mask must have a row for each of the rank's {num_queries} queries, or one, got {own.shape[-2]}"
+            )
+        stand_in = own.new_empty(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
+        whole["attn_mask"] = stand_in.requires_grad_(own.requires_grad)
+    tensors, spec = validation.resolve(**{**given, **whole})
+    local = {name: given[name] for name in totals if given.get(name) is not None}
+    if packed:
+        local = {name: tensor.transpose(0, 1)[None] for name, tensor in local.items()}
+    if own is not None and "attn_mask" in whole:
+        local["attn_mask"] = own.reshape((1,) * (4 - own.dim()) + tuple(own.shape))
+    return tensors._replace(**local), spec
+
+
+def _attend(
+    given: dict[str, Any],
+    group: Any,
+    reduce_tables: bool,
+    shard_sizes: tuple[Sequence[int] | None, Sequence[int] | None],
+    implementation: str | None,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a call by its arguments. others: method, layout and return_lse."""
+    if others["method"] not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {others['method']!r}")
+    cast = _autocast(*(given.get(name) for name in OPERANDS), added=tuple(given.get(name) for name in ADDED))
+    given = {**given, **{name: tensor for name, tensor in zip(OPERANDS + ADDED, cast, strict=True) if tensor is not None}}
+    is_spread = isinstance(given["query"], DTensor)
+    if is_spread:
+        tensors, spec = validation.resolve(**given, return_lse=others["return_lse"])
+    else:
+        process_group, _, _ = _of_group(group)
+        dim = 0 if "cu_seqlens" in given else 2
+        sizes = _sizes(given["query"], given["key"], dim, process_group, *shard_sizes)
+        tensors, spec = _resolved(given, *(Sharding.of(others["layout"], each) for each in sizes))
+    implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
+    if spec.dropout_p > 0:
+        tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
+    if is_spread:
+        return attend_dtensors(tensors, spec, implementation, **others)
+    if reduce_tables:
+        tensors = _with_summed_gradients(tensors, process_group)
+    return attend(tensors, spec, implementation, process_group, sizes=sizes, **others)
+
+
+class _SummedGradients(torch.autograd.Function):
+    """Tables as they are; in the backward the sums of their gradients over all ranks, in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(table.view_as(table) for table in tables)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        from torch.distributed._functional_collectives import all_reduce
+
+        dtype = compute_dtype(gradients[0].dtype)
+        message = all_reduce(torch.cat([gradient.flatten().to(dtype) for gradient in gradients]), "sum", ctx.group)
+        sums = message.split([gradient.numel() for gradient in gradients])
+        return None, *(each.view(gradient.shape).to(gradient.dtype) for each, gradient in zip(sums, gradients, strict=True))
+
+
+def _with_summed_gradients(tensors: AttentionTensors, group: Any) -> AttentionTensors:
+    learned = {name: getattr(tensors, name) for name in TABLES if getattr(tensors, name) is not None}
+    learned = {name: table for name, table in learned.items() if table.requires_grad}
+    if not learned or not torch.is_grad_enabled():
+        return tensors
+    summed = _SummedGradients.apply(group, *learned.values())
+    return tensors._replace(**dict(zip(learned, summed, strict=True)))
