@@ -189,7 +189,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def check_messages(groups: dict[int, dist.ProcessGroup]) -> None:
-    """What the ring sends: keys and values P - 1 times; backward again, and their gradients P times. A window sends less."""
+    """The ring sends keys and values P - 1 times; backward again, and their gradients P times. A window sends less."""
     x = normal(1, 4, 8, 4).requires_grad_()
     shard = x.nbytes * 2  # of key and value
 
@@ -362,7 +362,7 @@ def check_half_precision(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
-    """What is wrong is said on every rank, before anything is sent."""
+    """Every rank says what is wrong, before anything is sent."""
     x = normal(1, 6, 5, 4)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"method": "tree"}, "method must be one of"),

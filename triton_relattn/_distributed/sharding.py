@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     positions: range
 
     def of(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
-        """Its rows of what the rank has."""
+        """Return the piece's rows of what the rank has."""
         return tensor if tensor.shape[dim] == len(self.positions) else tensor.narrow(dim, self.row, len(self.positions))
 
 
