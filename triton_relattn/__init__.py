@@ -3,6 +3,8 @@
 fused_relative_attention          softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i], and more such terms and masks
 fused_relative_attention_varlen   the same for sequences packed one after the other
 RelativePositions                 the relative positions that the rows of a table stand for
+decomposed_relative_attention     attention on a grid: q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j]
+append_decomposed_positions       those terms as further columns of query and key, for any other attention
 merge_attention                   merge attention over two parts of the keys
 can_run_triton                    tell whether the Triton kernels can serve given tensors
 tables                            conversions from other table layouts
@@ -12,12 +14,15 @@ nn, plots, distributed            modules, pictures, sequences over several devi
 from . import tables
 from ._core.implementations import can_run_triton
 from .functional import fused_relative_attention, fused_relative_attention_varlen
+from .grids import append_decomposed_positions, decomposed_relative_attention
 from .merging import merge_attention
 from .positions import RelativePositions
 
 __all__ = [
     "RelativePositions",
+    "append_decomposed_positions",
     "can_run_triton",
+    "decomposed_relative_attention",
     "fused_relative_attention",
     "fused_relative_attention_varlen",
     "merge_attention",

@@ -5,10 +5,10 @@ A family is an entry of the file of its group: its classes, its sizes, and a fun
 
 from __future__ import annotations
 
-from . import conformers, speech, t5, text
+from . import conformers, images, speech, t5, text
 from .family import Family, output
 
 __all__ = ["EVERY", "FAMILIES", "Family", "output"]
 
-EVERY = (*conformers.EVERY, *speech.EVERY, *t5.EVERY, *text.EVERY)
+EVERY = (*conformers.EVERY, *speech.EVERY, *t5.EVERY, *text.EVERY, *images.EVERY)
 FAMILIES = {family.name: family for family in EVERY}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,3 +95,9 @@ def mel(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
 def audio(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
     features = torch.randn(len(lengths), config.time_reduction * length, config.input_size)
     return {"hidden_states": features, "mask": exist(config.time_reduction * lengths, config.time_reduction * length)}
+
+
+def grid(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    """Tokens on a grid, about as high as it is wide, of at least length: images have no padding."""
+    width = math.isqrt(length)
+    return {"hidden_states": torch.randn(len(lengths), -(-length // width), width, config.hidden_size)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,3 +42,34 @@ def fastspeech2_encoder(config: Any) -> nn.Module:
             nn.init.normal_(module.pos_bias_u, std=0.1)
             nn.init.normal_(module.pos_bias_v, std=0.1)
     return encoder
+
+
+class LayersOnAGrid(nn.Module):
+    """Layers of a vision encoder, the last one of which sees the whole grid, those before it windows if the model has them."""
+
+    def __init__(self, folder: str, name: str, config: Any) -> None:
+        super().__init__()
+        self.config, kind = config, getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+        self.channels_first = folder == "vitdet"
+        self.arguments = (1,) if folder == "seggpt" else ()  # how many prompts make an ensemble
+        size = getattr(config, "window_size", None)
+        before = {"window_size": size} if size else {}
+        last = {"window_size": 0} if size is not None else {"drop_path_rate": 0.0}
+        others = config.num_hidden_layers - 1
+        self.layers = nn.ModuleList([*(kind(config, **(before or last)) for _ in range(others)), kind(config, **last)])
+        for parameter_name, parameter in self.named_parameters():
+            if "rel_pos" in parameter_name:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states (B, height, width, C)."""
+        states = hidden_states.permute(0, 3, 1, 2) if self.channels_first else hidden_states
+        for layer in self.layers:
+            made = layer(states, *self.arguments)
+            states = made[0] if isinstance(made, tuple) else made
+        return states.permute(0, 2, 3, 1) if self.channels_first else states
+
+
+def layers_on_a_grid(folder: str, name: str) -> Callable[[Any], nn.Module]:
+    """Return a function that makes layers, of a class that has that name, from a config."""
+    return partial(LayersOnAGrid, folder, name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn import can_run_triton, functional, fused_relative_attention, kernels, merging, positions, tables
+from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
 from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
@@ -24,11 +24,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "READ
 README, TRANSFORMERS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "transformers.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 MODEL, LAYER, PARAKEET = (1, 8, 1024, 64), (2, 100, 512), (1, 100, 1024)
+GRID = (1, 8, 24 * 32, 64)
 # The shape of ``out`` after each example of a page.
 EXAMPLES = {
     "README.md": [MODEL, LAYER, PARAKEET],
     "usage.md": [MODEL, MODEL, MODEL, LAYER, LAYER],
     "tables.md": [MODEL],
+    "grids.md": [GRID, GRID],
     "torch.md": [(2, 60, 512), MODEL, MODEL],
     "distributed.md": [MODEL, LAYER],
     "transformers.md": [PARAKEET],
@@ -120,7 +122,7 @@ def test_figures_are_drawn_anew(tmp_path: Path) -> None:
     assert drawn == {path.name for path in (ROOT / "docs" / "_static").glob("*.svg")} and len(drawn) == 3
 
 
-@pytest.mark.parametrize("module", [functional, positions, tables, merging, table, attention, replacement, families])
+@pytest.mark.parametrize("module", [functional, grids, positions, tables, merging, table, attention, replacement, families])
 def test_docstring_examples(module: Any) -> None:
     if module is replacement:
         pytest.importorskip("transformers")

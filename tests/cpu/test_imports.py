@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("merging",),
     ("_distributed",),
     ("functional",),
-    ("tables", "testing", "plots"),
+    ("grids", "tables", "testing", "plots"),
     ("distributed",),
     ("nn",),
     ("integrations",),

@@ -33,6 +33,7 @@ WHOLE = [LENGTH, LENGTH]
 CONFORMER = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1, "conformer_conv_dropout": 0.1}
 SEAMLESS = {"speech_encoder_dropout": 0.2, "adaptor_dropout": 0.1}
 T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+SAM = ("sam", "sam_hq", "got_ocr2", "deepseek_ocr2", "unlimited_ocr", "slanext", "pp_formulanet")
 CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 # Its hidden dropout draws in the order of stock attention's memory, (N, B, C): not what is compared.
 WAVLM = ("wavlm", "wavlm_stable")
@@ -68,6 +69,9 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "granite_speech5": {"attention_dropout": 0.2, "activation_dropout": 0.1},
     "gemma3n": {},  # has none
     "phi4_multimodal": {"dropout_rate": 0.2},
+    **{name: {"attention_dropout": 0.2} for name in SAM},
+    "vitdet": {"dropout_prob": 0.2},  # not of its attention
+    "seggpt": {},  # has none but that of whole layers
 }
 LAYERDROP = {
     "wav2vec2_bert": "layerdrop",
@@ -269,6 +273,13 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling2, softer": ("inkling2", {"qk_l2_clip_threshold": 50.0, "rel_l2_clip_threshold": 50.0, "log_scaling_n_floor": 1000}),
     "t5, all distances differ": ("t5", {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}),
     "t5, gated": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "sam, small windows": ("sam", {"window_size": 3}),
+    "sam, tables that fit the height": ("sam", {"image_size": 28}),
+    "sam, large tables": ("sam_hq", {"image_size": 256}),
+    "sam, windows larger than the image": ("got_ocr2", {"window_size": 9}),
+    "sam, wide heads": ("slanext", {"num_attention_heads": 1, "qkv_bias": False}),
+    "vitdet, tables that fit": ("vitdet", {"image_size": (28, 24)}),
+    "seggpt, small tables": ("seggpt", {"image_size": (12, 8)}),
     "umt5, few buckets": ("umt5", {"relative_attention_num_buckets": 4, "relative_attention_max_distance": 9}),
 }
 

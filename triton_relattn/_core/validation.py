@@ -41,7 +41,7 @@ def _require_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> Non
         raise ValueError(f"{name} must be on query's device {query.device}, got {tensor.device}")
 
 
-def _check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, float32_too: bool = False) -> None:
+def check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, float32_too: bool = False) -> None:
     _require_tensor(name, tensor, query)
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
@@ -103,7 +103,7 @@ def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
     ):
         if table is None:
             continue
-        _check_operand(name, table, tensors.query, float32_too=of_width is None)
+        check_operand(name, table, tensors.query, float32_too=of_width is None)
         shape, tail = table.shape, () if of_width is None else of_width.shape[-1:]
         rank = 1 + len(tail)
         if len(shape) not in (rank, rank + 1) or shape[len(shape) - len(tail) :] != tail or shape[-rank] == 0:
@@ -272,9 +272,9 @@ def resolve(
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
     tensors = AttentionTensors(query, key, value, rel_query, rel_key, rel_value, rel_bias)
     for name in ("query", "key", "value"):
-        _check_operand(name, getattr(tensors, name), query)
+        check_operand(name, getattr(tensors, name), query)
     if rel_query is not None:
-        _check_operand("rel_query", rel_query, query)
+        check_operand("rel_query", rel_query, query)
     _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta, return_lse=return_lse)
     _check_shapes(tensors, cu_seqlens is not None, enable_gqa)
     if rel_key is None and rel_query is not None:

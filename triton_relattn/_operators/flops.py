@@ -40,12 +40,36 @@ def _backward_flops(*arguments: Any, **_: Any) -> int:
     return 3 * scores + 2 * values + 3 * rel_key + 2 * rel_value
 
 
+def _grid_operations(query: Any, key: Any, value: Any, rel_h: Any, rel_w: Any) -> tuple[int, int, int]:
+    """Count the operations of each product on a grid: queries with keys, probabilities with values, queries with both tables."""
+    batch, heads, num_queries, width = query
+    rows = 2 * batch * heads * num_queries
+    return rows * key[2] * width, rows * key[2] * value[3], rows * (rel_h[1] + rel_w[1]) * width
+
+
+def _grid_forward_flops(*arguments: Any, **_: Any) -> int:
+    return sum(_grid_operations(*arguments[:5]))
+
+
+def _grid_backward_flops(*arguments: Any, **_: Any) -> int:
+    scores, values, tables = _grid_operations(*arguments[1:6])
+    return 3 * scores + 2 * values + 3 * tables
+
+
+_FORMULAS = {
+    "attention_forward": _forward_flops,
+    "attention_backward": _backward_flops,
+    "grid_attention_forward": _grid_forward_flops,
+    "grid_attention_backward": _grid_backward_flops,
+}
+
+
 def register() -> None:
     """Register the formulas with torch.utils.flop_counter."""
     from torch.utils.flop_counter import register_flop_formula
 
-    register_flop_formula(torch.ops.triton_relattn.attention_forward)(_forward_flops)
-    register_flop_formula(torch.ops.triton_relattn.attention_backward)(_backward_flops)
+    for name, formula in _FORMULAS.items():
+        register_flop_formula(getattr(torch.ops.triton_relattn, name))(formula)
 
 
 def add_to_counters() -> None:
@@ -55,5 +79,5 @@ def add_to_counters() -> None:
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, FlopCounterMode):
-            for operator in (torch.ops.triton_relattn.attention_forward, torch.ops.triton_relattn.attention_backward):
+            for operator in (getattr(torch.ops.triton_relattn, name) for name in _FORMULAS):
                 counter.flop_registry.setdefault(operator, flop_registry[operator])

@@ -6,7 +6,7 @@ The tensors of AttentionTensors and the scalars of AttentionSpec are the schema,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -30,8 +30,9 @@ KEEPING = "blockwise keeping probabilities"
 """The name of "blockwise" for calls in which it keeps the probabilities for the backward; it returns them as statistics."""
 
 _library = torch.library.Library("triton_relattn", "DEF")
-_library.define(f"attention_forward({TENSORS}, {SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
-_library.define(
+define = _library.define
+define(f"attention_forward({TENSORS}, {SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
+define(
     f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {TENSORS}, {SCALARS}, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
@@ -127,32 +128,30 @@ def _is_differentiated(arguments: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
-class _Operator(torch.autograd.Function):
+class Operator(torch.autograd.Function):
     """One of the operators as autograd and torch.func see it. Subclasses name the operator and its derivative."""
 
     operator: Any
 
     @classmethod
-    def forward(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def forward(cls, *arguments: Any) -> Any:
         """Run the operator below autograd."""
         with torch._C._AutoDispatchBelowAutograd():
-            results: tuple[torch.Tensor, ...] = cls.operator(*arguments)
-        return results
+            return cls.operator(*arguments)
 
     @classmethod
-    def with_autograd(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def with_autograd(cls, *arguments: Any) -> Any:
         """Run the operator, as a node of autograd's graph only if it may be differentiated: the node costs time."""
-        _register()
+        register_elsewhere()
         if not _is_differentiated(arguments):
             return cls.forward(*arguments)
         # Function.apply without its search for transforms: this dispatch key is below theirs.
-        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc, no-any-return]
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
         raise NotImplementedError(
-            "triton_relattn::attention_forward and attention_backward have no forward-mode derivatives (jvp); "
-            'implementation="reference" has them'
+            'the operators of triton_relattn have no forward-mode derivatives (jvp); implementation="reference" has them'
         )
 
     @classmethod
@@ -168,10 +167,12 @@ class _Operator(torch.autograd.Function):
             for index in range(info.batch_size)
         ]
         results = [cls.operator(*each) for each in mapped]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
-class _Forward(_Operator):
+class _Forward(Operator):
     """out, lse, statistics = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
     operator = torch.ops.triton_relattn.attention_forward.default
@@ -179,7 +180,7 @@ class _Forward(_Operator):
     backward = staticmethod(_differentiate)
 
 
-class _Backward(_Operator):
+class _Backward(Operator):
     """The operator that computes the gradients. To differentiate them is an error; without this class, autograd would silently
     leave out terms."""
 
@@ -197,15 +198,22 @@ class _Backward(_Operator):
         )
 
 
-# This is not done with torch.library.register_autograd: torch.func does not accept the Functions that it makes, and their
-# forward-mode tangents are zero. The last key is torch.func's: apply passes the call from transform to transform, and then to the
-# operator itself.
-for _operator, _run, _fake in ((_Forward, _forward, _forward_fake), (_Backward, _backward, _backward_fake)):
-    _name = _operator.operator._opname
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    _library.impl(_name, _operator.with_autograd, "Autograd")
-    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")
-    torch.library.register_fake(f"triton_relattn::{_name}", _fake, lib=_library)
+def register(operator: type[Operator], run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator that has been defined: the function that computes it, and one for the shapes of its results.
+
+    This is not done with torch.library.register_autograd: torch.func does not accept the Functions that it makes, and their
+    forward-mode tangents are zero. The last key is torch.func's: apply passes the call from transform to transform, and then to
+    the operator itself.
+    """
+    name = operator.operator._opname
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, operator.with_autograd, "Autograd")
+    _library.impl(name, operator.apply, "FuncTorchDynamicLayerFrontMode")
+    torch.library.register_fake(f"triton_relattn::{name}", fake, lib=_library)
+
+
+register(_Forward, _forward, _forward_fake)
+register(_Backward, _backward, _backward_fake)
 
 
 _REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed.tensor": sharding.register}
@@ -213,7 +221,7 @@ _REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed
 
 
 @untraced
-def _register() -> None:
+def register_elsewhere() -> None:
     """Register with those modules of torch that are imported by now. Importing them here would take a second, and triton."""
     for name in [name for name in _REGISTRATIONS if name in sys.modules]:
         _REGISTRATIONS.pop(name)()
@@ -223,7 +231,7 @@ def _register() -> None:
 
 def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
-    _register()  # also here, since inference mode does not come through autograd
+    register_elsewhere()  # also here, since inference mode does not come through autograd
     # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
     differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
     if differentiated and blockwise.keeps_probs(tensors, spec):

@@ -1,4 +1,4 @@
-"""The faults: in kernels, their launchers, the blockwise path, what all share, around it, several ranks, models, bench."""
+"""The faults: kernels, launchers, blockwise, grids, what all share, use, several ranks, models, bench."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .cycles import OF_CYCLES
 from .distributed import OF_DISTRIBUTED
 from .everywhere import OF_ALL
 from .gpu import OF_GPU
+from .grids import OF_GRIDS
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
 from .launchers import OF_LAUNCHERS
 from .models import OF_MODELS
@@ -26,6 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     *OF_WORKSPACE,
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
+    *OF_GRIDS,
     *OF_ALL,
     *OF_USE,
     *OF_DISTRIBUTED,

@@ -18,7 +18,7 @@ OF_USE = (
         "torch-func-does-not-see-the-operator",
         "within torch.func the operator is differentiated as outside of it",
         (f"{ON_TORCH}::test_torch_func", "-k", "not inductor"),
-        (Change(OPS, '    _library.impl(_name, _operator.apply, "FuncTorchDynamicLayerFrontMode")', "    "),),
+        (Change(OPS, '    _library.impl(name, operator.apply, "FuncTorchDynamicLayerFrontMode")', "    "),),
     ),
     Fault(
         "vmap-hides-from-autograd",

@@ -1,4 +1,5 @@
-"""The attention of models of Hugging Face transformers on :func:`triton_relattn.fused_relative_attention`.
+"""The attention of models of Hugging Face transformers on :func:`triton_relattn.fused_relative_attention`, or on
+:func:`triton_relattn.decomposed_relative_attention`.
 
 For each class of a model that has to act differently, a family file (``wav2vec2_bert.py``, ``parakeet.py``, ...) has a subclass
 of the same name. :func:`enable` changes the classes of a model's modules to these, and :func:`disable` changes them back.

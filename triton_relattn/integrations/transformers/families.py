@@ -23,6 +23,7 @@ class Family(NamedTuple):
 TRANSFORMER_XL = "Transformer-XL's terms"
 BUCKETS = "a bias by bucket of the distance"
 ALIBI = "ALiBi, a bias that falls with the distance; causal"
+DECOMPOSED = "q · R_h and q · R_w by vertical and horizontal distance"
 FAMILIES = (
     Family("wav2vec2_bert", "Wav2Vec2-BERT", f"q · E, distances clipped; or {TRANSFORMER_XL}"),
     Family("wav2vec2_conformer", "Wav2Vec2-Conformer", TRANSFORMER_XL),
@@ -53,6 +54,15 @@ FAMILIES = (
     Family("granite_speech5", "Granite Speech 5", "q · E in blocks of frames"),
     Family("gemma3n", "Gemma 3n, audio encoder", "q · R in a window, softcap"),
     Family("phi4_multimodal", "Phi-4 multimodal, audio encoder", "a bias by distance, clipped"),
+    Family("sam", "SAM, vision encoder", DECOMPOSED),
+    Family("sam_hq", "SAM-HQ, vision encoder", DECOMPOSED),
+    Family("vitdet", "ViTDet, also in ViTMatte", DECOMPOSED),
+    Family("seggpt", "SegGPT", DECOMPOSED),
+    Family("got_ocr2", "GOT-OCR2, vision encoder", DECOMPOSED),
+    Family("deepseek_ocr2", "DeepSeek-OCR2, first vision encoder", DECOMPOSED),
+    Family("unlimited_ocr", "Unlimited-OCR, first vision encoder", DECOMPOSED),
+    Family("slanext", "SLANeXt, vision encoder", DECOMPOSED),
+    Family("pp_formulanet", "PP-FormulaNet, vision encoder", DECOMPOSED),
     Family("canary", "Canary", "its encoder is Parakeet's", inside="parakeet"),
     Family("cohere_asr", "Cohere ASR", "its encoder is Parakeet's", inside="parakeet"),
     Family("nemotron_h_omni", "Nemotron-H Omni", "its audio encoder is Parakeet's", inside="parakeet"),

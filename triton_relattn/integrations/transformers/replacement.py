@@ -28,6 +28,8 @@ def _is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:
 def enable(module: nn.Module) -> dict[str, str]:
     """Let the relative attention in a model of Hugging Face transformers run on :func:`triton_relattn.fused_relative_attention`.
 
+    That of vision encoders, on a grid, runs on :func:`triton_relattn.decomposed_relative_attention`.
+
     Args:
         module: a model, or any part of it: an encoder, a layer, one attention. Models of the families that
             :func:`supported_families` lists can be anywhere inside. Other models of the same class stay as they are.
@@ -53,6 +55,8 @@ def enable(module: nn.Module) -> dict[str, str]:
       all keys evenly, as in eager. But dropout does not apply to them, and in causal models their gradients do not reach the
       logits. In WavLM and Nemotron they see nothing: their output is zero, where the stock models have NaN.
     - Layers that pass on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) pass on a row for each distance.
+    - SAM and its descendants: weights are None where the stock layers have them. Dropout is that of the implementation that the
+      model was made with: their sdpa has none.
     - Phi-4 multimodal keeps its masks (B, N, N) if its config cuts audio into chunks (``chunk_size``; published models do not).
 
     Enable and disable a model as a whole: an encoder with only part of its attention enabled raises ValueError when it is called.

@@ -1,0 +1,359 @@
+"""Decomposed relative positions on a grid: the formula pair by pair, all ways to compute it, cut in every way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.functional import interpolate, scaled_dot_product_attention
+
+from tests.conftest import cut_blocks
+from triton_relattn import append_decomposed_positions, decomposed_relative_attention
+from triton_relattn.testing import assert_within_budget
+
+FORWARD = "grid_attention_forward"
+call: Any = decomposed_relative_attention
+append: Any = append_decomposed_positions
+
+
+class Case(NamedTuple):
+    """Sizes of a call."""
+
+    grid: tuple[int, int]
+    key_grid: tuple[int, int] | None = None
+    prefix: int = 0
+    rows: tuple[int, int] | None = None
+    """Rows of the two tables, if not those that the grids need."""
+    width: int = 6
+    value_width: int = 5
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        return self.key_grid or self.grid
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"grid": self.grid, "key_grid": self.key_grid}
+
+
+CASES = {
+    "square": Case((4, 4)),
+    "rectangular": Case((3, 7)),
+    "one row": Case((1, 9)),
+    "one column": Case((9, 1)),
+    "one token": Case((1, 1)),
+    "class token": Case((4, 3), prefix=1),
+    "many tokens before": Case((2, 3), prefix=9),
+    "pooled keys": Case((4, 6), (2, 3), prefix=1),
+    "pooled in one direction": Case((6, 4), (6, 2)),
+    "pooled to uneven sides": Case((7, 5), (3, 2)),
+    "pooled queries": Case((2, 3), (4, 6)),
+    "short tables": Case((5, 4), rows=(5, 3)),
+    "long tables": Case((3, 4), rows=(13, 20)),
+    "pooled, other tables": Case((4, 6), (2, 2), rows=(5, 4)),
+    "more values": Case((3, 4), value_width=11),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+Tensors = tuple[torch.Tensor, ...]
+
+
+def tensors(case: Case, dtype: torch.dtype = torch.float64, batch: int = 2, heads: int = 3) -> Tensors:
+    """Query, key, value, both tables, and a gradient of out."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    queries, keys = (case.prefix + height * width for height, width in (case.grid, case.keys))
+    rows = case.rows or tuple(2 * max(sides) - 1 for sides in zip(case.grid, case.keys, strict=True))
+    qkv = (made(batch, number, heads, width) for number, width in ((queries, case.width), (keys, case.width)))
+    query, key = (each.transpose(1, 2) for each in qkv)
+    value = made(batch, heads, keys, case.value_width)
+    return query, key, value, *(made(number, case.width) for number in rows), made(batch, heads, queries, case.value_width)
+
+
+def resized(table: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows at the centres of length equal parts of the table, between its own rows' centres; no further than those."""
+    rows = []
+    for number in range(length):
+        place = min(max((number + 0.5) * len(table) / length - 0.5, 0), len(table) - 1)
+        below = int(place)
+        rows.append((1 - place + below) * table[below] + (place - below) * table[min(below + 1, len(table) - 1)])
+    return torch.stack(rows)
+
+
+def difference(query: int, key: int, query_side: int, key_side: int) -> int:
+    """Which row of its table a pair of coordinates has."""
+    in_keys, in_queries = max(query_side / key_side, 1), max(key_side / query_side, 1)
+    return int(query * in_queries - key * in_keys + (key_side - 1) * in_keys)
+
+
+def pair_by_pair(case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *pos: torch.Tensor) -> torch.Tensor:
+    """The formula, a number at a time."""
+    tables = [resized(table, 2 * max(sides) - 1) for table, *sides in zip(pos, case.grid, case.keys, strict=True)]
+    bias: list[list[torch.Tensor]] = []
+    for i in range(query.shape[2]):
+        bias.append([])
+        for j in range(key.shape[2]):
+            number = query.new_zeros(query.shape[:2])
+            if i >= case.prefix and j >= case.prefix:
+                places = divmod(i - case.prefix, case.grid[1]), divmod(j - case.prefix, case.keys[1])
+                for table, *pair in zip(tables, *places, case.grid, case.keys, strict=True):
+                    number = number + query[:, :, i] @ table[difference(*pair)]
+            bias[-1].append(number)
+    logits = query @ key.mT / query.shape[3] ** 0.5 + torch.stack([torch.stack(row, -1) for row in bias], 2)
+    return logits.softmax(-1) @ value
+
+
+def appended(case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *pos: torch.Tensor) -> torch.Tensor:
+    """By torch's own attention."""
+    wide = append(query, key, *pos, **case.arguments)
+    assert wide[0].shape[3] == case.width + sum(case.keys)
+    return scaled_dot_product_attention(wide[0], wide[1], value, scale=1.0)
+
+
+def attend(case: Case, *given: Any, **arguments: Any) -> Any:
+    return call(*given, **case.arguments, **arguments)
+
+
+def results(function: Any, case: Case, given: Tensors, **arguments: Any) -> Tensors:
+    """Output and all gradients."""
+    leaves = [each.detach().clone().requires_grad_() for each in given[:5]]
+    out = function(case, *leaves, **arguments)
+    return out.detach(), *torch.autograd.grad(out, leaves, given[5])
+
+
+NAMES = ("out", "query", "key", "value", "rel_pos_h", "rel_pos_w")
+
+
+def assert_same(ours: Tensors, expected: Tensors, tolerance: float = 1e-12) -> None:
+    largest = max(float(each.abs().max()) for each in expected)
+    for name, actual, right in zip(NAMES, ours, expected, strict=True):
+        assert actual.shape == right.shape and right.isfinite().all(), name
+        error = float((actual - right).abs().max())
+        assert error <= tolerance * max(float(right.abs().max()), 1e-2 * largest), f"{name} is off by {error}"
+
+
+WAYS = {
+    "blockwise": (attend, {"implementation": "blockwise"}),
+    "reference": (attend, {"implementation": "reference"}),
+    "appended": (appended, {}),
+}
+
+
+@every_case
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("block_size")
+def test_the_formula(case: Case, way: str) -> None:
+    function, arguments = WAYS[way]
+    given = tensors(case)
+    assert_same(results(function, case, given, **arguments), results(pair_by_pair, case, given))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8, 50])
+@pytest.mark.parametrize("elements", [1, 200, 1 << 18])
+@pytest.mark.parametrize("name", ["rectangular", "class token", "pooled keys"])
+def test_cuts(monkeypatch: pytest.MonkeyPatch, name: str, queries: int, elements: int) -> None:
+    """Parts of a row, whole rows, several heads and sequences, and dropout that knows its place in all of them."""
+    case = CASES[name]
+    given = tensors(case)
+
+    def dropped(implementation: str) -> Tensors:
+        torch.manual_seed(3)
+        return results(attend, case, given, implementation=implementation, dropout_p=0.4)
+
+    cut_blocks(monkeypatch, queries, elements, 4)
+    ours = dropped("blockwise")
+    assert_same(ours, dropped("reference"))
+    assert (ours[0] - attend(case, *given[:5])).abs().max() > 0.1, "nothing is dropped"
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [4], [0, 3], [2, 4]])
+def test_some_gradients(wanted: list[int]) -> None:
+    case = CASES["class token"]
+    given = tensors(case)
+    expected = results(pair_by_pair, case, given)[1:]
+    leaves = [each.detach().requires_grad_(number in wanted) for number, each in enumerate(given[:5])]
+    out = attend(case, *leaves)
+    gradients = torch.autograd.grad(out, [leaves[number] for number in wanted], given[5])
+    for number, gradient in zip(wanted, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected[number], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sharp", [1, 8])
+def test_error_rule(dtype: torch.dtype, sharp: int) -> None:
+    case = Case((9, 8), prefix=1, width=16, value_width=16)
+    query, *others = tensors(case, dtype)
+    given = (sharp * query, *others)
+    golden = results(attend, case, tuple(each.double() for each in given), implementation="reference")
+    dense = results(attend, case, given, implementation="reference")
+    ours = results(attend, case, given, implementation="blockwise")
+    assert {each.dtype for each in ours} == {dtype}
+    for name, *each in zip(NAMES, ours, golden, dense, strict=True):
+        assert_within_budget(name, *each, factor=2 if name == "out" else 3)
+        if name.startswith("rel_pos") and dtype.itemsize == 2:  # sums that are rounded once
+            exact = each[1].to(dtype)
+            torch.testing.assert_close(each[0], exact, rtol=torch.finfo(dtype).eps, atol=3e-6 * float(exact.abs().max()))
+
+
+def test_interpolation_is_that_of_the_models() -> None:
+    """By the same function of torch."""
+    table = torch.randn(7, 3, dtype=torch.float64)
+    for length in (1, 5, 7, 13, 29):
+        expected = interpolate(table.mT[None], size=length, mode="linear")[0].mT
+        torch.testing.assert_close(resized(table, length), expected, rtol=0, atol=1e-14)
+
+
+def test_large_logits() -> None:
+    """Probabilities of a row sum to one, forward and backward: no gradient of values that are all equal."""
+    case = Case((6, 5), width=16)
+    query, key, value, *pos, d_out = tensors(case, torch.float32)
+    gradients = results(attend, case, (300 * query, 30 * key, torch.ones_like(value), *pos, d_out))
+    torch.testing.assert_close(gradients[0], torch.ones_like(gradients[0]))
+    assert all(each.isfinite().all() for each in gradients)
+
+
+def test_the_operator() -> None:
+    case = CASES["pooled keys"]
+    query, key, value, *_ = tensors(case, torch.float32)
+    rel_h, rel_w = torch.randn(4, 2, 6), torch.randn(6, 3, 6)
+    leaves = [each.requires_grad_() for each in (query, key, value, rel_h, rel_w)]
+    for seed, dropout_p in ((None, 0.0), (torch.tensor([5]), 0.3)):
+        torch.library.opcheck(getattr(torch.ops.triton_relattn, FORWARD).default, (*leaves, seed, 0.3, dropout_p))
+
+
+def test_torch() -> None:
+    """Autocast, compilation, vmap, torch.func; derivatives that there are not are errors."""
+    case = CASES["class token"]
+    given = tensors(case, torch.float32)
+    expected = attend(case, *given[:5])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(case, *given[:5]).dtype == torch.bfloat16
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *tensors: attend(case, *tensors), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given[:5]), expected)
+    for each, right in zip(results(lambda _, *leaves: compiled(*leaves), case, given), results(attend, case, given), strict=True):
+        torch.testing.assert_close(each, right)
+    one_by_one = torch.vmap(lambda *qkv: attend(case, *(each[None] for each in qkv), *given[3:5])[0])
+    torch.testing.assert_close(one_by_one(*given[:3]), expected)
+
+    of_query = torch.func.grad(lambda query: (attend(case, query, *given[1:5]) * given[5]).sum())(given[0])
+    torch.testing.assert_close(of_query, results(attend, case, given)[1])
+    leaves = [each.detach().requires_grad_() for each in given[:5]]
+    first = torch.autograd.grad(attend(case, *leaves).sum(), leaves[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        first.sum().backward()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda query: attend(case, query, *given[1:5]), (given[0],), (given[0],))
+    dense = attend(case, *leaves, implementation="reference")
+    first = torch.autograd.grad(dense.square().sum(), leaves[0], create_graph=True)[0]
+    assert torch.autograd.grad(first.square().sum(), leaves[3])[0].abs().max() > 0
+
+
+def test_repeats_bit_for_bit() -> None:
+    case = Case((12, 11), prefix=1)
+    given = tensors(case, torch.float32)
+    torch.set_num_threads(2)
+    try:
+        first, *others = (results(attend, case, given) for _ in range(3))
+    finally:
+        torch.set_num_threads(1)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_empty() -> None:
+    case = CASES["class token"]
+    for batch, heads in ((0, 3), (2, 0)):
+        given = tensors(case, batch=batch, heads=heads)
+        out, *gradients = results(attend, case, given)
+        assert out.shape == given[5].shape and not any(each.abs().sum() for each in gradients)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "grid": ({"grid": (5, 4)}, "20 positions, more than the 12 of query"),
+    "sides": ({"grid": (0, 4)}, "at least 1 each"),
+    "keys": ({"key_grid": (2, 2)}, r"key must have shape \(2, 3, 4, 6\)"),
+    "dropout": ({"dropout_p": 1.5}, "dropout_p must be from 0 to 1"),
+    "rel_pos_h": ({"rel_pos_h": torch.zeros(7, 5, dtype=torch.float64)}, r"rel_pos_h must have shape \(rows, 6\)"),
+    "rel_pos_w": ({"rel_pos_w": torch.zeros(0, 6, dtype=torch.float64)}, r"rel_pos_w must have shape \(rows, 6\)"),
+    "value": ({"value": torch.zeros(2, 3, 11, 6, dtype=torch.float64)}, "value must have shape"),
+    "query": ({"query": torch.zeros(3, 12, 6, dtype=torch.float64)}, r"query must have shape \(B, H, N, width\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    given: dict[str, Any] = dict(zip(("query", "key", "value", "rel_pos_h", "rel_pos_w"), tensors(Case((4, 3)))[:5], strict=True))
+    changes, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call(**{**given, "grid": (4, 3), **changes})
+
+
+def test_dtypes_and_implementations_that_are_refused() -> None:
+    case = CASES["square"]
+    query, *others = tensors(case)[:5]
+    with pytest.raises(TypeError, match="key must have query's dtype"):
+        attend(case, query.float(), *others)
+    with pytest.raises(NotImplementedError, match='implementation="triton" cannot run here'):
+        attend(case, query, *others, implementation="triton")
+
+
+CHILD = """
+import sys
+import torch
+from bench.measure.memory import PAGE, map_blocks_from, peak_cpu
+from triton_relattn import decomposed_relative_attention
+
+side, implementation = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+map_blocks_from(PAGE)
+
+def run(side):
+    given = [torch.randn(1, 4, side * side, 64, requires_grad=True) for _ in range(3)]
+    given += [torch.randn(2 * side - 1, 64, requires_grad=True) for _ in range(2)]
+    return lambda: decomposed_relative_attention(*given, (side, side), implementation=implementation).sum().backward()
+
+run(8)()
+print(peak_cpu(run(side)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
+def test_peak_memory_is_linear() -> None:
+    """Four times the tokens need four times the memory; one (H, N, N) tensor of the larger grid would take 256 MiB."""
+
+    def peak(side: int, implementation: str = "blockwise") -> int:
+        command = [sys.executable, "-c", CHILD, str(side), implementation]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "4096"}
+        root = Path(__file__).parents[2]
+        child = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
+        assert child.returncode == 0, child.stderr
+        return int(child.stdout)
+
+    short, long = peak(32), peak(64)
+    assert short >= 3 * 4 * 32**2 * 64 * 4, "the measurement misses the gradients"
+    assert long <= 4.5 * short and long <= 4 * 64**4 * 4 / 4, f"{short} bytes of 32 x 32 tokens, {long} of 64 x 64"
+    assert peak(32, "reference") >= 2 * 4 * 32**4 * 4, "the measurement does not see a square tensor"
+
+
+def test_flop_counter() -> None:
+    """Products of queries with keys, probabilities with values, queries with both tables: one forward, three backward or two."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    case = CASES["class token"]
+    query, key, value, *pos, _ = (each.requires_grad_() for each in tensors(case))
+    scores, values = (2 * 2 * 3 * 13 * 13 * width for width in (case.width, case.value_width))
+    of_tables = 2 * 2 * 3 * 13 * (4 + 3) * case.width
+    with FlopCounterMode(display=False) as counter:
+        out = attend(case, query, key, value, *pos)
+    assert counter.get_total_flops() == scores + values + of_tables
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 3 * scores + 2 * values + 3 * of_tables

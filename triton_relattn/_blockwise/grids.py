@@ -1,0 +1,196 @@
+"""Attention with decomposed relative positions on a grid, in plain torch and linear memory, forward and hand-written backward.
+
+    S[i, j] = scale * q_i . k_j + q_i . R_h[y_i, y_j] + q_i . R_w[x_i, x_j]      out = softmax(S) V
+
+A key has two coordinates, so the terms of a query are not N numbers but h + w: one for each row and one for each column of the
+grid. They are broadcast into a block of scores, to which the product of queries and keys is then added; in the backward, sums
+of the block over its columns and over its rows are their gradients. So a term costs an addition a score, and no product. A
+block has some queries, successive in the grid, and all keys; sizes are those of attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._core.dropout import keep_mask, keep_scale
+from .._core.dtypes import compute_dtype
+from . import partition
+from .attention import softmax_backward
+
+
+class GridTensors(NamedTuple):
+    """One call. Positions before those of the grid (class tokens) have no terms: as many queries as keys."""
+
+    query: torch.Tensor  # (B, H, prefix + query height * query width, D)
+    key: torch.Tensor  # (B, H, prefix + key height * key width, D)
+    value: torch.Tensor  # (B, H, prefix + key height * key width, Dv)
+    rel_h: torch.Tensor  # (query height, key height, D), also in the compute dtype
+    rel_w: torch.Tensor  # (query width, key width, D), also in the compute dtype
+    dropout_seed: torch.Tensor | None = None
+
+    @property
+    def prefix(self) -> int:
+        """Positions before those of the grid."""
+        return self.query.shape[2] - self.rel_h.shape[0] * self.rel_w.shape[0]
+
+
+class Block(NamedTuple):
+    """Queries of some heads (of all sequences, counted through): rows of the grid, a part of one row, or what is before it."""
+
+    heads: slice
+    queries: slice
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, and the rows and columns of its part of the grid."""
+        return tuple(each.stop - each.start for each in (self.heads, self.rows, self.columns))  # type: ignore[return-value]
+
+
+def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
+    """Some heads, and the blocks of their queries."""
+    batch, num_heads, _, _ = tensors.query.shape
+    num_keys, prefix = tensors.key.shape[2], tensors.prefix
+    height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
+    threads = torch.get_num_threads()
+    fewest, elements = min(batch * num_heads, threads), threads * partition.ELEMENTS_PER_THREAD
+    most_queries = max(partition.BLOCK_QUERIES, elements // max(fewest * num_keys, 1))
+    columns = list(partition.evenly(width, min(width, most_queries)))
+    rows = list(partition.evenly(height, max(most_queries // max(width, 1), 1)))
+    largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
+    for heads in partition.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
+        found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in partition.evenly(prefix, most_queries)]
+        for row in rows:
+            for column in columns:
+                start = prefix + row.start * width + column.start
+                stop = prefix + (row.stop - 1) * width + column.stop
+                found.append(Block(heads, slice(start, stop), row, column))
+        yield heads, found
+
+
+class Call:
+    """The tensors of a call as matrices, (B * H, N, width), and memory that its blocks share."""
+
+    def __init__(self, tensors: GridTensors, scale: float, dropout_p: float) -> None:
+        self.tensors, self.scale, self.dropout_p = tensors, scale, dropout_p
+        self.dtype = compute_dtype(tensors.query.dtype)
+        self.num_heads = tensors.query.shape[1]
+        self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
+        self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
+        self.grid = tensors.rel_h.shape[1], tensors.rel_w.shape[1]
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def buffer(self, name: str, block: Block) -> torch.Tensor:
+        """Memory for the scores of a block, which blocks use one after the other; holds anything."""
+        shape = (block.heads.stop - block.heads.start, block.queries.stop - block.queries.start, self.key.shape[1])
+        size, buffer = shape[0] * shape[1] * shape[2], self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            self._buffers[name] = buffer = self.query.new_empty(size, dtype=self.dtype)
+        return buffer[:size].view(shape)
+
+    def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
+        """Rows of a tensor of queries that belong to a block, in the compute dtype."""
+        return tensor[block.heads, block.queries].to(self.dtype)
+
+    def on_grid(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of the keys on the grid, (heads, queries, height, width)."""
+        return scores[:, :, self.tensors.prefix :].unflatten(2, self.grid)
+
+    def probabilities(self, block: Block, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """softmax(S) of a block."""
+        scores, has_terms = self.buffer("scores", block), block.rows.stop > 0
+        if has_terms:
+            by_place = query.unflatten(1, block.shape[1:])
+            of_rows = torch.einsum("gyxd,ykd->gyxk", by_place, self.rel_h[block.rows]).flatten(1, 2)
+            of_columns = torch.einsum("gyxd,xkd->gyxk", by_place, self.rel_w[block.columns]).flatten(1, 2)
+            scores[:, :, : self.tensors.prefix] = 0
+            torch.add(of_rows[..., None], of_columns[:, :, None], out=self.on_grid(scores))
+        scores.baddbmm_(query, key.mT, beta=int(has_terms), alpha=self.scale)
+        return torch.softmax(scores, -1, out=self.buffer("probs", block))
+
+    def dropout(self, block: Block) -> torch.Tensor | None:
+        """Factors of a block's probabilities, None without dropout."""
+        seed = self.tensors.dropout_seed
+        if seed is None:
+            return None
+        heads = torch.arange(block.heads.start, block.heads.stop, device=seed.device).view(-1, 1, 1)
+        queries = torch.arange(block.queries.start, block.queries.stop, device=seed.device)[:, None]
+        keys, sequence = slice(0, self.key.shape[1]), heads // self.num_heads
+        keep = keep_mask(seed, self.dropout_p, sequence, heads % self.num_heads, queries, keys)
+        return keep.to(self.dtype).mul_(keep_scale(self.dropout_p))
+
+
+def new_out(tensors: GridTensors) -> torch.Tensor:
+    """Empty out, (B, H, Nq, Dv) in the inputs' dtype."""
+    return tensors.query.new_empty(*tensors.query.shape[:3], tensors.value.shape[3])
+
+
+def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
+    """out (B, H, Nq, Dv) in the inputs' dtype."""
+    out, call = new_out(tensors), Call(tensors, scale, dropout_p)
+    for heads, parts in blocks(tensors):
+        key, value = (each[heads].to(call.dtype) for each in (call.key, call.value))
+        for block in parts:
+            probs = call.probabilities(block, call.rows(call.query, block), key)
+            if (factors := call.dropout(block)) is not None:
+                probs.mul_(factors)
+            out.flatten(0, 1)[heads, block.queries] = torch.bmm(probs, value).to(out.dtype)
+    return out
+
+
+def backward(
+    d_out: torch.Tensor, tensors: GridTensors, scale: float, dropout_p: float, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of query, key, value, rel_h and rel_w, None where not wanted."""
+    call, d_out = Call(tensors, scale, dropout_p), d_out.flatten(0, 1)
+    matrices = (call.query, call.key, call.value, tensors.rel_h, tensors.rel_w)
+    totals = [
+        each.new_zeros(each.shape, dtype=None if number == 0 else call.dtype) if want else None
+        for number, (each, want) in enumerate(zip(matrices, wanted, strict=True))
+    ]
+    for heads, parts in blocks(tensors):
+        key, value = (each[heads].to(call.dtype) for each in (call.key, call.value))
+        for block in parts:
+            add_block(totals, call, block, key, value, call.rows(d_out, block))
+    return tuple(
+        None if total is None else total.view(tensor.shape).to(tensor.dtype)  # type: ignore[union-attr]
+        for total, tensor in zip(totals, tensors, strict=False)
+    )
+
+
+def add_block(
+    totals: Sequence[torch.Tensor | None], call: Call, block: Block, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Add a block's part to the gradients; rows: those of out."""
+    d_query, d_key, d_value, d_rel_h, d_rel_w = totals
+    query, factors = call.rows(call.query, block), call.dropout(block)
+    probs = call.probabilities(block, query, key)
+    if d_value is not None:
+        d_value[block.heads].baddbmm_((probs if factors is None else probs * factors).mT, rows)
+    if d_query is None and d_key is None and d_rel_h is None and d_rel_w is None:
+        return
+    d_probs = torch.bmm(rows, value.mT, out=call.buffer("scores", block))
+    if factors is not None:
+        d_probs.mul_(factors)
+    d_scores = softmax_backward(probs, d_probs)
+    if d_key is not None:
+        d_key[block.heads].baddbmm_(d_scores.mT, query, alpha=call.scale)
+    result = None if d_query is None else torch.bmm(d_scores, key).mul_(call.scale)
+    if block.rows.stop > 0:
+        by_place, on_grid = query.unflatten(1, block.shape[1:]), call.on_grid(d_scores)
+        terms = (
+            ("y", on_grid.sum(-1), call.rel_h[block.rows], d_rel_h, block.rows),
+            ("x", on_grid.sum(-2), call.rel_w[block.columns], d_rel_w, block.columns),
+        )
+        for letter, of_terms, table, total, place in terms:
+            d_terms = of_terms.unflatten(1, block.shape[1:])
+            if total is not None:
+                total[place] += torch.einsum(f"gyxk,gyxd->{letter}kd", d_terms, by_place)
+            if result is not None:
+                result.unflatten(1, block.shape[1:]).add_(torch.einsum(f"gyxk,{letter}kd->gyxd", d_terms, table))
+    if d_query is not None and result is not None:
+        d_query[block.heads, block.queries] = result.to(d_query.dtype)

@@ -1,0 +1,235 @@
+"""Decomposed relative positions: keys on a grid have a vector for their vertical and one for their horizontal distance.
+
+So in MViTv2, ViTDet, SAM and its descendants. Tables are as these models have them, (2 * side - 1, D): the first row belongs to
+the key that is farthest below, or to the right of, the query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._blockwise.grids import GridTensors
+from ._core.dropout import draw_seed, keep_mask, keep_scale
+from ._core.dtypes import compute_dtype, without_autocast
+from ._core.implementations import choose_implementation
+from ._core.validation import check_operand
+from ._operators.grids import grid_attention
+from .functional import _autocast, fused_relative_attention
+
+Grid = tuple[int, int]
+"""Height and width."""
+
+
+def decomposed_relative_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_pos_h: torch.Tensor,
+    rel_pos_w: torch.Tensor,
+    grid: Grid,
+    *,
+    key_grid: Grid | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Attention with decomposed relative positions on a grid, in memory linear in the number of positions.
+
+    .. code-block:: text
+
+        logits[i,j] = scale * (q_i . k_j) + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j]
+        out_i       = sum_j dropout(softmax_j(logits))[i,j] * v_j
+
+    Position i is at row y_i = i // width and column x_i = i % width. The terms are not scaled. No (Nq, Nk) tensor is formed,
+    neither forward nor backward.
+
+    Args:
+        query: (B, H, Nq, D), Nq = height * width. More positions than these come before the grid (class tokens), as many of the
+            query as of the key: they have no terms, neither as queries nor as keys.
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
+        rel_pos_h: the table R_h, (L, D), shared by the heads. L = 2 * height - 1 rows stand for y_i - y_j = -(height - 1) ..
+            height - 1. A table of another length is interpolated linearly to that one, as SAM and ViTDet do.
+        rel_pos_w: the table R_w, the same for columns.
+        grid: height and width of the query's grid.
+        key_grid: those of the key's, by default the same. If they differ (pooling in MViTv2), the coordinates of the smaller
+            grid are multiplied by the ratio of the sides and differences rounded down, and tables have 2 * (larger side) - 1
+            rows.
+        dropout_p: dropout probability of the attention weights, as in :func:`fused_relative_attention`.
+        scale: factor of q.k, ``D ** -0.5`` by default.
+        implementation: ``"blockwise"`` (plain torch: terms are broadcast into blocks of scores), ``"triton"`` (the kernels of
+            :func:`fused_relative_attention` with what :func:`append_decomposed_positions` makes) or ``"reference"`` (dense).
+            By default triton on a GPU that can run it, else blockwise.
+
+    Returns:
+        out (B, H, Nq, Dv) in the dtype of query; differentiable once (with ``"reference"`` any number of times) in query, key,
+        value and both tables.
+
+    All tensors share one dtype and device; any strides. Scores and sums are float32 (float64 for float64), also under
+    ``torch.autocast``, which casts float32 inputs; ``"triton"`` rounds terms and their gradients to the inputs' dtype. Results
+    and gradients repeat bit for bit on the same machine and settings.
+
+    Raises:
+        ValueError: wrong ranks, shapes, devices or values; a grid that does not fit.
+        TypeError: wrong types or dtypes.
+        NotImplementedError: ``implementation="triton"`` where it cannot run, or D + height + width of the key's grid exceeds 256.
+
+    Sources: Li et al., "MViTv2", 2022; Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022;
+    Kirillov et al., "Segment Anything", 2023.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 6 * 4, 16) for _ in range(3))
+        >>> rel_pos_h, rel_pos_w = torch.randn(11, 16), torch.randn(7, 16)
+        >>> decomposed_relative_attention(q, k, v, rel_pos_h, rel_pos_w, (6, 4)).shape
+        torch.Size([1, 2, 24, 16])
+    """
+    query, key, value, rel_pos_h, rel_pos_w = _autocast(query, key, value, rel_pos_h, rel_pos_w)
+    key_grid = grid if key_grid is None else key_grid
+    _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    wide = query[..., :1].expand(*query.shape[:3], query.shape[-1] + sum(key_grid))
+    implementation = choose_implementation(implementation, wide, value)
+    if implementation == "triton":
+        query, key = append_decomposed_positions(query, key, rel_pos_h, rel_pos_w, grid, key_grid=key_grid, scale=scale)
+        return fused_relative_attention(query, key, value, scale=1.0, dropout_p=dropout_p, implementation="triton")
+    seed = draw_seed(query.device) if dropout_p > 0 else None
+    attend = _reference if implementation == "reference" else grid_attention
+    if implementation == "blockwise":
+        # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.
+        rel_pos_h, rel_pos_w = (each.to(compute_dtype(query.dtype)) for each in (rel_pos_h, rel_pos_w))
+    with without_autocast(query.device):
+        rel_h, rel_w = _tables(rel_pos_h, rel_pos_w, grid, key_grid)
+        return attend(GridTensors(query, key, value, rel_h, rel_w, seed), scale, dropout_p)
+
+
+def append_decomposed_positions(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rel_pos_h: torch.Tensor,
+    rel_pos_w: torch.Tensor,
+    grid: Grid,
+    *,
+    key_grid: Grid | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a wider query and key whose product alone is the logits of :func:`decomposed_relative_attention`.
+
+    .. code-block:: text
+
+        query_i = [scale * q_i, q_i . R_h[y_i - 0 .. y_i - (h - 1)], q_i . R_w[x_i - 0 .. x_i - (w - 1)]]
+        key_j   = [k_j, one_hot(y_j), one_hot(x_j)]
+
+    With them any attention with ``scale=1.0`` computes decomposed relative positions, also one that takes no bias. It is exact
+    and takes D + h + w columns instead of D, h and w being the sides of the key's grid.
+
+    Args:
+        query, key, rel_pos_h, rel_pos_w, grid, key_grid, scale: as there.
+
+    Returns:
+        query (B, H, Nq, D + h + w) and key (B, H, Nk, D + h + w).
+
+    Raises:
+        ValueError, TypeError: as there.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 6 * 4, 16) for _ in range(3))
+        >>> wide_q, wide_k = append_decomposed_positions(q, k, torch.randn(11, 16), torch.randn(7, 16), (6, 4))
+        >>> torch.nn.functional.scaled_dot_product_attention(wide_q, wide_k, v, scale=1.0).shape
+        torch.Size([1, 2, 24, 16])
+    """
+    key_grid = grid if key_grid is None else key_grid
+    _check(query, key, key, rel_pos_h, rel_pos_w, grid, key_grid)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rel_h, rel_w = _tables(rel_pos_h, rel_pos_w, grid, key_grid)
+    prefix = query.shape[2] - grid[0] * grid[1]
+    of_rows, of_columns = (torch.nn.functional.pad(each.flatten(2, 3), (0, 0, prefix, 0)) for each in _terms(query, rel_h, rel_w))
+    (height, width), options = key_grid, {"dtype": key.dtype, "device": key.device}
+    place = torch.cat(
+        [
+            torch.eye(height, **options).repeat_interleave(width, 0),  # type: ignore[call-overload]
+            torch.eye(width, **options).repeat(height, 1),  # type: ignore[call-overload]
+        ],
+        1,
+    )
+    place = torch.nn.functional.pad(place, (0, 0, prefix, 0)).expand(*key.shape[:2], -1, -1)
+    return torch.cat([scale * query, of_rows, of_columns], -1), torch.cat([key, place], -1)
+
+
+def _terms(query: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Terms of each query on the grid, (B, H, query height, query width, key height or key width)."""
+    height, width = rel_h.shape[0], rel_w.shape[0]
+    by_place = query[:, :, query.shape[2] - height * width :].unflatten(2, (height, width))
+    return torch.einsum("bgyxd,ykd->bgyxk", by_place, rel_h), torch.einsum("bgyxd,xkd->bgyxk", by_place, rel_w)
+
+
+def _tables(rel_pos_h: torch.Tensor, rel_pos_w: torch.Tensor, grid: Grid, key_grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """R_h[y_i - y_j] and R_w[x_i - x_j] for each pair of rows and of columns, (query side, key side, D)."""
+    return tuple(map(_of_pairs, (rel_pos_h, rel_pos_w), grid, key_grid))  # type: ignore[return-value]
+
+
+def _of_pairs(table: torch.Tensor, query_side: int, key_side: int) -> torch.Tensor:
+    """The row of each pair of coordinates, (query side, key side, D), of a table that is first brought to its length."""
+    length = 2 * max(query_side, key_side) - 1
+    if table.shape[0] != length:
+        table = torch.nn.functional.interpolate(table.mT[None], size=length, mode="linear")[0].mT
+    # In float32, as the models: where the ratio of the sides is no whole number, its rounding decides on rows.
+    query_step, key_step = max(key_side / query_side, 1.0), max(query_side / key_side, 1.0)
+    queries = torch.arange(query_side, device=table.device)[:, None] * query_step
+    keys = torch.arange(key_side, device=table.device)[None, :] * key_step
+    # An embedding's gradient, unlike that of indexing, is a sum in an order that repeats.
+    return torch.nn.functional.embedding((queries - keys + (key_side - 1) * key_step).long(), table)
+
+
+def _reference(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
+    """out as :func:`decomposed_relative_attention` defines it, densely."""
+    query, key, value, rel_h, rel_w, seed = tensors
+    prefix, batch, num_heads = tensors.prefix, *query.shape[:2]
+    of_rows, of_columns = _terms(query, rel_h, rel_w)
+    terms = (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4, 5).flatten(2, 3)
+    logits = scale * (query @ key.mT) + torch.nn.functional.pad(terms, (prefix, 0, prefix, 0))
+    probs = logits.softmax(-1)
+    if seed is not None:
+        sequence, head, place = (torch.arange(size, device=seed.device) for size in (batch, num_heads, query.shape[2]))
+        keep = keep_mask(seed, dropout_p, sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), place[:, None], slice(0, key.shape[2]))
+        probs = probs * keep * keep_scale(dropout_p)
+    return probs @ value
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_pos_h: torch.Tensor,
+    rel_pos_w: torch.Tensor,
+    grid: Grid,
+    key_grid: Grid,
+) -> None:
+    """Raise ValueError or TypeError if the arguments are not as :func:`decomposed_relative_attention` wants them."""
+    named: dict[str, Any] = {"query": query, "key": key, "value": value, "rel_pos_h": rel_pos_h, "rel_pos_w": rel_pos_w}
+    for name, tensor in named.items():
+        check_operand(name, tensor, query)
+    for name, tensor in tuple(named.items())[:3]:
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, N, width), got {tuple(tensor.shape)}")
+    for name, sides in (("grid", grid), ("key_grid", key_grid)):
+        if len(sides) != 2 or min(sides) < 1:
+            raise ValueError(f"{name} must be a height and a width, at least 1 each, got {sides!r}")
+    batch, heads, num_queries, width = query.shape
+    prefix = num_queries - grid[0] * grid[1]
+    if prefix < 0:
+        raise ValueError(f"grid {grid} has {grid[0] * grid[1]} positions, more than the {num_queries} of query")
+    num_keys = key_grid[0] * key_grid[1] + prefix
+    if key.shape != (batch, heads, num_keys, width):
+        raise ValueError(
+            f"key must have shape {(batch, heads, num_keys, width)}, a key_grid of {key_grid} after {prefix} other positions, "
+            f"got {tuple(key.shape)}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value must have shape (B, H, Nk, Dv) with {tuple(key.shape[:3])}, got {tuple(value.shape)}")
+    for name, table in tuple(named.items())[3:]:
+        if table.dim() != 2 or table.shape[0] < 1 or table.shape[1] != width:
+            raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")

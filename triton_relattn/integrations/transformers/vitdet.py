@@ -1,0 +1,28 @@
+"""ViTDet, also the backbone of ViTMatte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.vitdet import modeling_vitdet as stock
+
+from .grid_attention import attend
+from .heads import refuse_weights
+
+
+class VitDetAttention(stock.VitDetAttention):
+    """scale * q_i . k_j + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], in windows or on the whole grid."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        """Whether the module has tables."""
+        return bool(module.use_relative_position_embeddings)
+
+    def forward(self, hidden_state: torch.Tensor, output_attentions: bool = False) -> tuple[torch.Tensor]:
+        """hidden_state (B, height, width, C)."""
+        refuse_weights({"output_attentions": output_attentions})
+        return (attend(self, hidden_state, self.num_heads),)
+
+
+CLASSES = {stock.VitDetAttention: VitDetAttention}
