@@ -5,10 +5,10 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help setup demo lint test suite smoke test-slow test-all test-oldest test-newest docs bench gpu fuzz mutants
+.PHONY: help setup demo lint test suite smoke test-slow test-all test-oldest test-newest test-libraries docs hub bench gpu fuzz mutants
 
 help: ## list all targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/installed ## install everything into .venv, with the versions of constraints.txt
 
@@ -43,6 +43,17 @@ test-newest: ## smoke with the newest triton, in .venv-newest (2.5 GB)
 	.venv-newest/bin/pip install --quiet --upgrade triton
 	$(MAKE) smoke VENV=.venv-newest
 
+# The classes of NeMo, ESPnet, SpeechBrain, fairseq2 and x-transformers, enabled, and the repository for the hub, in .venv-libraries,
+# which has these libraries' own files, and stand-ins for the hundreds of packages that they import beside what is tested.
+test-libraries: .venv-libraries/installed ## classes of other libraries, enabled, in .venv-libraries (1 GB)
+	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries
+
+.venv-libraries/installed: requirements-libraries.txt $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv-libraries
+	.venv-libraries/bin/pip install --quiet --constraint $(CONSTRAINTS) torch numpy pytest pytest-xdist
+	.venv-libraries/bin/pip install --quiet --no-deps --requirement requirements-libraries.txt
+	touch $@
+
 # Imports; every kernel compiled, with every feature; rotations in registers; the operator and random calls in the interpreter.
 smoke: setup ## imports, compiled kernels, some calls: for another version of triton
 	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py tests/compile/test_rotations.py
@@ -64,6 +75,10 @@ docs: $(VENV)/installed-docs ## build the documentation, in out/docs
 $(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[docs]"
 	touch $@
+
+# The package as the Hugging Face hub's kernels have it: docs/hub.md says how to publish it. REPO=owner/name
+hub: setup ## a repository for the Hugging Face hub, in build/hub; REPO=owner/name
+	$(BIN)/python -m hub $(if $(REPO),--repo $(REPO))
 
 # Speed and memory of this package and of what it is compared with, checked first; files and figures in RESULTS.
 bench: setup ## speed and memory beside other methods, and figures; RESULTS=out/bench

@@ -92,6 +92,27 @@ def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
     return seen.operator
 
 
+class Sizes(TorchDispatchMode):
+    """Shapes of all tensors that are made, but for what the operator makes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.operators.add(str(func))
+        if not func.is_view:  # a mask that is expanded takes no memory
+            each = made if isinstance(made, (tuple, list)) else [made]
+            self.shapes += [tuple(tensor.shape) for tensor in each if isinstance(tensor, torch.Tensor)]
+        return made
+
+
+def is_square(shape: tuple[int, ...], length: int) -> bool:
+    return sum(each >= length - 1 for each in shape) > 1
+
+
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
     """The output and the gradients of all parameters for a random gradient of the output; counts: where that is not zero."""
     model.zero_grad()

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -24,7 +23,20 @@ from transformers import PreTrainedModel
 
 from bench import families
 from bench.families import FAMILIES
-from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, output, results, runs_the_operator
+from tests.cpu.models import (
+    LENGTH,
+    PADDED,
+    Sizes,
+    arguments,
+    assert_same,
+    both,
+    build,
+    in_float64,
+    is_square,
+    output,
+    results,
+    runs_the_operator,
+)
 from triton_relattn.integrations.transformers import disable, enable, supported_families
 from triton_relattn.integrations.transformers.encoder import Encoder
 
@@ -188,23 +200,6 @@ def test_weights_that_transformers_collects(name: str) -> None:
         model(**{**given, "output_hidden_states": True})
 
 
-class Sizes(TorchDispatchMode):
-    """Shapes of all tensors that are made, but for what the operator makes inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-        self.operators: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.operators.add(str(func))
-        if not func.is_view:  # a mask that is expanded takes no memory
-            each = made if isinstance(made, (tuple, list)) else [made]
-            self.shapes += [tuple(tensor.shape) for tensor in each if isinstance(tensor, torch.Tensor)]
-        return made
-
-
 def sizes(name: str, length: int, *, enabled: bool) -> Sizes:
     model = build(name)
     if enabled:
@@ -217,10 +212,6 @@ def sizes(name: str, length: int, *, enabled: bool) -> Sizes:
 
 # The stock models see blocks of frames.
 LINEAR = ("granite_speech", "granite_speech_plus", "granite_speech5", "gemma3n")
-
-
-def is_square(shape: tuple[int, ...], length: int) -> bool:
-    return sum(each >= length - 1 for each in shape) > 1
 
 
 @every_family

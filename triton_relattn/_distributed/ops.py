@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from .._core.dtypes import compute_dtype, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._operators import NAMESPACE
 from .._operators.ops import SCALARS, TENSORS
 from .ring import Ring
 from .sharding import Sharding
@@ -46,7 +47,7 @@ def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, P
 
 
 @torch.library.custom_op(
-    "triton_relattn::ring_forward", mutates_args=(), schema=f"({TENSORS}, {SCALARS}, {_PLACE}) -> (Tensor, Tensor)"
+    f"{NAMESPACE}::ring_forward", mutates_args=(), schema=f"({TENSORS}, {SCALARS}, {_PLACE}) -> (Tensor, Tensor)"
 )
 def ring_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the rank's queries, both in the compute dtype: out as the backward needs it for an exact delta."""
@@ -61,7 +62,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op(
-    "triton_relattn::ring_backward",
+    f"{NAMESPACE}::ring_backward",
     mutates_args=(),
     schema=f"({_SAVED}, {TENSORS}, {SCALARS}, {_PLACE}, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})",
 )

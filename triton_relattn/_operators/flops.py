@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .._core.spec import AttentionTensors
+from . import OPERATORS
 
 _NUM_TENSORS = len(AttentionTensors._fields)
 
@@ -69,7 +69,7 @@ def register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for name, formula in _FORMULAS.items():
-        register_flop_formula(getattr(torch.ops.triton_relattn, name))(formula)
+        register_flop_formula(getattr(OPERATORS, name))(formula)
 
 
 def add_to_counters() -> None:
@@ -79,5 +79,5 @@ def add_to_counters() -> None:
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, FlopCounterMode):
-            for operator in (getattr(torch.ops.triton_relattn, name) for name in _FORMULAS):
+            for operator in (getattr(OPERATORS, name) for name in _FORMULAS):
                 counter.flop_registry.setdefault(operator, flop_registry[operator])

@@ -9,6 +9,7 @@ import torch
 from .._blockwise import grids
 from .._blockwise.grids import GridTensors
 from .._core.dtypes import without_autocast
+from . import OPERATORS
 from .ops import Operator, define, register, register_elsewhere
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor rel_h, Tensor rel_w, Tensor? dropout_seed"
@@ -51,7 +52,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _differentiate(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
-    backward = torch.ops.triton_relattn.grid_attention_backward.default
+    backward = OPERATORS.grid_attention_backward.default
     gradients = backward(d_out, *ctx.saved_tensors, *ctx.scalars, wanted)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), None, None, None
 
@@ -59,7 +60,7 @@ def _differentiate(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
 class _Forward(Operator):
     """out = f(tensors, scalars...)."""
 
-    operator = torch.ops.triton_relattn.grid_attention_forward.default
+    operator = OPERATORS.grid_attention_forward.default
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
 
@@ -67,7 +68,7 @@ class _Forward(Operator):
 class _Backward(Operator):
     """The gradients, which cannot be differentiated."""
 
-    operator = torch.ops.triton_relattn.grid_attention_backward.default
+    operator = OPERATORS.grid_attention_backward.default
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -88,5 +89,5 @@ register(_Backward, _backward, _backward_fake)
 def grid_attention(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
     """out by blockwise, with gradients. The arguments have been validated."""
     register_elsewhere()  # here too: inference mode has no autograd
-    out: torch.Tensor = torch.ops.triton_relattn.grid_attention_forward.default(*tensors, scale, dropout_p)
+    out: torch.Tensor = OPERATORS.grid_attention_forward.default(*tensors, scale, dropout_p)
     return out

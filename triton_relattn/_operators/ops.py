@@ -16,7 +16,7 @@ from .._blockwise import attention as blockwise
 from .._core.dtypes import compute_dtype, gradient_like, new_like, without_autocast
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
-from . import flops, sharding
+from . import NAMESPACE, OPERATORS, flops, sharding
 
 _SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
 SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type in get_type_hints(AttentionSpec).items())
@@ -29,13 +29,15 @@ _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 KEEPING = "blockwise keeping probabilities"
 """The name of "blockwise" for calls in which it keeps the probabilities for the backward; it returns them as statistics."""
 
-_library = torch.library.Library("triton_relattn", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 define = _library.define
 define(f"attention_forward({TENSORS}, {SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 define(
     f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {TENSORS}, {SCALARS}, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
+
+ATTENTION_FORWARD, ATTENTION_BACKWARD = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
 
 
 def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str]:
@@ -114,8 +116,7 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
     if d_out is None:
         d_out = query.new_zeros(*query.shape[:3], value.shape[3])
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
-    backward = torch.ops.triton_relattn.attention_backward.default
-    gradients = backward(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
+    gradients = ATTENTION_BACKWARD(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
     others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
@@ -175,7 +176,7 @@ class Operator(torch.autograd.Function):
 class _Forward(Operator):
     """out, lse, statistics = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
-    operator = torch.ops.triton_relattn.attention_forward.default
+    operator = ATTENTION_FORWARD
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
 
@@ -184,7 +185,7 @@ class _Backward(Operator):
     """The operator that computes the gradients. To differentiate them is an error; without this class, autograd would silently
     leave out terms."""
 
-    operator = torch.ops.triton_relattn.attention_backward.default
+    operator = ATTENTION_BACKWARD
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -209,7 +210,7 @@ def register(operator: type[Operator], run: Callable[..., Any], fake: Callable[.
     _library.impl(name, run, "CompositeExplicitAutograd")
     _library.impl(name, operator.with_autograd, "Autograd")
     _library.impl(name, operator.apply, "FuncTorchDynamicLayerFrontMode")
-    torch.library.register_fake(f"triton_relattn::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 register(_Forward, _forward, _forward_fake)
@@ -236,5 +237,5 @@ def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implement
     differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
     if differentiated and blockwise.keeps_probs(tensors, spec):
         implementation = KEEPING
-    out, lse, _ = torch.ops.triton_relattn.attention_forward.default(*tensors, *spec, implementation)
+    out, lse, _ = ATTENTION_FORWARD(*tensors, *spec, implementation)
     return out, lse

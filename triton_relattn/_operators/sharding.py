@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._core.spec import DIFFERENTIABLE, AttentionTensors
+from . import OPERATORS
 
 _TABLES = ("rel_key", "rel_value", "rel_bias")
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
@@ -29,8 +30,6 @@ def register() -> None:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
-
-    ops = torch.ops.triton_relattn
 
     def by_batch(tensors: AttentionTensors) -> dict[str, Any]:
         """Return the placement of each tensor if the batch is sharded."""
@@ -94,6 +93,9 @@ def register() -> None:
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
-    strategies: dict[Any, Callable[..., Any]] = {ops.attention_forward.default: forward, ops.attention_backward.default: backward}
+    strategies: dict[Any, Callable[..., Any]] = {
+        OPERATORS.attention_forward.default: forward,
+        OPERATORS.attention_backward.default: backward,
+    }
     for operator, strategy in strategies.items():
         register_sharding(operator)(strategy)

@@ -8,8 +8,8 @@ import torch
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..transformer_xl import folded
 from .heads import added, attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
-from .transformer_xl import folded
 
 
 class ConformerAttention:
@@ -49,7 +49,7 @@ class ConformerAttention:
         elif self.position_embeddings_type == "relative":
             rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
             last = hidden_states.shape[1] - 1
-            query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, (-last, last), self.scaling)
+            query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, RelativePositions(-last, last), self.scaling)
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
         if chunks is None or chunks[0] >= query.shape[2]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .masks import PADDING_IF_THAT_IS_ALL
+from .masks import PADDING_IF_THAT_IS_ALL, view
 from .replacement import enable
 
 
@@ -33,6 +33,14 @@ class Encoder:
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = type(self).__bases__[-1]
         enable(self)
+
+    def on_enable(self: Any) -> None:
+        if self.mask_function:
+            self.config = view(self.config, self.mask_function)
+
+    def on_disable(self: Any) -> None:
+        if self.mask_function:
+            self.config = getattr(self.config, "stock", self.config)  # unless it was replaced meanwhile
 
     @classmethod
     def is_custom_code(cls) -> bool:

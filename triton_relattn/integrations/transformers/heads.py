@@ -11,11 +11,8 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
 from ...functional import fused_relative_attention
-
-
-def split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reshape (B, N, H * D) to (B, H, N, D)."""
-    return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+from ..heads import join_heads as join_heads
+from ..heads import split_heads as split_heads
 
 
 def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,11 +20,6 @@ def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, to
     projections = module.q_proj, module.k_proj, module.v_proj
     query, key, value = (split_heads(projection(states), module.head_dim) for projection in projections)
     return query, key, value
-
-
-def join_heads(out: torch.Tensor) -> torch.Tensor:
-    """Reshape (B, H, N, D) to (B, N, H * D)."""
-    return out.transpose(1, 2).flatten(2)
 
 
 def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

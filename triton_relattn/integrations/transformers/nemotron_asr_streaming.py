@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_streaming as stock
 
+from ...positions import RelativePositions
+from ..transformer_xl import attend
 from .chunks import Chunks
 from .encoder import Encoder
 from .heads import join_heads, query_key_value, refuse_weights, split_heads
 from .masks import PADDING
-from .transformer_xl import attend
 
 
 class NemotronAsrStreamingEncoderAttention(stock.NemotronAsrStreamingEncoderAttention):
@@ -46,7 +47,20 @@ class NemotronAsrStreamingEncoderAttention(stock.NemotronAsrStreamingEncoderAtte
         ends = max(-last, 1 - cut.seen), min(last, cut.size - 1)
         rows = position_embeddings[slice(None) if differ else slice(1), last + ends[0] : last + ends[1] + 1]
         rel_keys = split_heads(self.relative_k_proj(rows), self.head_dim)
-        out = attend(self, query, key, value, rel_keys, ends, mask, cut.left * cut.size)
+        out = attend(
+            query,
+            key,
+            value,
+            rel_keys,
+            self.bias_u,
+            self.bias_v,
+            RelativePositions(*ends),
+            self.scaling,
+            attn_mask=mask,
+            query_offset=cut.left * cut.size,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            enable_gqa=True,
+        )
         return self.o_proj(join_heads(cut.joined(out))), None
 
 

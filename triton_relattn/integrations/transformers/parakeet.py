@@ -10,9 +10,10 @@ from transformers.models.parakeet import modeling_parakeet as stock
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ...positions import RelativePositions
+from ..transformer_xl import attend
 from .encoder import Encoder
 from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, split_heads
-from .transformer_xl import attend
 
 
 class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
@@ -33,7 +34,19 @@ class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
         query, key, value = query_key_value(self, hidden_states)
         rel_keys = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)
         last = query.shape[2] - 1
-        out = attend(self, query, key, value, rel_keys, (-last, last), attention_mask)
+        out = attend(
+            query,
+            key,
+            value,
+            rel_keys,
+            self.bias_u,
+            self.bias_v,
+            RelativePositions(-last, last),
+            self.scaling,
+            attn_mask=attention_mask,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            enable_gqa=True,
+        )
         if attention_mask is not None:
             attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
             query = (query + self.bias_u[:, None]).to(query.dtype)

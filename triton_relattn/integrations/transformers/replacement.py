@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-
 from torch import nn
 
+from .. import replacement
 from .families import FAMILIES
 
-
-def _replacements(module: nn.Module) -> dict[type, type]:
-    """Return the stock classes of the families that occur in module, each with the class here that replaces it."""
-    files = {type(each).__module__ for each in module.modules()}
-    found: dict[type, type] = {}
-    for folder in (family.folder for family in FAMILIES if family.inside is None):
-        if files & {f"transformers.models.{folder}.modeling_{folder}", f"{__package__}.{folder}"}:
-            found |= importlib.import_module(f"{__package__}.{folder}").CLASSES
-    return found
-
-
-def _is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:
-    """Return whether to replace a module's class. Our class may exclude modules that have no relative term (``applies``)."""
-    ours = classes.get(type(module))
-    return ours is not None and getattr(ours, "applies", lambda _: True)(module)
+SOURCES = tuple(
+    replacement.Source(f"transformers.models.{each.folder}.modeling_{each.folder}", f"{__package__}.{each.folder}")
+    for each in FAMILIES
+    if each.inside is None
+)
+KNOWN = "family: " + ", ".join(f"{each.name} ({each.folder})" for each in FAMILIES)
 
 
 def enable(module: nn.Module) -> dict[str, str]:
@@ -73,19 +63,7 @@ def enable(module: nn.Module) -> dict[str, str]:
         >>> sorted(disable(model).values())
         ['VitsAttention', 'VitsEncoder']
     """
-    classes = _replacements(module)
-    replaced = {name: each for name, each in module.named_modules() if _is_replaced(each, classes)}
-    if not replaced and not any(type(each) in classes.values() for each in module.modules()):
-        known = ", ".join(f"{family.name} ({family.folder})" for family in FAMILIES)
-        raise ValueError(f"{type(module).__name__} has no relative attention of a known family: {known}")
-    for name, each in replaced.items():
-        if "forward" in vars(each):
-            raise ValueError(
-                f"{name} ({type(each).__name__}) has a forward of its own, as hooks leave it: call enable before that"
-            )
-    for each in replaced.values():
-        _change_class(each, classes[type(each)])
-    return {name: type(each).__name__ for name, each in replaced.items()}
+    return replacement.enable(module, SOURCES, KNOWN)
 
 
 def disable(module: nn.Module) -> dict[str, str]:
@@ -94,19 +72,4 @@ def disable(module: nn.Module) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    classes = {ours: stock for stock, ours in _replacements(module).items()}
-    replaced = {name: each for name, each in module.named_modules() if type(each) in classes}
-    for each in replaced.values():
-        _change_class(each, classes[type(each)])
-    return {name: type(each).__name__ for name, each in replaced.items()}
-
-
-def _change_class(module: nn.Module, new: type) -> None:
-    """Change a module's class. Its attributes stay, except that a module which asks for masks gets a view of its config."""
-    if getattr(type(module), "mask_function", None):
-        module.config = getattr(module.config, "stock", module.config)  # unless it was replaced meanwhile
-    module.__class__ = new
-    if function := getattr(new, "mask_function", None):
-        from .masks import view
-
-        module.config = view(module.config, function)  # type: ignore[assignment]
+    return replacement.disable(module, SOURCES)

@@ -1,0 +1,1 @@
+"""The package as a repository of kernels for the Hugging Face hub."""

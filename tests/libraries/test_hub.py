@@ -1,0 +1,105 @@
+"""The repository for the Hugging Face hub: what it holds, and that the package ``kernels`` loads it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hub.__main__ import BACKENDS, digest, export
+from tests.libraries.standins import is_installed
+
+ROOT = Path(__file__).parents[2]
+REPO = "someone/triton-relattn"
+needs_kernels = pytest.mark.skipif(not is_installed("kernels"), reason="kernels is not installed: make test-libraries")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hub")
+    export(out, REPO)
+    return out
+
+
+def test_only_torch_and_triton_are_imported(exported: Path) -> None:
+    """All imports of the package itself are relative, and others are of torch, triton and Python's own library."""
+    files = list((exported / "build" / "torch-cuda").rglob("*.py"))
+    assert len(files) > 50
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [str(node.module)]
+            strange = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"torch", "triton"}
+            # For types only, which are looked at by no program that runs.
+            assert strange <= {"typing_extensions"}, (path, strange)
+
+
+def test_digests(exported: Path) -> None:
+    """Each variant says what it holds, and by what name it is loaded: another one for another state of the sources."""
+    names = set()
+    for backend in BACKENDS:
+        variant = exported / "build" / f"torch-{backend}"
+        metadata = json.loads((variant / "metadata.json").read_text())
+        held = digest(variant)
+        assert held.pop("metadata.json")
+        assert metadata["digest"]["files"] == held and metadata["id"].isidentifier()
+        assert "layers.py" in held and "kernels/forward.py" in held
+        names.add(metadata["id"])
+    assert len(names) == len(BACKENDS)
+
+
+LOADED = """
+import sys
+from pathlib import Path
+import torch
+from kernels import get_loaded_kernels, get_local_kernel
+import triton_relattn
+
+loaded = get_local_kernel(Path(sys.argv[1]), backend="cpu")
+torch.manual_seed(0)
+inputs = [torch.randn(1, 2, 33, 8, requires_grad=True) for _ in range(3)] + [torch.randn(65, 8, requires_grad=True)]
+results = []
+for package in (loaded, triton_relattn):
+    out = package.fused_relative_attention(*inputs, is_causal=True)
+    results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+assert all(torch.equal(one, other) for one, other in zip(*results))
+assert loaded.fused_relative_attention is not triton_relattn.fused_relative_attention
+name = get_loaded_kernels()[0].metadata.id
+assert loaded.__name__ == name and hasattr(torch.ops, name) and set(loaded.__all__) > set(triton_relattn.__all__)
+compiled = torch.compile(lambda *given: loaded.fused_relative_attention(*given), fullgraph=True, backend="aot_eager")
+assert torch.equal(compiled(*inputs), loaded.fused_relative_attention(*inputs))
+sys.path.insert(0, str(Path(sys.argv[1]) / "build" / "torch-cpu"))
+import importlib.util
+older = Path(sys.argv[1]) / "build" / "torch-cpu" / "triton_relattn" / "__init__.py"
+spec = importlib.util.spec_from_file_location("an_older_name", older)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert torch.equal(module.fused_relative_attention(*inputs), loaded.fused_relative_attention(*inputs))
+print(loaded.layers.RelPositionMultiHeadedAttention.__mro__[1].__name__)
+"""
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    child = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}, check=False
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    return child.stdout
+
+
+@needs_kernels
+def test_kernels_loads_it(exported: Path) -> None:
+    """Beside the package itself, with operators of its own, which torch.compile takes; older versions of kernels, too."""
+    assert run(sys.executable, "-c", LOADED, str(exported), cwd=ROOT) == "Module\n"
+
+
+@needs_kernels
+def test_its_own_test(exported: Path) -> None:
+    """The one that is published with it, which knows nothing but the repository's name."""
+    run(sys.executable, "-m", "pytest", "-q", "tests", cwd=exported, LOCAL_KERNELS=f"{REPO}={exported}", PYTHONPATH="")

@@ -1,0 +1,245 @@
+"""Models of libraries compute the same when enabled: outputs, gradients, losses; in linear memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.models import (
+    LENGTH,
+    PADDED,
+    Results,
+    Sizes,
+    assert_same,
+    in_float64,
+    is_square,
+    operators_dropout,
+    output,
+    real,
+    results,
+    runs_the_operator,
+)
+from tests.libraries.models import EVERY, HEADS, Model
+from tests.libraries.standins import is_installed
+
+ROOT = Path(__file__).parents[2]
+WHOLE = [LENGTH, LENGTH]
+
+
+def of(*models: Model) -> Any:
+    """Parametrize by models; where a library is not installed the test is skipped."""
+
+    def case(model: Model) -> Any:
+        missing = pytest.mark.skipif(
+            not is_installed(model.package), reason=f"{model.distribution} is not installed: make test-libraries"
+        )
+        return pytest.param(model, id=model.name.replace(" ", "-"), marks=missing)
+
+    return pytest.mark.parametrize("kind", [case(model) for model in models])
+
+
+def named(*names: str) -> Any:
+    return of(*(model for model in EVERY if model.name in names))
+
+
+every_model = of(*EVERY)
+# One of each library.
+some_models = named("nemo", "speechbrain", "espnet", "cosyvoice", "x T5", "x inkling", "fairseq2 relative")
+every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
+
+
+def counting(kind: Model, lengths: list[int]) -> torch.Tensor | None:
+    """Frames whose outputs and gradients are compared: in fairseq2 those of padding differ."""
+    return real(lengths) if kind.library == "fairseq2" else None
+
+
+def computed(kind: Model, model: Any, given: dict[str, Any], lengths: list[int]) -> Results:
+    counts = counting(kind, lengths)
+    with in_float64():
+        made = results(model, given, counts)
+    return made if counts is None else {**made, "out": made["out"] * counts}
+
+
+@every_padding
+@every_model
+def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
+    if kind.name == "fairseq2 alibi" and lengths == PADDED:
+        pytest.skip("the stock class makes no such bias")
+    model, given = kind.make(), kind.arguments(LENGTH, lengths)
+    stock = computed(kind, model, given, lengths)
+    assert kind.integration.enable(model)
+    assert runs_the_operator(model, given)
+    ours = computed(kind, model, given, lengths)
+    assert_same(ours, stock)
+
+
+@every_model
+def test_disable_gives_everything_back(kind: Model) -> None:
+    model, given = kind.make(torch.float32), kind.arguments(LENGTH, WHOLE, torch.float32)
+    types = [type(each) for each in model.modules()]
+    keys, stock = list(model.state_dict()), output(model, given)
+    enabled = kind.integration.enable(model)
+    changed = {
+        name: type(each).__name__
+        for (name, each), kept in zip(model.named_modules(), types, strict=True)
+        if type(each) is not kept
+    }
+    assert changed == enabled and list(model.state_dict()) == keys
+    assert kind.integration.enable(model) == {}
+    torch.testing.assert_close(output(model, given), stock, rtol=1e-4, atol=1e-5)
+    assert kind.integration.disable(model) == enabled
+    assert kind.integration.disable(model) == {}
+    assert [type(each) for each in model.modules()] == types
+    assert torch.equal(output(model, given), stock)
+
+
+@every_model
+def test_training(kind: Model) -> None:
+    """The losses of 20 steps are the stock model's, in float64, without dropout."""
+    given, curves = kind.arguments(LENGTH, WHOLE), []
+    for enabled in (False, True):
+        model = kind.make().train()
+        if enabled:
+            kind.integration.enable(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        losses = []
+        with in_float64():
+            target = torch.randn(output(model, given).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+            for _ in range(20):
+                optimizer.zero_grad()
+                made = model(**given)
+                made = made if isinstance(made, torch.Tensor) else made[0]
+                loss = torch.nn.functional.mse_loss(made, target)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        curves.append(losses)
+    stock, ours = curves
+    assert stock[-1] < 0.98 * stock[0], "it does not learn"
+    for step, (one, other) in enumerate(zip(ours, stock, strict=True)):
+        assert abs(one - other) <= 1e-10 * abs(other), f"step {step}: {one} and {other}"
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "nemo": {"dropout_att": 0.2},
+    "espnet": {"attention_dropout_rate": 0.2},
+    "cosyvoice": {"attention_dropout_rate": 0.2},
+    "x T5": {"attn_dropout": 0.2},
+    "speechbrain": {"dropout": 0.2},
+}
+
+
+@named(*DROPOUT)
+def test_dropout(kind: Model) -> None:
+    """Stock attention is made to drop what the operator drops."""
+    model, given = kind.make(**DROPOUT[kind.name]).train(), kind.arguments(LENGTH, PADDED)
+    with in_float64():
+        with operators_dropout(HEADS):
+            stock = results(model, given)
+        kind.integration.enable(model)
+        ours = results(model, given)
+        assert (results(model, given, seed=5)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
+    assert_same(ours, stock, tolerance=1e-11)
+
+
+# In which a mask for all pairs is the user's: of chunks that CosyVoice makes, of a bias that fairseq2 adds.
+SQUARE = ("cosyvoice chunks", "fairseq2 alibi")
+
+
+@of(*(model for model in EVERY if model.name not in SQUARE))
+def test_nothing_quadratic(kind: Model) -> None:
+    """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
+    found = {}
+    for enabled, length in ((True, 600), (True, 1200), (False, 600)):
+        model = kind.make(torch.float32)
+        if enabled:
+            kind.integration.enable(model)
+        given = kind.arguments(length, [length, length - 7], torch.float32)
+        with Sizes() as found[enabled, length]:
+            results(model, given)
+        squares = [shape for shape in found[enabled, length].shapes if is_square(shape, length - 8)]
+        assert bool(squares) != enabled, squares[:3]
+    largest = [max(math.prod(shape) for shape in found[True, length].shapes) for length in (600, 1200)]
+    assert largest[1] <= 2.01 * largest[0]
+
+
+CHILD = """
+import sys
+import torch
+from bench.measure.memory import peak_cpu
+from tests.cpu.models import results
+from tests.libraries.models import EVERY
+
+torch.set_num_threads(1)
+for kind in (each for each in EVERY if each.name in sys.argv[1:]):
+    model = kind.make(torch.float32)
+    kind.integration.enable(model)
+    results(model, kind.arguments(64, [64], torch.float32))
+    for length in (1024, 4096):
+        given = kind.arguments(length, [length], torch.float32)
+        print(peak_cpu(lambda: results(model, given)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
+@named(
+    "nemo", "nemo chunks", "speechbrain", "speechbrain chunks", "espnet", "cosyvoice", "x T5", "x inkling", "fairseq2 relative"
+)
+def test_peak_memory_grows_linearly(kind: Model) -> None:
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", CHILD, kind.name]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert child.returncode == 0, child.stderr
+    short, long = map(int, child.stdout.split()[-2:])
+    assert short >= 1024 * 32 * 4 * 10, "the measurement misses the activations"
+    assert long <= 4.5 * short, f"{short} bytes at length 1024, {long} at 4096"
+
+
+@some_models
+def test_copies_and_pickles(kind: Model) -> None:
+    """They stay enabled, and independent."""
+    model = kind.make(torch.float32)
+    given = kind.arguments(LENGTH, PADDED, torch.float32)
+    for each in model.modules():
+        each._forward_pre_hooks.clear()
+    kind.integration.enable(model)
+    other = copy.deepcopy(model)
+    kind.integration.disable(other)
+    assert runs_the_operator(model, given) and not runs_the_operator(other, given)
+    if kind.library not in ("x_transformers", "fairseq2"):  # which have functions without a name
+        file = io.BytesIO()
+        torch.save(model, file)
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        assert torch.equal(output(loaded, given), output(model, given)) and runs_the_operator(loaded, given)
+
+
+@some_models
+def test_a_part(kind: Model) -> None:
+    """One attention, or its layer: the rest of the model makes masks for all pairs, which are then used."""
+    model, given = kind.make(), kind.arguments(LENGTH, PADDED)
+    stock = computed(kind, model, given, PADDED)
+    name = next(iter(reversed(kind.integration.enable(model))))
+    kind.integration.disable(model)
+    assert kind.integration.enable(model.get_submodule(name))
+    ours = computed(kind, model, given, PADDED)
+    assert_same(ours, stock)
+    kind.integration.enable(model)
+    kind.integration.disable(model.get_submodule(name))
+    assert_same(computed(kind, model, given, PADDED), stock)
+
+
+def test_unknown_models() -> None:
+    for library in sorted({model.library for model in EVERY}):
+        kind = next(model for model in EVERY if model.library == library)
+        with pytest.raises(ValueError, match="Linear has no relative attention of a known class"):
+            kind.integration.enable(torch.nn.Linear(2, 2))
+        assert kind.integration.disable(torch.nn.Linear(2, 2)) == {}

@@ -1,0 +1,197 @@
+"""How models of libraries are used: streaming with caches, packed batches, and settings that stay with the stock classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.models import LENGTH, PADDED, assert_same, in_float64, output, results, runs_the_operator
+from tests.libraries.models import HEADS, WIDTH, entry
+from tests.libraries.standins import is_installed
+from triton_relattn.integrations import seen
+
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(not is_installed(package), reason=f"{package} is not installed: make test-libraries")
+
+
+@needs("nemo")
+@pytest.mark.parametrize(
+    "settings", [{"att_context_size": [8, 3], "att_context_style": "chunked_limited"}, {"att_context_size": [9, 0]}]
+)
+def test_nemo_streaming(settings: dict[str, Any]) -> None:
+    """Parts of a sequence, with caches of keys and of convolutions, of which one has no key yet in one sequence."""
+    kind = entry("nemo", conv_context_size="causal", causal_downsampling=True, **settings)
+    outs = []
+    for enabled in (False, True):
+        encoder = kind.make()
+        encoder.setup_streaming_params(chunk_size=4, shift_size=4)
+        if enabled:
+            kind.integration.enable(encoder)
+        cache = list(encoder.get_initial_cache_state(batch_size=2, dtype=torch.float64))
+        cache[2] = torch.tensor([3, 0])
+        made = []
+        torch.manual_seed(1)
+        for _ in range(6):
+            signal = torch.randn(2, 20, 4, dtype=torch.float64)
+            with torch.no_grad(), in_float64():
+                out, _, *cache = encoder(
+                    audio_signal=signal,
+                    length=torch.tensor([4, 4]),
+                    cache_last_channel=cache[0],
+                    cache_last_time=cache[1],
+                    cache_last_channel_len=cache[2],
+                )
+            made.append(out)
+        outs.append(torch.cat(made, -1))
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-12, atol=1e-12)
+
+
+@needs("nemo")
+def test_nemo_attention_of_another_kind() -> None:
+    """Encoders whose attention is not enabled keep their masks; one that is changed later gets them back."""
+    kind = entry("nemo", self_attention_model="abs_pos")
+    with pytest.raises(ValueError, match="no relative attention"):
+        kind.integration.enable(kind.make())
+    kind = entry("nemo")
+    encoder, given = kind.make(), kind.arguments(LENGTH, PADDED)
+    kind.integration.enable(encoder)
+    kind.integration.disable(encoder.layers[0])
+    mixed = output(encoder, given)
+    kind.integration.disable(encoder)
+    torch.testing.assert_close(mixed, output(encoder, given), rtol=1e-12, atol=1e-12)
+
+
+@needs("nemo")
+def test_nemo_autocast() -> None:
+    """Attention is computed in the dtype in which the stock class does."""
+    kind = entry("nemo")
+    encoder, given = kind.make(torch.float32), kind.arguments(LENGTH, PADDED, torch.float32)
+    exact = output(encoder, given)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = output(encoder, given)
+        kind.integration.enable(encoder)
+        ours = output(encoder, given)
+    assert ours.dtype == stock.dtype
+    assert (ours - exact).norm() <= 1.5 * (stock - exact).norm()
+
+
+@needs("espnet2")
+def test_espnet_legacy_that_looks_ahead_stays() -> None:
+    kind = entry("espnet", rel_pos_type="legacy", zero_triu=False)
+    model, given = kind.make(), kind.arguments(LENGTH, PADDED)
+    assert kind.integration.enable(model) == {"": "ConformerEncoder"}
+    assert not runs_the_operator(model, given)
+
+
+@needs("x_transformers")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_num_mem_kv": 2},
+        {"attn_pre_talking_heads": True},
+        {"attn_selective": True, "causal": True},
+        {"attn_add_zero_kv": True},
+        {"attn_use_rel_proj_pos_bias": True},
+        {"attn_flash": False, "attn_sigmoid": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_x_transformers_that_does_more(settings: dict[str, Any]) -> None:
+    """The bias becomes the stock tensor."""
+    kind = entry("x", rel_pos_bias=True, **settings)
+    model, given = kind.make(), kind.arguments(LENGTH, PADDED)
+    with in_float64():
+        stock = results(model, given)
+    kind.integration.enable(model)
+    assert not runs_the_operator(model, given)
+    with in_float64():
+        assert_same(results(model, given), stock)
+
+
+@needs("x_transformers")
+@pytest.mark.parametrize("bias", ["rel_pos_bias", "alibi_pos_bias", "dynamic_pos_bias", "attn_use_rel_proj_pos_bias"])
+def test_x_transformers_step_by_step(bias: str) -> None:
+    """A decoder with a cache of keys computes what it does at once."""
+    kind = entry("x", causal=True, **{bias: True})
+    model, given = kind.make(), kind.arguments(9, [9, 9])
+    whole = output(model, given)
+    assert kind.integration.enable(model)
+    cache, steps = None, []
+    for stop in range(4, 10):
+        with torch.no_grad():
+            out, cache = model(given["x"][:, :stop], cache=cache, return_hiddens=True)
+        steps.append(out if stop == 4 else out[:, -1:])
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-12, atol=1e-12)
+
+
+@needs("x_transformers")
+def test_x_transformers_weights_are_refused() -> None:
+    kind = entry("x", rel_pos_bias=True, residual_attn=True)
+    model = kind.make()
+    kind.integration.enable(model)
+    with pytest.raises(ValueError, match="never made"):
+        output(model, kind.arguments(LENGTH, PADDED))
+
+
+@needs("fairseq2")
+@pytest.mark.parametrize("bias", ["IdentityBias", "CausalAttentionBias"])
+@pytest.mark.parametrize("kind", ["shaw", "relative"])
+def test_fairseq2_packed(kind: str, bias: str) -> None:
+    """Packed sequences, which the stock classes refuse, are computed as one after the other."""
+    model = entry("fairseq2", kind=kind, bias=bias).make()
+    lengths = [7, 1, 12]
+    states = torch.randn(1, sum(lengths), WIDTH, dtype=torch.float64)
+    alone = torch.cat([output(model, {"x": part, "lengths": [part.shape[1]]}) for part in states.split(lengths, 1)], 1)
+    sdpa: Any = model.sdpa
+    entry("fairseq2").integration.enable(model)
+    layout = type(model.layout((1, 1), [1]))((sum(lengths),), lengths, packed=True)
+    query, key, value = (each(states[0]).unflatten(-1, (HEADS, -1)) for each in model.project[:3])
+    out, _ = sdpa(query, layout, key, layout, value, model.cache())
+    torch.testing.assert_close(model.project[3](out.flatten(1))[None], alone, rtol=1e-12, atol=1e-12)
+
+
+@needs("fairseq2")
+def test_fairseq2_weights() -> None:
+    """A call for weights is the stock class's."""
+    model = entry("fairseq2", kind="shaw").make()
+    entry("fairseq2").integration.enable(model)
+    state = torch.randn(1, 5, HEADS, 8, dtype=torch.float64)
+    layout = model.layout((1, 5), [5])
+    _, weights = model.sdpa(state, layout, state, layout, state, model.cache(), needs_weights=True)
+    assert weights.shape == (1, HEADS, 5, 5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+@pytest.mark.parametrize(("left", "right"), [(5, 2), (-1, 0), (0, -1), (-1, -1), (100, 3)])
+@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize("queries_of_a_call", [1, 8, 512])
+def test_what_is_seen(
+    chunk: int, left: int, right: int, first: int, queries_of_a_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts with windows, lengths and small masks are one call with a mask for all pairs."""
+    from triton_relattn import RelativePositions, fused_relative_attention
+
+    monkeypatch.setattr(seen, "QUERIES", queries_of_a_call)
+    torch.manual_seed(0)
+    queries, keys = 17, 17 + first
+    query, key, value = (torch.randn(2, 2, each, 4, dtype=torch.float64) for each in (queries, keys, keys))
+    table = torch.randn(2 * keys - 1, 4, dtype=torch.float64)
+    positions = RelativePositions(1 - keys, keys - 1)
+
+    def operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **masks: Any) -> torch.Tensor:
+        out: Any = fused_relative_attention(query, key, value, table, positions=positions, **masks)
+        return out  # type: ignore[no-any-return]
+
+    i, j = first + torch.arange(queries)[:, None], torch.arange(keys)
+    begin = i // chunk * chunk
+    mask = (left < 0) | (j >= begin - left)
+    mask = mask & ((right < 0) | (j < begin + chunk + right))
+    lengths = torch.tensor([keys, keys - 4])
+    real = j < lengths[:, None]
+    expected = operator(query, key, value, attn_mask=mask & real[:, None, None], query_offset=first)
+    for told in ({"lengths": lengths}, {"real": real}):
+        given = seen.Seen(**told, left=left, right=right, chunk=chunk, first=first)
+        torch.testing.assert_close(given.attend(operator, query, key, value), expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,50 @@
+"""Attention of ESPnet with relative positions, whose copies in other packages differ in their masks and caches alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...positions import RelativePositions
+from ..heads import join_heads
+from ..transformer_xl import of_module
+
+
+class RelPositionAttention:
+    """Mixin: (q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids.
+
+    With zero_triu keys in the future have q_i + u . k_j alone.
+    """
+
+    def forward(
+        self: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pos_emb: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query (B, Nq, C), key and value (B, Nk, C), pos_emb (1, 2Nk - 1, C), mask (B, 1 or Nq, Nk), 0 of what is hidden."""
+        self.attn = None
+        query, key, value = self.forward_qkv(query, key, value)
+        out: torch.Tensor = self.linear_out(join_heads(attend(self, query, key, value, pos_emb, mask)))
+        return out
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pos_emb: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """(B, H, Nq, D) states. Row 0 is of the most distant past: stock attention shifts query i's for key j to j - i + Nq - 1."""
+    first, last = 1 - query.shape[2], pos_emb.shape[1] - query.shape[2]
+    positions = RelativePositions(first, last, "error")
+    if getattr(module, "zero_triu", False):
+        last = key.shape[2] - query.shape[2]
+        positions = RelativePositions(first, last, "zero")
+    operator = of_module(module, pos_emb[:, : last - first + 1], positions)
+    return operator(query, key, value, attn_mask=None if mask is None else mask[:, None].ne(0))

@@ -1,0 +1,44 @@
+"""CosyVoice's copy of ESPnet's attention, with a cache."""
+
+from __future__ import annotations
+
+import torch
+from cosyvoice.transformer import attention as stock
+
+from ..heads import join_heads
+from .attention import attend
+
+NO_MASK, NO_POSITIONS, NO_CACHE = torch.ones(0, 0, 0, dtype=torch.bool), torch.empty(0), torch.zeros(0, 0, 0, 0)
+
+
+class RelPositionMultiHeadedAttention(stock.RelPositionMultiHeadedAttention):
+    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor = NO_MASK,
+        pos_emb: torch.Tensor = NO_POSITIONS,
+        cache: torch.Tensor = NO_CACHE,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query (B, Nq, C), key and value (B, Nk, C), mask (B, 1 or Nq, Nk), 0 of what is hidden; without keys: there is none.
+
+        pos_emb (1, 2Nk - 1, C); Nk rows are of positions instead of distances, and left to stock attention. cache (1, H, Nc, 2D)
+        of keys and values, which Nk includes.
+        """
+        keys = key.shape[1] + cache.shape[2]
+        if pos_emb.shape[1] == keys > 1:
+            stock_result: tuple[torch.Tensor, torch.Tensor] = super().forward(query, key, value, mask, pos_emb, cache)
+            return stock_result
+        q, k, v = self.forward_qkv(query, key, value)
+        if len(cache) > 0:
+            key_cache, value_cache = cache.chunk(2, dim=-1)
+            k, v = torch.cat((key_cache, k), 2), torch.cat((value_cache, v), 2)
+        seen = mask[:, :, : k.shape[2]] if mask.shape[2] > 0 else None
+        out = self.linear_out(join_heads(attend(self, q, k, v, pos_emb, seen)))
+        return out, torch.cat((k, v), -1)
+
+
+CLASSES = {stock.RelPositionMultiHeadedAttention: RelPositionMultiHeadedAttention}

@@ -1,0 +1,64 @@
+"""NeMo's Conformer encoder, which makes the masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nemo.collections.asr.modules import conformer_encoder as stock
+from nemo.collections.asr.parts.submodules.multi_head_attention import MultiHeadAttention
+
+from .attention import Mask, RelPositionMultiHeadAttention
+
+MOST_CHUNKS = 10000
+"""Chunks that stock masks show if the context has no end to the left."""
+
+
+class ConformerEncoder(stock.ConformerEncoder):
+    """Encoder that tells its attention of lengths, windows and chunks, instead of making a mask (B, T, T)."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return bool(module.self_attention_model == "rel_pos")
+
+    def _create_masks(
+        self,
+        att_context_size: list[int],
+        padding_length: torch.Tensor,
+        max_audio_length: int,
+        offset: torch.Tensor | None,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, Any]:
+        """(B, T) True of padding, and the mask of attention."""
+        attention = (each for each in self.modules() if isinstance(each, MultiHeadAttention))
+        context = self._context(att_context_size)
+        if context is None or not all(isinstance(each, RelPositionMultiHeadAttention) for each in attention):
+            masks: tuple[torch.Tensor, Any] = super()._create_masks(
+                att_context_size, padding_length, max_audio_length, offset, device
+            )
+            return masks
+        positions = torch.arange(max_audio_length, device=device)
+        real = positions < padding_length[:, None]
+        if offset is None:
+            return ~real, Mask(padding_length.long().clamp(max=max_audio_length), **context)
+        real = real & (positions >= offset[:, None])
+        return ~real, Mask(real=real, **context)
+
+    def _context(self, sizes: list[int]) -> dict[str, Any] | None:
+        """The arguments of a mask, or None if only a stock mask says what is seen."""
+        if self.att_context_style == "regular":
+            return {"left": max(sizes[0], -1), "right": max(sizes[1], -1)}
+        if self.att_context_style == "chunked_limited":
+            if sizes[1] == -1:
+                return {"left": max(sizes[0], -1)}
+            chunk = sizes[1] + 1
+            return {"left": (sizes[0] // chunk if sizes[0] >= 0 else MOST_CHUNKS) * chunk, "right": 0, "chunk": chunk}
+        if self.att_context_style == "chunked_limited_with_rc":
+            if sum(sizes) == -3:
+                return {}
+            if min(sizes[0], sizes[2]) >= 0:
+                return {"left": sizes[0], "right": sizes[2], "chunk": sizes[1]}
+        return None
+
+
+CLASSES = {stock.ConformerEncoder: ConformerEncoder}

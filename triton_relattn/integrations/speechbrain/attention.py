@@ -1,0 +1,89 @@
+"""SpeechBrain's attention with relative positions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from speechbrain.nnet import attention as stock
+from torch import nn
+
+from ...positions import RelativePositions
+from ..heads import join_heads, split_heads
+from ..seen import Seen
+from ..transformer_xl import attend
+
+
+class RelPosMHAXL(stock.RelPosMHAXL):
+    """(q_i + u) . k_j + (q_i + v) . R[j - i], both over sqrt(embed_dim); R, a row per distance and head, projected sinusoids."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        """Whether the stock class has a forward: with another width of values it has none."""
+        return bool(module._qkv_same_embed_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pos_embs: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | Seen | None = None,
+        return_attn_weights: bool = True,
+    ) -> Any:
+        """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C).
+
+        Bool masks are True of what is hidden, key_padding_mask (B, Nk), attn_mask (Nq, Nk) or (B * H, Nq, Nk); numbers are added.
+        """
+        states = self._query_key_value(query, key, value)
+        queries = query.shape[1]
+        operator = functools.partial(
+            attend,
+            rel_keys=split_heads(self.linear_pos(pos_embs), self.head_dim),
+            u=self.pos_bias_u.view(self.num_heads, self.head_dim),  # its memory is that of (heads, width)
+            v=self.pos_bias_v.view(self.num_heads, self.head_dim),
+            # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
+            positions=RelativePositions(1 - queries, pos_embs.shape[1] - queries, "error"),
+            scale=self.scale,
+            dropout_p=self.dropout_att.p if self.training else 0.0,
+        )
+        real = None if key_padding_mask is None else ~key_padding_mask.bool()
+        if isinstance(attn_mask, Seen):
+            seen = Seen(real=real, left=attn_mask.left, right=attn_mask.right, chunk=attn_mask.chunk)
+            out = seen.attend(operator, *states)
+        else:
+            out = operator(*states, attn_mask=self._shown(real, attn_mask, states[0]))
+        out = self.out_proj(join_heads(out))
+        return (out, None) if return_attn_weights else out
+
+    def _query_key_value(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        """(B, H, N, D) each. Of one tensor the weights are read as (H, 3, D); of several, as (3, H, D)."""
+        query, key, value = states
+        if (query is key or torch.equal(query, key)) and (key is value or torch.equal(key, value)):
+            parts = nn.functional.linear(query, self.in_proj_weight).unflatten(-1, (self.num_heads, -1)).chunk(3, -1)
+            made = [each.transpose(1, 2) for each in parts]
+        else:
+            weights = self.in_proj_weight.chunk(3)
+            made = [
+                split_heads(nn.functional.linear(each, weight), self.head_dim)
+                for each, weight in zip(states, weights, strict=True)
+            ]
+        if self.vbias is not None:
+            made[2] = made[2] + self.value_bias_weight.view(self.num_heads, 1, self.head_dim)
+        return made
+
+    def _shown(self, real: torch.Tensor | None, attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+        """Both masks as the operator takes one."""
+        shown = None if real is None else real[:, None, None]
+        if attn_mask is None:
+            return shown
+        mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
+        if mask.dtype == torch.bool:
+            return ~mask if shown is None else shown & ~mask
+        mask = mask.to(query.dtype)
+        return mask if shown is None else mask.masked_fill(~shown, -torch.inf)
+
+
+CLASSES = {stock.RelPosMHAXL: RelPosMHAXL}

@@ -1,0 +1,49 @@
+"""SpeechBrain's transformer for speech recognition, which makes the masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speechbrain.lobes.models.transformer import TransformerASR as stock
+
+from ..functions import with_names
+from ..seen import Seen
+from .attention import RelPosMHAXL
+
+
+def make_masks(*args: Any, causal: bool = False, dynchunktrain_config: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """Return what ``make_transformer_src_tgt_masks`` does, but no mask (T, T) of what the encoder's attention sees."""
+    src_padding, tgt_padding, _, tgt_mask = stock.make_transformer_src_tgt_masks(*args, **kwargs)
+    seen = None
+    if causal:
+        seen = Seen(right=0)
+    elif dynchunktrain_config is not None:
+        left = dynchunktrain_config.left_context_size_frames()
+        seen = Seen(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size)
+    return src_padding, tgt_padding, seen, tgt_mask
+
+
+FORWARD, ENCODE = (
+    with_names(function, make_transformer_src_tgt_masks=make_masks)
+    for function in (stock.TransformerASR.forward, stock.TransformerASR.encode)
+)
+
+
+class TransformerASR(stock.TransformerASR):
+    """Model that tells the attention of its Conformer of causality and chunks, instead of making a mask (T, T)."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return module.attention_type == "RelPosMHAXL" and type(module.encoder).__name__ == "ConformerEncoder"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return FORWARD(self, *args, **kwargs) if self._is_enabled() else super().forward(*args, **kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        return ENCODE(self, *args, **kwargs) if self._is_enabled() else super().encode(*args, **kwargs)
+
+    def _is_enabled(self) -> bool:
+        return all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
+
+
+CLASSES = {stock.TransformerASR: TransformerASR}
