@@ -286,11 +286,11 @@ class _SummedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        from torch.distributed._functional_collectives import all_reduce
+        from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
         dtype = compute_dtype(gradients[0].dtype)
-        message = all_reduce(torch.cat([gradient.flatten().to(dtype) for gradient in gradients]), "sum", ctx.group)
-        sums = message.split([gradient.numel() for gradient in gradients])
+        message = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
+        sums = wait_tensor(all_reduce(message, "sum", ctx.group)).split([gradient.numel() for gradient in gradients])
         return None, *(each.view(gradient.shape).to(gradient.dtype) for each, gradient in zip(sums, gradients, strict=True))
 
 

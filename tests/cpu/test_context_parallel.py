@@ -265,6 +265,14 @@ def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
         assert list(results[0].placements) == by_position, "nothing is gathered on the way"
         for result, exact in zip(results, expected, strict=True):
             close(result.full_tensor(), exact, other)
+    rows, packing = PACKED["packed"]
+    attend_packed: Any = triton_relattn.fused_relative_attention_varlen
+    whole = attend_packed(**rows, **packing)
+    spread: Any = {
+        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0) if name in BY_POSITION else Replicate()])
+        for name, tensor in rows.items()
+    }
+    close(attend_packed(**spread, **packing).full_tensor(), whole, "packed")
     with pytest.raises(ValueError, match="one dimension of the mesh may shard"):
         both = distribute_tensor(tensors["query"], mesh, [Shard(2), Shard(2)])
         triton_relattn.fused_relative_attention(both, both, both)

@@ -56,7 +56,6 @@ class Ring:
     ) -> None:
         self.tensors, self.spec, self.group, self.queries, self.keys = tensors, spec, group, queries, keys
         self.rank, self.size = group.rank(), group.size()
-        self.own = queries.pieces[self.rank]
 
         def is_needed(step: int) -> bool:
             return any(self.meetings(rank, (rank - step) % self.size) for rank in range(self.size))
