@@ -54,6 +54,9 @@ FEATURES = (
     "dropout_p",
     "exact_delta",
 )
+"""Beyond rel_key, positions, key_lengths, is_causal, query_offset and scale."""
+ALL_FEATURES = (*FEATURES, "rel_p2c")
+"""Drawn last, so that cases without the last one are what they were."""
 
 
 def random_mask(choose: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -72,10 +75,14 @@ def random_mask(choose: random.Random, shape: tuple[int, int, int, int], dtype: 
     return bias.mT.contiguous().mT if choose.random() < 0.5 else bias
 
 
-def random_scalars(choose: random.Random, wanted: Container[str], has_rel_key: bool) -> dict[str, Any]:
-    """Draw the arguments that padded and packed calls have in common and that do not depend on a length."""
+def random_scalars(choose: random.Random, wanted: Container[str], has_products: bool) -> dict[str, Any]:
+    """Draw the arguments that padded and packed calls have in common and that do not depend on a length.
+
+    Args:
+        has_products: there is a table that rel_scale is for.
+    """
     arguments: dict[str, Any] = {}
-    if "rel_scale" in wanted and has_rel_key:
+    if "rel_scale" in wanted and has_products:
         arguments["rel_scale"] = choose.choice((1.0, 0.2, -0.4))
     if "window_size" in wanted:
         sizes = (-1, 0, 1, choose.randint(2, 20), choose.randint(20, 200))
@@ -92,14 +99,16 @@ def random_scalars(choose: random.Random, wanted: Container[str], has_rel_key: b
 def random_features(choose: random.Random, features: Collection[str]) -> set[str]:
     """Some of the features; none in a third of all cases."""
     drawn = {feature for feature in FEATURES if choose.random() < 0.35}
-    return set() if choose.random() < 0.33 else drawn & set(features)
+    if choose.random() < 0.33:
+        return set()
+    return drawn & set(features) | {feature for feature in set(features) - set(FEATURES) if choose.random() < 0.5}
 
 
 def random_tensors(
     choose: random.Random, wanted: Container[str], num_rows: int | None, heads: int, rel_widths: Any
 ) -> dict[str, Any]:
     """Arguments of make_inputs; heads is multiplied if heads of the query share one of the key."""
-    tables = {name: num_rows is not None and name in wanted for name in ("rel_value", "rel_bias")}
+    tables = {name: num_rows is not None and name in wanted for name in ("rel_value", "rel_bias", "rel_p2c")}
     has_rel_key = num_rows is not None and not ("no_rel_key" in wanted and any(tables.values()))
     rel_width = choose.choice(rel_widths)
     group = choose.choice((2, 3, 4)) if heads == 1 else 2
@@ -146,7 +155,7 @@ def random_case(
     wanted = random_features(choose, features)
     shapes = random_tensors(choose, wanted, num_rows, heads, rel_widths)
     heads = shapes.pop("heads")
-    arguments |= random_scalars(choose, wanted, num_rows is not None and shapes["rel_key"])
+    arguments |= random_scalars(choose, wanted, shapes["rel_key"] or shapes["rel_p2c"])
     if "enable_gqa" in wanted:
         arguments["enable_gqa"] = True
     if "query_offsets" in wanted:
@@ -181,7 +190,7 @@ def random_varlen_case(
     shapes = random_tensors(choose, wanted, num_rows, heads, rel_widths)
     heads = shapes.pop("heads")
     arguments: dict[str, Any] = {"is_causal": choose.random() < 0.5, "query_offset": choose.choice((0, 0, choose.randint(-9, 9)))}
-    arguments |= random_scalars(choose, wanted, num_rows is not None and shapes["rel_key"])
+    arguments |= random_scalars(choose, wanted, shapes["rel_key"] or shapes["rel_p2c"])
     for which, each in (("q", lengths_q), ("k", lengths_k)):
         starts = list(itertools.accumulate(each, initial=0))
         arguments[f"cu_seqlens_{which}"] = torch.tensor(starts, dtype=choose.choice((torch.int32, torch.int64)))

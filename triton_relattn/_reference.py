@@ -18,6 +18,7 @@ def reference_attention(
     rel_query: torch.Tensor | None = None,
     rel_value: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
+    rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
@@ -48,7 +49,7 @@ def reference_attention(
     j = torch.arange(num_keys, device=device)[None, :]
     offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
     relative_position = (j - i - offset).expand(batch, 1, num_queries, num_keys)
-    table = next((table for table in (rel_bias, rel_key, rel_value) if table is not None), None)
+    table = next((table for table in (rel_bias, rel_key, rel_value, rel_p2c) if table is not None), None)
     if table is not None:
         positions = positions or RelativePositions.centred(table.shape[-1] if table is rel_bias else table.shape[-2])
         row, inside = positions.rows(relative_position)
@@ -56,9 +57,10 @@ def reference_attention(
 
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * (query @ key.mT)
-    if rel_key is not None or rel_bias is not None:
+    if not (rel_key is None and rel_bias is None and rel_p2c is None):
         rel_scale = scale if rel_scale is None else rel_scale
-        logits = logits + position_term(query if rel_query is None else rel_query, rel_key, rel_bias, row, inside, rel_scale)
+        p = query if rel_query is None else rel_query
+        logits = logits + position_term(p, key, rel_key, rel_bias, rel_p2c, row, inside, rel_scale)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
@@ -110,13 +112,15 @@ def reference_attention(
 
 def position_term(
     rel_query: torch.Tensor,
+    key: torch.Tensor,
     rel_key: torch.Tensor | None,
     rel_bias: torch.Tensor | None,
+    rel_p2c: torch.Tensor | None,
     row: torch.Tensor,
     inside: torch.Tensor,
     rel_scale: float,
 ) -> torch.Tensor:
-    """Compute ``rel_scale * (p_i . E[row]) + b[row]``, (B, H, Nq, Nk) like row, and 0 where ``inside`` is False."""
+    """Compute ``rel_scale * (p_i . E[row] + k_j . F[row]) + b[row]``, (B, H, Nq, Nk) like row; 0 where ``inside`` is False."""
     term = torch.zeros(row.shape, dtype=rel_query.dtype, device=row.device)
     if rel_key is not None:
         term = rel_scale * (rel_query @ rel_key.mT).gather(-1, row)
@@ -124,6 +128,8 @@ def position_term(
         batch, heads, num_queries, _ = row.shape
         bias = rel_bias.to(term.dtype).expand(batch, heads, -1)[:, :, None].expand(-1, -1, num_queries, -1)
         term = term + bias.gather(-1, row)
+    if rel_p2c is not None:
+        term = term + rel_scale * (key @ rel_p2c.mT).gather(-1, row.mT).mT
     return torch.where(inside, term, 0)
 
 
@@ -143,6 +149,7 @@ def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[
             rel_query=None if rel_query is None else rel_query[:, :, queries],
             rel_value=tensors.rel_value,
             rel_bias=tensors.rel_bias,
+            rel_p2c=tensors.rel_p2c,
             positions=RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero"),
             attn_mask=tensors.attn_mask,
             key_lengths=tensors.key_lengths,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ._core import implementations, validation
 from ._core.dropout import draw_seed
 from ._core.dtypes import compute_dtype
-from ._core.spec import AttentionSpec, AttentionTensors
+from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_relative_attention", "fused_relative_attention_varlen", "shard", "unshard"]
 
-TABLES = ("rel_key", "rel_value", "rel_bias")
-OPERANDS, ADDED = ("query", "key", "value", "rel_key", "rel_query", "rel_value"), ("rel_bias", "attn_mask")
+OPERANDS, ADDED = ("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_p2c"), ("rel_bias", "attn_mask")
 
 
 def fused_relative_attention(

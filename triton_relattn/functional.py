@@ -58,6 +58,7 @@ class OptionsVarlen(TypedDict, total=False):
     rel_query: torch.Tensor | None
     rel_value: torch.Tensor | None
     rel_bias: torch.Tensor | None
+    rel_p2c: torch.Tensor | None
     positions: RelativePositions | None
     is_causal: bool
     window_size: tuple[int, int] | None
@@ -115,6 +116,7 @@ def fused_relative_attention(
     rel_query: torch.Tensor | None = None,
     rel_value: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
+    rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
@@ -135,7 +137,7 @@ def fused_relative_attention(
     .. code-block:: text
 
         r           = j - i - query_offset                           negative: past, positive: future
-        logits[i,j] = scale * (q_i . k_j) + rel_scale * (p_i . E[row(r)]) + b[row(r)]
+        logits[i,j] = scale * (q_i . k_j) + rel_scale * (p_i . E[row(r)] + k_j . F[row(r)]) + b[row(r)]
         logits      = softcap * tanh(logits / softcap)               if softcap is given
         P           = softmax_j(logits + attn_mask)                  of the keys that query i sees
         out_i       = sum_j dropout(P)[i,j] * (v_j + A[row(r)])
@@ -151,6 +153,8 @@ def fused_relative_attention(
         rel_query: p, (B, Hq, Nq, Dr), the vectors that rel_key is multiplied with; by default the query itself.
         rel_value: the table A, (R, Dv) or (Hq, R, Dv).
         rel_bias: the table b, (R,) or (Hq, R), in query's dtype or float32.
+        rel_p2c: the table F, (R, D) or (Hq, R, D), which meets the key: "position to content" of DeBERTa, whose "content to
+            position" is rel_key. (rel_query is no table: it is a vector of each query.)
         positions: the relative positions that the rows of the tables stand for. By default they are centred,
             ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R. A short table that does
             not cover a call is clipped without a warning, as by Shaw et al. A table of more than 1025 rows gets one, since no
@@ -169,7 +173,7 @@ def fused_relative_attention(
             weights depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
             inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
         scale: factor of q.k, ``D ** -0.5`` by default.
-        rel_scale: factor of p.E, by default scale.
+        rel_scale: factor of p.E and of k.F, by default scale.
         softcap: limit the logits smoothly to +-softcap.
         enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
@@ -206,7 +210,7 @@ def fused_relative_attention(
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",
-    2019, Press et al., "ALiBi", 2021 (b); Rabe and Staats 2021, Dao et al. 2022 (linear memory).
+    2019, Press et al., "ALiBi", 2021 (b); He et al., "DeBERTa", 2020 (F); Rabe and Staats 2021, Dao et al. 2022 (linear memory).
 
     Example:
         >>> q, k, v = (torch.randn(1, 2, 10, 16) for _ in range(3))
@@ -214,8 +218,10 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
-    operands = (query, key, value, rel_key, rel_query, rel_value)
-    query, key, value, rel_key, rel_query, rel_value, rel_bias, attn_mask = _autocast(*operands, added=(rel_bias, attn_mask))
+    operands = (query, key, value, rel_key, rel_query, rel_value, rel_p2c)
+    query, key, value, rel_key, rel_query, rel_value, rel_p2c, rel_bias, attn_mask = _autocast(
+        *operands, added=(rel_bias, attn_mask)
+    )
     tensors, spec = validation.resolve(
         query,
         key,
@@ -224,6 +230,7 @@ def fused_relative_attention(
         rel_query=rel_query,
         rel_value=rel_value,
         rel_bias=rel_bias,
+        rel_p2c=rel_p2c,
         positions=positions,
         attn_mask=attn_mask,
         key_lengths=key_lengths,
@@ -297,6 +304,7 @@ def fused_relative_attention_varlen(
     rel_query: torch.Tensor | None = None,
     rel_value: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
+    rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
@@ -343,8 +351,8 @@ def fused_relative_attention_varlen(
         >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
         torch.Size([12, 2, 16])
     """
-    operands = (query, key, value, rel_key, rel_query, rel_value)
-    query, key, value, rel_key, rel_query, rel_value, rel_bias = _autocast(*operands, added=(rel_bias,))
+    operands = (query, key, value, rel_key, rel_query, rel_value, rel_p2c)
+    query, key, value, rel_key, rel_query, rel_value, rel_p2c, rel_bias = _autocast(*operands, added=(rel_bias,))
     tensors, spec = validation.resolve(
         query,
         key,
@@ -353,6 +361,7 @@ def fused_relative_attention_varlen(
         rel_query=rel_query,
         rel_value=rel_value,
         rel_bias=rel_bias,
+        rel_p2c=rel_p2c,
         positions=positions,
         is_causal=is_causal,
         window_size=window_size,

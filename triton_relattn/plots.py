@@ -87,6 +87,7 @@ def attention_terms(
     *,
     rel_query: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
+    rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     query_offset: int | torch.Tensor = 0,
     scale: float | None = None,
@@ -104,28 +105,25 @@ def attention_terms(
         raise ValueError(f"pictures are for at most 4096 x 4096 pairs, got {num_queries} x {num_keys}")
     for name in ("rel_value", "dropout_p", "implementation", "return_lse"):  # change nothing here
         others.pop(name, None)
-    if rel_key is None and rel_bias is None:  # positions of a table for values, which is not shown
+    if rel_key is None and rel_bias is None and rel_p2c is None:  # positions of a table for values, which is not shown
         positions = None
-    terms: dict[str, Any] = {"rel_query": rel_query, "rel_bias": rel_bias, "positions": positions}
-    terms |= {"query_offset": query_offset, "scale": scale, "rel_scale": rel_scale}
+    terms: dict[str, Any] = {"rel_query": rel_query, "rel_bias": rel_bias, "rel_p2c": rel_p2c}
+    call = {"positions": positions, "query_offset": query_offset, "scale": scale, "rel_scale": rel_scale, **others}
     identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
-    _, spec = validation.resolve(query, key, identity, rel_key, **terms, **others)
+    _, spec = validation.resolve(query, key, identity, rel_key, **terms, **call)
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key, identity = (tensor.detach().to(dtype) for tensor in (query, key, identity))
-    rel_key, rel_query, rel_bias = (
-        None if tensor is None else tensor.detach().to(dtype) for tensor in (rel_key, rel_query, rel_bias)
-    )
-    probs, _ = reference_attention(
-        query, key, identity, rel_key, **(terms | {"rel_query": rel_query, "rel_bias": rel_bias}), **others
-    )
-    content = spec.scale * (query @ key.repeat_interleave(heads // key_heads, 1).mT)
+    terms = {name: None if each is None else each.detach().to(dtype) for name, each in {"rel_key": rel_key, **terms}.items()}
+    probs, _ = reference_attention(query, key, identity, **terms, **call)
+    key = key.repeat_interleave(heads // key_heads, 1)
+    content = spec.scale * (query @ key.mT)
     offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
     distance = torch.arange(num_keys, device=query.device) - torch.arange(num_queries, device=query.device)[:, None] - offset
     row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(distance)
-    position = position_term(
-        query if rel_query is None else rel_query, rel_key, rel_bias, row.expand_as(content), inside, spec.rel_scale
-    )
+    rel_query, rel_key, rel_bias, rel_p2c = (terms[name] for name in ("rel_query", "rel_key", "rel_bias", "rel_p2c"))
+    p = query if rel_query is None else rel_query
+    position = position_term(p, key, rel_key, rel_bias, rel_p2c, row.expand_as(content), inside, spec.rel_scale)
     return content, position, probs
 
 

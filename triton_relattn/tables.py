@@ -146,7 +146,10 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
     Example:
         >>> position_keys = torch.randn(4, 2 * 32, 16, requires_grad=True)  # (heads, 2 * span, D)
         >>> slots = (32 - deberta_log_buckets(torch.arange(-99, 100), 32, 128)).clamp(0, 63)
-        >>> position_keys[:, slots].shape  # rel_key of content-to-position, r = -99 .. 99
+        >>> position_keys[:, slots].shape  # rel_key of content to position, r = -99 .. 99
+        torch.Size([4, 199, 16])
+        >>> position_queries = torch.randn(4, 2 * 32, 16, requires_grad=True)
+        >>> position_queries[:, slots].shape  # rel_p2c of position to content, by the same slots
         torch.Size([4, 199, 16])
     """
     _require_integers(relative_position)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._core.dropout import draw_seed, keep_mask, keep_scale
-from ._core.spec import DIFFERENTIABLE
+from ._core.spec import DIFFERENTIABLE, TABLES
 from .positions import RelativePositions
 
 SHARP_FACTOR = 8.0
@@ -35,11 +35,11 @@ class Inputs(NamedTuple):
     rel_query: torch.Tensor | None = None
     rel_value: torch.Tensor | None = None
     rel_bias: torch.Tensor | None = None
+    rel_p2c: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return the tensors that a call takes by keyword: those of rel_query, rel_value and rel_bias that are not None."""
-        terms = {"rel_query": self.rel_query, "rel_value": self.rel_value, "rel_bias": self.rel_bias}
-        return {name: tensor for name, tensor in terms.items() if tensor is not None}
+        """Return those of rel_query, rel_value, rel_bias and rel_p2c that are not None, which a call takes by keyword."""
+        return {name: tensor for name, tensor in list(self._asdict().items())[6:] if tensor is not None}
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Inputs:
         """Convert all tensors to dtype; d_lse to the dtype of lse, which is at least float32."""
@@ -63,6 +63,7 @@ def make_inputs(
     rel_key: bool = True,
     rel_value: bool = False,
     rel_bias: bool = False,
+    rel_p2c: bool = False,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int,
@@ -77,7 +78,7 @@ def make_inputs(
             without the width; None for no table.
         key_heads: heads of key and value, which are shared (``enable_gqa=True``) if they are fewer than ``heads``.
         rel_width: width of rel_query and of rel_key; None for no rel_query.
-        rel_key, rel_value, rel_bias: whether to make each table.
+        rel_key, rel_value, rel_bias, rel_p2c: whether to make each table.
         sharp: make attention look at few keys, where errors of the backward show: query and rel_query times
             ``SHARP_FACTOR``, value and d_out shifted by ``SHARP_SHIFT``.
     """
@@ -101,11 +102,11 @@ def make_inputs(
     d_lse = normal(batch, heads, num_queries)
     key_table = table(rel_key, width if rel_width is None else rel_width)
     rel_query = None if rel_width is None else normal(batch, heads, num_queries, rel_width)
-    value_table, bias = table(rel_value, value_width), table(rel_bias)
+    value_table, bias, p2c_table = table(rel_value, value_width), table(rel_bias), table(rel_p2c, width)
     if sharp:
         query, value, d_out = query * SHARP_FACTOR, value + SHARP_SHIFT, d_out + SHARP_SHIFT
         rel_query = None if rel_query is None else rel_query * SHARP_FACTOR
-    return Inputs(query, key, value, key_table, d_out, d_lse, rel_query, value_table, bias).to(dtype, device)
+    return Inputs(query, key, value, key_table, d_out, d_lse, rel_query, value_table, bias, p2c_table).to(dtype, device)
 
 
 def in_memory_order(tensor: torch.Tensor, *order: int, step: int = 1) -> torch.Tensor:
@@ -121,22 +122,20 @@ def in_memory_order(tensor: torch.Tensor, *order: int, step: int = 1) -> torch.T
 def with_different_strides(inputs: Inputs) -> Inputs:
     """Copy inputs so that every tensor has strides, a storage offset and padding of its own."""
 
-    def reordered(tensor: torch.Tensor | None, shared: tuple[int, ...], per_head: tuple[int, ...]) -> torch.Tensor | None:
-        return None if tensor is None else in_memory_order(tensor, *(shared if tensor.dim() == len(shared) else per_head), step=3)
+    def reordered(tensor: torch.Tensor | None, *orders: tuple[int, ...], step: int = 3) -> torch.Tensor | None:
+        return None if tensor is None else in_memory_order(tensor, *next(o for o in orders if len(o) == tensor.dim()), step=step)
 
-    rel_key, rel_query = inputs.rel_key, inputs.rel_query
-    if rel_key is not None:
-        rel_key = in_memory_order(rel_key, *((1, 0) if rel_key.dim() == 2 else (2, 0, 1)))
     return Inputs(
         in_memory_order(inputs.query, 0, 2, 1, 3),
         in_memory_order(inputs.key, 0, 1, 3, 2),
         in_memory_order(inputs.value, 1, 0, 2, 3, step=2),
-        rel_key,
+        reordered(inputs.rel_key, (1, 0), (2, 0, 1), step=1),
         in_memory_order(inputs.d_out, 2, 1, 0, 3),
         in_memory_order(inputs.d_lse, 2, 0, 1),
-        None if rel_query is None else in_memory_order(rel_query, 1, 2, 0, 3),
+        reordered(inputs.rel_query, (1, 2, 0, 3), step=1),
         reordered(inputs.rel_value, (0, 1), (1, 0, 2)),
         reordered(inputs.rel_bias, (0,), (1, 0)),
+        reordered(inputs.rel_p2c, (1, 0), (1, 2, 0)),
     )
 
 
@@ -186,10 +185,11 @@ class DenseGradients(NamedTuple):
     d_value: torch.Tensor
     d_rel_key: torch.Tensor | None
     d_scores: torch.Tensor
-    """Gradient of the logits before softcap, (B, Hq, Nq, Nk). Times scale it is that of q.k, times rel_scale that of p.E."""
+    """Gradient of the logits before softcap, (B, Hq, Nq, Nk). Times scale it is that of q.k, times rel_scale of p.E and k.F."""
     d_rel_query: torch.Tensor | None
     d_rel_value: torch.Tensor | None
     d_rel_bias: torch.Tensor | None
+    d_rel_p2c: torch.Tensor | None
     probs: torch.Tensor
     """Probabilities after dropout, (B, Hq, Nq, Nk)."""
 
@@ -203,17 +203,12 @@ def _rows_of_pairs(
     j = torch.arange(inputs.key.shape[2], device=device)
     offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
     relative_position = j - i - offset
-    num_rows = [table.shape[-1 - has_width] for table, has_width in _tables(inputs)]
+    tables = {name: getattr(inputs, name) for name in TABLES}
+    num_rows = [table.shape[-1 - (name != "rel_bias")] for name, table in tables.items() if table is not None]
     if not num_rows:
         return relative_position, torch.zeros_like(relative_position), torch.zeros_like(relative_position, dtype=torch.bool)
     positions = positions or RelativePositions.centred(num_rows[0])
     return relative_position, *positions.rows(relative_position)
-
-
-def _tables(inputs: Inputs) -> list[tuple[torch.Tensor, bool]]:
-    """Return the tables that are not None, and whether their last dimension is a width."""
-    named = ((inputs.rel_key, True), (inputs.rel_value, True), (inputs.rel_bias, False))
-    return [(table, has_width) for table, has_width in named if table is not None]
 
 
 def _by_pair(by_row: torch.Tensor, row: torch.Tensor, applies: torch.Tensor) -> torch.Tensor:
@@ -253,10 +248,12 @@ def dense_gradients(
 
     .. code-block:: text
 
-        Z = scale Q K^T + rel_scale p E[row]^T + b[row]    Z' = c tanh(Z / c)    P = exp(Z' + mask - lse)    Pd = P keep / (1 - p)
+        Z = scale Q K^T + rel_scale (p E[row]^T + K F[row]^T) + b[row]
+        Z' = c tanh(Z / c)    P = exp(Z' + mask - lse)    Pd = P keep / (1 - p)
         dPd = dO (V + A[row])^T    dP = dPd keep / (1 - p)    dS = P (dP - rowsum(P dP) + dlse) (1 - (Z' / c)^2)
         dQ = scale dS K    dK = scale dS^T Q    dV = Pd^T dO    dp_i = rel_scale sum_j dS[i,j] E[row]    (dQ += dp if p is Q)
         dE[row] = rel_scale sum dS[i,j] p_i    dA[row] = sum Pd[i,j] dO_i    db[row] = sum dS[i,j]
+        dF[row] = rel_scale sum dS[i,j] k_j    dK_j += rel_scale sum_i dS[i,j] F[row]
 
     Args:
         keep: the mask of what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
@@ -264,7 +261,7 @@ def dense_gradients(
     """
     if dropout_p > 0 and keep is None:
         raise ValueError(f"dropout_p = {dropout_p} needs keep, the mask of what is not dropped")
-    query, key, value, rel_key, d_out, d_lse, rel_query, rel_value, rel_bias = inputs.to(torch.float64)
+    query, key, value, rel_key, d_out, d_lse, rel_query, rel_value, rel_bias, rel_p2c = inputs.to(torch.float64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rel_scale = scale if rel_scale is None else rel_scale
     p = query if rel_query is None else rel_query
@@ -277,6 +274,8 @@ def dense_gradients(
         scores = scores + rel_scale * _by_pair(p @ rel_key.mT, row, applies)
     if rel_bias is not None:
         scores = scores + _by_pair(rel_bias[..., None, :].expand(*query.shape[:3], -1), row, applies)
+    if rel_p2c is not None:
+        scores = scores + rel_scale * _by_pair(keys @ rel_p2c.mT, row.mT, applies.mT).mT
     slope: torch.Tensor | float = 1.0
     if softcap is not None:
         limited = torch.tanh(scores / softcap)
@@ -297,7 +296,7 @@ def dense_gradients(
     kept = 1.0 if keep is None else keep.double() * keep_scale(dropout_p)
     dropped_probs = probs * kept
     out, d_probs = dropped_probs @ values, d_out @ values.mT
-    d_rel_query = d_rel_key = d_rel_value = d_rel_bias = None
+    d_rel_query = d_rel_key = d_rel_value = d_rel_bias = d_rel_p2c = None
     if rel_value is not None:
         probs_by_row = _by_row(dropped_probs, row, applies, rel_value.shape[-2])
         out = out + probs_by_row @ rel_value
@@ -306,7 +305,7 @@ def dense_gradients(
 
     d_probs = d_probs * kept
     d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True) + d_lse[..., None]) * slope
-    d_query = scale * d_scores @ keys
+    d_query, d_keys = scale * d_scores @ keys, scale * d_scores.mT @ query
     if rel_key is not None:
         by_row = _by_row(d_scores, row, applies, rel_key.shape[-2])
         d_p = rel_scale * by_row @ rel_key
@@ -314,12 +313,16 @@ def dense_gradients(
         d_rel_key = rel_scale * _table_gradient(by_row, p, rel_key.dim() == 3)
     if rel_bias is not None:
         d_rel_bias = _by_row(d_scores, row, applies, rel_bias.shape[-1]).sum((0, 2) if rel_bias.dim() == 2 else (0, 1, 2))
+    if rel_p2c is not None:
+        by_row = _by_row(d_scores.mT, row.mT, applies.mT, rel_p2c.shape[-2])
+        d_keys = d_keys + rel_scale * by_row @ rel_p2c
+        d_rel_p2c = rel_scale * _table_gradient(by_row, keys, rel_p2c.dim() == 3)
     d_key, d_value = (
         each.unflatten(1, (-1, group)).sum(2) if each.numel() else torch.zeros_like(tensor)
-        for each, tensor in ((scale * d_scores.mT @ query, key), (dropped_probs.mT @ d_out, value))
+        for each, tensor in ((d_keys, key), (dropped_probs.mT @ d_out, value))
     )
     return DenseGradients(
-        out, lse, d_query, d_key, d_value, d_rel_key, d_scores, d_rel_query, d_rel_value, d_rel_bias, dropped_probs
+        out, lse, d_query, d_key, d_value, d_rel_key, d_scores, d_rel_query, d_rel_value, d_rel_bias, d_rel_p2c, dropped_probs
     )
 
 
@@ -415,29 +418,27 @@ def table_gradient_budget(
     yardstick: it is so far off that an implementation with the delta of a rounded out would pass.
 
     Args:
-        table: "rel_key", "rel_value" or "rel_bias".
+        table: "rel_key", "rel_value", "rel_bias" or "rel_p2c".
         arguments: as of :func:`dense_gradients`.
     """
-    given = {"rel_key": inputs.rel_key, "rel_value": inputs.rel_value, "rel_bias": inputs.rel_bias}[table]
+    given: torch.Tensor | None = {name: getattr(inputs, name) for name in TABLES}[table]
     if given is None:
         raise ValueError(f"the inputs have no table {table}")
     dense = dense_gradients(inputs, **arguments)
     golden: torch.Tensor = dense._asdict()[f"d_{table}"]
     _, row, applies = _rows_of_pairs(inputs, arguments.get("positions"), arguments.get("query_offset", 0))
     rounded = (dense.probs if table == "rel_value" else dense.d_scores).to(inputs.query.dtype).double()
-    has_width = table != "rel_bias"
-    by_row = _by_row(rounded, row, applies, given.shape[-1 - has_width])
-    if table == "rel_value":
-        summed = _table_gradient(by_row, inputs.d_out.double(), given.dim() == 3)
-    elif table == "rel_key":
-        scale = arguments.get("scale")
-        rel_scale = arguments.get("rel_scale")
-        rel_scale = scale if rel_scale is None else rel_scale
-        rel_scale = inputs.query.shape[-1] ** -0.5 if rel_scale is None else rel_scale
-        p = inputs.query if inputs.rel_query is None else inputs.rel_query
-        summed = rel_scale * _table_gradient(by_row, p.double(), given.dim() == 3)
-    else:
+    if table == "rel_p2c":
+        rounded, row, applies = rounded.mT, row.mT, applies.mT
+    by_row = _by_row(rounded, row, applies, given.shape[-1 - (table != "rel_bias")])
+    if table == "rel_bias":
         summed = by_row.sum((0, 2) if given.dim() == 2 else (0, 1, 2))
+    else:
+        keys = inputs.key.repeat_interleave(inputs.query.shape[1] // max(inputs.key.shape[1], 1), 1)
+        vectors = {"rel_value": inputs.d_out, "rel_key": inputs.rel_query, "rel_p2c": keys}[table]
+        scales = (arguments.get("rel_scale"), arguments.get("scale"), inputs.query.shape[-1] ** -0.5)
+        summed = _table_gradient(by_row, (inputs.query if vectors is None else vectors).double(), given.dim() == 3)
+        summed *= 1.0 if table == "rel_value" else next(scale for scale in scales if scale is not None)
     unavoidable = (summed - golden).abs().max() + (golden.to(given.dtype).double() - golden).abs().max()
     return golden, factor * float(unavoidable)
 
@@ -450,7 +451,7 @@ def assert_table_gradient(
     For rel_value, P after dropout takes the place of dS.
 
     Args:
-        table: "rel_key", "rel_value" or "rel_bias".
+        table: "rel_key", "rel_value", "rel_bias" or "rel_p2c".
         arguments: of the call that was differentiated, as of :func:`dense_gradients`.
 
     Raises:

@@ -36,6 +36,12 @@ def hidden(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def squeezed(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
+    factor = config.squeeze_factor
+    given = hidden(config, factor * length, factor * lengths)
+    return {**given, "attention_mask": given["attention_mask"].long()}
+
+
 def hidden_alone(config: Any, length: int, lengths: torch.Tensor) -> dict[str, Any]:
     """Without a mask: of sequences that are as long as the longest."""
     return {"hidden_states": torch.randn(len(lengths), length, config.hidden_size)}

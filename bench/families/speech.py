@@ -46,6 +46,23 @@ EVERY = (
         stock=("eager",),
     ),
     Family(
+        "sew_d",
+        "sew_d",
+        "SEWDEncoder",
+        "SEWDConfig",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "num_conv_pos_embeddings": 6,
+            "num_conv_pos_embedding_groups": 4,
+            "position_buckets": 8,
+            "max_position_embeddings": 20,
+        },
+        inputs.squeezed,
+        stock=("eager",),
+    ),
+    Family(
         "speecht5",
         "speecht5",
         "SpeechT5Encoder",

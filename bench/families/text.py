@@ -1,4 +1,4 @@
-"""Other models of text: a bias by bucket of the distance, ALiBi, Inkling's terms."""
+"""Other models of text: a bias by bucket of the distance, disentangled attention, ALiBi, Inkling's terms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from . import inputs
 from .family import FEW_TOKENS, Family
 
 FALCON = {"multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
+DISENTANGLED = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+SMALL_DEBERTA = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+V3 = {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
 EVERY = (
     Family(
         "mpnet",
@@ -22,6 +25,27 @@ EVERY = (
         inputs.tokens,
         # It ends at 512 tokens; longer ones are for comparison.
         {**FEW_TOKENS, "max_position_embeddings": 10000},
+        stock=("eager",),
+    ),
+    Family(
+        "deberta",
+        "deberta",
+        "DebertaModel",
+        "DebertaConfig",
+        {**SMALL_DEBERTA, **DISENTANGLED, "max_relative_positions": 12},
+        inputs.tokens,
+        {**DISENTANGLED, **FEW_TOKENS},
+        stock=("eager",),
+    ),
+    Family(
+        "deberta_v2",
+        "deberta_v2",
+        "DebertaV2Model",
+        "DebertaV2Config",
+        {**SMALL_DEBERTA, **DISENTANGLED, **V3, "position_buckets": 8, "max_relative_positions": 20},
+        inputs.tokens,
+        # DeBERTa v3, base.
+        {**DISENTANGLED, **V3, **FEW_TOKENS, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
         stock=("eager",),
     ),
     Family(

@@ -50,6 +50,7 @@ def dense_forward(
     rel_query: torch.Tensor | None = None,
     rel_value: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
+    rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
@@ -73,7 +74,7 @@ def dense_forward(
     assert (group > 1) == enable_gqa and (keep is not None) == (dropout_p > 0)
     scale = 1 / math.sqrt(width) if scale is None else scale
     rel_scale = scale if rel_scale is None else rel_scale
-    tables = [tuple(table.shape) for table in (rel_key, rel_value) if table is not None]
+    tables = [tuple(table.shape) for table in (rel_key, rel_value, rel_p2c) if table is not None]
     num_rows = tables[0][-2] if tables else 0 if rel_bias is None else rel_bias.shape[-1]
     first = -(num_rows - 1) // 2 if positions is None else positions.first
     clamp = positions is None or positions.outside == "clamp"
@@ -99,6 +100,8 @@ def dense_forward(
             logits = logits + rel_scale * applies * (of_head(rel_key, h, 2)[rows] * p).sum(-1)
         if rel_bias is not None:
             logits = logits + applies * of_head(rel_bias, h, 1)[rows]
+        if rel_p2c is not None:
+            logits = logits + rel_scale * applies * (of_head(rel_p2c, h, 2)[rows] * k).sum(-1)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits + torch.tensor(added, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of, with_keep
 from triton_relattn import RelativePositions
-from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn._core.spec import DIFFERENTIABLE, TABLES
 from triton_relattn.testing import (
     assert_gradients_close_fp32,
     assert_table_gradient,
@@ -23,6 +23,7 @@ from triton_relattn.testing import (
 )
 
 LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float32)
+FURTHER_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 
 
 def test_a_thousand_positions() -> None:
@@ -47,7 +48,7 @@ def test_gradcheck(outside: Any, is_causal: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("outside", "per_head"), [("clamp", True), ("zero", False)])
 def test_gradcheck_of_all_inputs(outside: Any, per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All seven, with shared heads, softcap, dropout, a window and a mask."""
+    """All eight, with shared heads, softcap, dropout, a window and a mask."""
     cut_blocks(monkeypatch, 3, 1, 2)
     inputs = make_inputs(
         1,
@@ -62,6 +63,7 @@ def test_gradcheck_of_all_inputs(outside: Any, per_head: bool, monkeypatch: pyte
         rel_width=2,
         rel_value=True,
         rel_bias=True,
+        rel_p2c=True,
         dtype=torch.float64,
         seed=1,
     )
@@ -76,7 +78,7 @@ def test_gradcheck_of_all_inputs(outside: Any, per_head: bool, monkeypatch: pyte
         named: dict[str, Any] = dict(zip(leaves, tensors, strict=True))
         return attend(**named, attn_mask=attn_mask, **arguments)
 
-    assert len(leaves) == 7
+    assert len(leaves) == 8
     assert torch.autograd.gradcheck(seeded, tuple(leaves.values()))
 
 
@@ -93,10 +95,16 @@ ERROR_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] =
     "no_table": ((2, 2, 64, 64, 64, 64), {"num_rows": None}, {"is_causal": True}),
     "value_table": ((2, 2, 97, 97, 64, 64), {"num_rows": 21, "rel_value": True}, {"dropout_p": 0.2}),
     "bias_alone": ((2, 2, 97, 97, 32, 32), {"num_rows": 193, "rel_bias": True, "rel_key": False}, {"softcap": 20.0}),
+    "p2c": (
+        (2, 4, 97, 65, 64, 64),
+        {"num_rows": 41, "rel_p2c": True, "key_heads": 2, "per_head": True},
+        {"is_causal": True, "query_offset": -3, "enable_gqa": True, "dropout_p": 0.2},
+    ),
+    "p2c_alone": ((2, 2, 97, 97, 32, 32), {"num_rows": 193, "rel_p2c": True, "rel_key": False}, {"rel_scale": 0.5}),
     "own_query": ((2, 2, 97, 97, 64, 64), {"num_rows": 65, "rel_width": 16}, {"rel_scale": 1.0, "window_size": (40, 30)}),
     "all_terms": (
         (2, 4, 97, 65, 32, 32),
-        {"num_rows": 31, "rel_width": 16, "rel_value": True, "rel_bias": True, "key_heads": 2, "per_head": True},
+        {"num_rows": 31, "rel_width": 16, **FURTHER_TABLES, "key_heads": 2, "per_head": True},
         {"rel_scale": 0.5, "softcap": 30.0, "window_size": (50, 9), "enable_gqa": True, "query_offset": torch.tensor([-3, 4])},
     ),
 }
@@ -122,7 +130,7 @@ def test_error_rule(case: str, dtype: torch.dtype, sharp: bool, block_size: None
         assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
         if dtype == torch.float32 and name.startswith("d_"):
             assert_gradients_close_fp32(name, result, golden[name], [golden[other] for other in results])
-    for table in ("rel_key", "rel_value", "rel_bias"):
+    for table in TABLES:
         if f"d_{table}" in results and dtype != torch.float32:
             assert_table_gradient(f"d_{table}", results[f"d_{table}"], inputs, table=table, **with_keep(inputs, arguments))
 

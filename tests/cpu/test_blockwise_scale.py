@@ -19,12 +19,14 @@ from triton_relattn._core.validation import resolve
 from triton_relattn._operators import ops
 from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
 
+FURTHER_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # terms, arguments
     "table": ({}, {}),
     "clipped_causal": ({"num_rows": 9}, {"is_causal": True}),
     "no_table": ({"num_rows": None}, {}),
-    "all_terms": ({"rel_value": True, "rel_bias": True, "rel_width": 16}, {}),
+    "all_terms": ({**FURTHER_TABLES, "rel_width": 16}, {}),
+    "p2c": ({"rel_p2c": True, "num_rows": 9}, {}),
     "softcap": ({"rel_bias": True}, {"softcap": 30.0}),
     "float_mask": ({"rel_value": True}, {"attn_mask": True}),
 }
@@ -44,7 +46,7 @@ def scaled(inputs: Inputs, deviation: float) -> Inputs:
     They have so few digits that float32 holds all logits exactly. If they were rounded, two keys with nearly the same would
     decide on the largest error.
     """
-    names = ("query", "key", "rel_key", "rel_query", "rel_bias")
+    names = ("query", "key", "rel_key", "rel_query", "rel_bias", "rel_p2c")
     factors = {name: deviation ** (2 if name == "rel_bias" else 1) for name in names if getattr(inputs, name) is not None}
     return inputs._replace(**{name: quarters(getattr(inputs, name), factor) for name, factor in factors.items()})
 
@@ -88,13 +90,13 @@ def test_probabilities_sum_to_one(deviation: float, num_keys: int, block_size: N
 def test_sequences_of_different_lengths_in_one_block() -> None:
     """They are computed together, and each as by itself, padding of NaN or not."""
     lengths = [13, 1, 0, 40, 29]
-    inputs = make_inputs(5, 2, 9, 40, 8, num_rows=15, rel_value=True, rel_bias=True, dtype=torch.float64, seed=1)
+    inputs = make_inputs(5, 2, 9, 40, 8, num_rows=15, **FURTHER_TABLES, dtype=torch.float64, seed=1)
     for length, key, value in zip(lengths, inputs.key, inputs.value, strict=True):
         key[:, length:], value[:, length:] = torch.nan, torch.nan
     tensors, spec = resolve(*inputs[:4], key_lengths=torch.tensor(lengths))
     assert len(list(Call(tensors, spec).blocks())) == 1
     together = forward_backward(attend, inputs, key_lengths=torch.tensor(lengths))
-    tables = ("d_rel_key", "d_rel_value", "d_rel_bias")
+    tables = ("d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c")
     sums = dict.fromkeys(tables, torch.zeros(()))
     for number, length in enumerate(lengths):
         own = {name: getattr(inputs, name)[number : number + 1] for name in ("query", "key", "value", "d_out", "d_lse")}
@@ -115,7 +117,7 @@ def test_sequences_of_different_lengths_in_one_block() -> None:
 @pytest.mark.parametrize("batch", [1, 7, 300])
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 17])
 def test_short_sequences(length: int, batch: int) -> None:
-    inputs = make_inputs(batch, 2, length, length, 4, num_rows=2 * length - 1, rel_bias=True, dtype=torch.float64, seed=length)
+    inputs = make_inputs(batch, 2, length, length, 4, num_rows=2 * length - 1, **FURTHER_TABLES, dtype=torch.float64, seed=length)
     results, expected = results_of("blockwise", inputs), by_hand(inputs)
     for name, result in results.items():
         assert_same(name, result, expected[name])
@@ -126,7 +128,7 @@ def test_short_sequences(length: int, batch: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_kept_probabilities(dtype: torch.dtype, num_keys: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those that the backward computes without, bit for bit."""
-    inputs = make_inputs(3, 4, 29, num_keys, 64, num_rows=21, key_heads=2, rel_value=True, rel_bias=True, dtype=dtype, seed=3)
+    inputs = make_inputs(3, 4, 29, num_keys, 64, num_rows=21, key_heads=2, **FURTHER_TABLES, dtype=dtype, seed=3)
     arguments: dict[str, Any] = {"window_size": (17, 30), "key_lengths": torch.tensor([num_keys, 3, 0]), "dropout_p": dropout_p}
     kept: list[bool] = []
     backward = blockwise.backward
@@ -161,7 +163,7 @@ def test_what_is_kept() -> None:
 
 def test_results_do_not_depend_on_how_a_call_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks and panels, the last of which have fewer queries, against one."""
-    inputs = make_inputs(2, 4, 47, 53, 8, num_rows=33, key_heads=2, rel_value=True, rel_bias=True, dtype=torch.float64, seed=4)
+    inputs = make_inputs(2, 4, 47, 53, 8, num_rows=33, key_heads=2, **FURTHER_TABLES, dtype=torch.float64, seed=4)
     arguments: dict[str, Any] = {"enable_gqa": True, "window_size": (-1, 20), "key_lengths": torch.tensor([53, 31])}
     expected = results_of("blockwise", inputs, **arguments)
     for queries, elements, panel_rows in ((16, 1, 4), (5, 1, 1), (47, 1, 9), (16, 1 << 10, 16), (128, 1 << 12, 20)):
@@ -185,7 +187,7 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
 
     for kind in (partition.Call, partition.Frame):
         monkeypatch.setattr(kind, "__init__", functools.partialmethod(watched, make=kind.__init__))
-    inputs = make_inputs(1, 2, 100, 100, 8, num_rows=199 if table else None, dtype=torch.float32, seed=0)
+    inputs = make_inputs(1, 2, 100, 100, 8, num_rows=199 if table else None, rel_p2c=table, dtype=torch.float32, seed=0)
     gc.disable()
     try:
         forward_backward(attend, inputs, is_causal=True)

@@ -53,6 +53,7 @@ def terms(rows: int = 9) -> dict[str, torch.Tensor]:
         "rel_key": normal(rows, 3),
         "rel_value": normal(HEADS, rows, WIDTH + 1),
         "rel_bias": normal(HEADS, rows),
+        "rel_p2c": normal(HEADS, rows, WIDTH),
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import random_case, random_varlen_case
+from tests.cases import ALL_FEATURES, random_case, random_varlen_case
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, merge_attention, tables
 from triton_relattn._operators import ops
 from triton_relattn.nn import RelativeMultiheadAttention
@@ -55,7 +55,14 @@ def deterministic() -> Iterator[None]:
 
 def everything(dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Any]]:
     """All tables, masks and features at once."""
-    terms: dict[str, Any] = {"key_heads": 2, "rel_width": 5, "rel_value": True, "rel_bias": True, "per_head": True}
+    terms: dict[str, Any] = {
+        "key_heads": 2,
+        "rel_width": 5,
+        "rel_value": True,
+        "rel_bias": True,
+        "rel_p2c": True,
+        "per_head": True,
+    }
     inputs = make_inputs(2, 4, 70, 83, 16, 8, num_rows=11, **terms, dtype=dtype, seed=0)
     arguments = {
         "positions": RelativePositions(-4, 6),
@@ -105,13 +112,13 @@ def test_all_features_at_once(dtype: torch.dtype, implementation: str, block_siz
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_calls(implementation: str) -> None:
     for seed in range(15):
-        assert_repeats_anyhow(implementation, *random_case(seed, dtype=torch.float32))
+        assert_repeats_anyhow(implementation, *random_case(seed, dtype=torch.float32, features=ALL_FEATURES))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_packed_calls(implementation: str) -> None:
     for seed in range(10):
-        assert_repeats_anyhow(implementation, *random_varlen_case(seed, dtype=torch.float32))
+        assert_repeats_anyhow(implementation, *random_varlen_case(seed, dtype=torch.float32, features=ALL_FEATURES))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -120,7 +127,8 @@ def test_repeats_in_any_number_of_threads(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        inputs = make_inputs(2, 4, 150, 160, 32, num_rows=309, rel_value=True, rel_bias=True, dtype=torch.float32, seed=0)
+        tables: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
+        inputs = make_inputs(2, 4, 150, 160, 32, num_rows=309, **tables, dtype=torch.float32, seed=0)
         for implementation in IMPLEMENTATIONS:
             first = results(implementation, inputs, {})
             for name, again in results(implementation, inputs, {}).items():
@@ -220,8 +228,8 @@ def test_no_operator_that_adds_in_any_order() -> None:
     used = called(partial(results, "blockwise", *everything()))
     assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # it looks into the operators
     for seed in range(8):
-        used |= called(partial(results, "blockwise", *random_case(seed, dtype=torch.float32)))
-        used |= called(partial(results, "blockwise", *random_varlen_case(seed, dtype=torch.float32)))
+        used |= called(partial(results, "blockwise", *random_case(seed, dtype=torch.float32, features=ALL_FEATURES)))
+        used |= called(partial(results, "blockwise", *random_varlen_case(seed, dtype=torch.float32, features=ALL_FEATURES)))
     used |= called(merged)
     for name, make in MODULES.items():
         used |= called(partial(of_module, make(dropout=0.2, batch_first=True))) if name != "t5" else set()

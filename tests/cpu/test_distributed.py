@@ -122,6 +122,7 @@ def check_dtensor(rank: int) -> None:
 
     tensors = {name: normal(BATCH, HEADS, LENGTH, 8) for name in ("query", "key", "value")}
     tensors |= {"rel_key": normal(7, 8), "rel_value": normal(HEADS, 7, 8), "rel_bias": normal(HEADS, 7)}
+    tensors |= {"rel_p2c": normal(HEADS, 7, 8)}
     d_out, lengths = normal(BATCH, HEADS, LENGTH, 8), torch.tensor([9, 4, 7, 1])
 
     def run(leaves: dict[str, torch.Tensor], d_out: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
@@ -137,6 +138,7 @@ def check_dtensor(rank: int) -> None:
     expected = run(tensors, d_out, lengths)
     by_batch = dict.fromkeys(("query", "key", "value"), Shard(0))
     by_heads = {**dict.fromkeys(("query", "key", "value"), Shard(1)), "rel_value": Shard(0), "rel_bias": Shard(0)}
+    by_heads |= {"rel_p2c": Shard(0)}
     for placements, of_out in ((by_batch, Shard(0)), (by_heads, Shard(1))):
         placed: Any = {
             name: distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]) for name, tensor in tensors.items()

@@ -349,21 +349,32 @@ def test_gemma_audio(attend: Attention) -> None:
     check(model, ours, **shapes_of(2, 2, length, length, width), per_dim_scale=(width,), relative_key=(rows, 2, width))
 
 
-def test_deberta_content_to_position(attend: Attention) -> None:
-    """The term q_i . PK[slot], slots by log buckets of i - j, clamped; the scale is that of two terms."""
+@pytest.mark.parametrize("kinds", ["c2p", "p2c", "c2p and p2c"])
+def test_deberta(kinds: str, attend: Attention) -> None:
+    """The terms q_i . PK[slot] and k_j . PQ[slot], slots by log buckets of i - j, clamped; the scale is that of all terms."""
     span, max_position, length, width = 8, 20, 24, 6
     # The buckets of the distances, as transformers' make_log_bucket_position has them.
     starts = torch.tensor([1, 2, 3, 4, 5, 7, 12, 20])
     delta = -distances(length, length)
-    slot = (delta.sign() * torch.searchsorted(starts, delta.abs(), right=True) + span).clamp(0, 2 * span - 1)
+    relative_pos = delta.sign() * torch.searchsorted(starts, delta.abs(), right=True)
+    c2p_pos, p2c_pos = ((pos + span).clamp(0, 2 * span - 1).expand(2, 2, -1, -1) for pos in (relative_pos, -relative_pos))
+    scale = ((2 + (" and " in kinds)) * width) ** -0.5
 
-    def model(query: Tensor, key: Tensor, value: Tensor, position_key: Tensor) -> Tensor:
-        content_to_position = (query @ position_key.mT).gather(-1, slot.expand(2, 2, -1, -1))
-        return ((query @ key.mT + content_to_position) / math.sqrt(2 * width)).softmax(-1) @ value
+    def model(query: Tensor, key: Tensor, value: Tensor, **positions: Tensor) -> Tensor:
+        scores = query @ key.mT
+        if "c2p" in kinds:
+            scores = scores + (query @ positions["position_key"].mT).gather(-1, c2p_pos)
+        if "p2c" in kinds:
+            scores = scores + (key @ positions["position_query"].mT).gather(-1, p2c_pos).mT
+        return (scale * scores).softmax(-1) @ value
 
-    def ours(query: Tensor, key: Tensor, value: Tensor, position_key: Tensor) -> Tensor:
+    def ours(query: Tensor, key: Tensor, value: Tensor, **positions: Tensor) -> Tensor:
         bucket = tables.deberta_log_buckets(torch.arange(1 - length, length), span, max_position)
-        table = position_key[:, (span - bucket).clamp(0, 2 * span - 1)]
-        return attend(query, key, value, table, scale=(2 * width) ** -0.5)
+        slots = (span - bucket).clamp(0, 2 * span - 1)
+        names = {"position_key": "rel_key", "position_query": "rel_p2c"}
+        rows = {names[name]: table[:, slots] for name, table in positions.items()}
+        return attend(query, key, value, **rows, scale=scale)
 
-    check(model, ours, **shapes_of(2, 2, length, length, width), position_key=(2, 2 * span, width))
+    wanted = {"position_key": "c2p", "position_query": "p2c"}
+    shapes = {name: (2, 2 * span, width) for name, kind in wanted.items() if kind in kinds}
+    check(model, ours, **shapes_of(2, 2, length, length, width), **shapes)

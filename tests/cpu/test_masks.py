@@ -29,6 +29,7 @@ def all_terms(dtype: torch.dtype, num_queries: int = QUERIES, num_keys: int = KE
         rel_width=4,
         rel_value=True,
         rel_bias=True,
+        rel_p2c=True,
         dtype=dtype,
         seed=4,
     )
@@ -63,7 +64,7 @@ def test_rows_that_see_nothing(
 def test_mask_of_finfo_min(implementation: str, dtype: torch.dtype, mask_dtype: torch.dtype | None, block_size: None) -> None:
     """A finite mask hides nothing: a row of finfo.min, against which all logits vanish, is uniform, as softmax has it."""
     mask_dtype = mask_dtype or dtype
-    inputs = all_terms(dtype)._replace(rel_query=None, rel_key=None, rel_value=None, rel_bias=None)
+    inputs = all_terms(dtype)._replace(rel_query=None, rel_key=None, rel_value=None, rel_bias=None, rel_p2c=None)
     mask = torch.zeros(QUERIES, KEYS, dtype=mask_dtype)
     mask[5] = torch.finfo(mask_dtype).min
     results, expected = results_of(implementation, inputs, attn_mask=mask), by_hand(inputs, attn_mask=mask)
@@ -76,7 +77,7 @@ def test_mask_of_finfo_min(implementation: str, dtype: torch.dtype, mask_dtype: 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_mask_of_finfo_min_in_low_precision(dtype: torch.dtype, block_size: None) -> None:
     """A mask may hold numbers that the inputs' dtype has not: still a uniform row, and finite gradients."""
-    inputs = all_terms(dtype)._replace(rel_query=None, rel_key=None, rel_value=None, rel_bias=None)
+    inputs = all_terms(dtype)._replace(rel_query=None, rel_key=None, rel_value=None, rel_bias=None, rel_p2c=None)
     mask = torch.zeros(QUERIES, KEYS)
     mask[5] = torch.finfo(torch.float32).min
     results, expected = results_of("blockwise", inputs, attn_mask=mask), by_hand(inputs, attn_mask=mask)
@@ -138,9 +139,9 @@ def test_offsets_of_the_batch_entries(implementation: str) -> None:
         expected = results_of(implementation, single, query_offset=int(offsets[b]), is_causal=True, window_size=(9, 9))
         for name in ("out", "lse", "d_query", "d_key", "d_value", "d_rel_query"):
             assert_same(name, results[name][b : b + 1], expected[name])
-        for name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+        for name in ("d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c"):
             results[name] = results[name] - expected[name]
-    for name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+    for name in ("d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c"):
         assert_same(name, results[name], torch.zeros_like(results[name]))
 
 
@@ -204,7 +205,7 @@ def test_nan_that_no_query_sees(case: str, dropout_p: float, block_size: None) -
     spoilt = dict(inputs._asdict())
     for name, seen, dim in (
         *((name, keys, 2) for name in ("key", "value")),
-        *((name, table_rows, 0) for name in ("rel_key", "rel_value", "rel_bias")),
+        *((name, table_rows, 0) for name in ("rel_key", "rel_value", "rel_bias", "rel_p2c")),
     ):
         spoilt[name] = torch.full_like(spoilt[name], math.nan)
         where = (slice(None),) * dim + (seen,)

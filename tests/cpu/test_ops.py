@@ -36,7 +36,7 @@ def case(tables: dict[str, Any], strided: bool = False, **arguments: Any) -> tup
     return with_different_strides(inputs) if strided else inputs, arguments
 
 
-ALL_TERMS: dict[str, Any] = {"rel_width": 3, "rel_value": True, "rel_bias": True}
+ALL_TERMS: dict[str, Any] = {"rel_width": 3, "rel_value": True, "rel_bias": True, "rel_p2c": True}
 CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
     "plain": case({"batch": 1, "heads": 1, "queries": 4, "keys": 4, "num_rows": None}),
     "odd": case(
@@ -67,6 +67,7 @@ CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
         make_inputs(1, 2, 5, 6, 8, num_rows=3, dtype=torch.float16, seed=0)._replace(rel_bias=torch.randn(2, 3)),
         {},
     ),
+    "p2c_alone": case({"rel_key": False, "rel_p2c": True, "per_head": True}, is_causal=True, rel_scale=0.4),
     "value_table_alone": case({"rel_key": False, "rel_value": True}, dropout_p=0.3),
     "bool_mask": case({}, attn_mask=torch.rand(4, 1, 13) < 0.7),
     "float_mask": case({"dtype": torch.float64}, attn_mask=torch.randn(2, 1, 9, 13)),
@@ -100,8 +101,12 @@ def resolved(name: str) -> tuple[Inputs, AttentionTensors, AttentionSpec]:
 
 
 NAMES = [*CASES, *PACKED]
-ALL = (True,) * 7
-SOME = ((False, True, False, True, True, False, False), (True, False, True, False, False, True, True), (False,) * 7)
+ALL = (True,) * len(DIFFERENTIABLE)
+SOME = (
+    (False, True, False, True, True, False, False, False),
+    (True, False, True, False, False, True, True, True),
+    (False,) * len(DIFFERENTIABLE),
+)
 
 
 def arguments(name: str, requires_grad: bool = False, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -109,8 +114,8 @@ def arguments(name: str, requires_grad: bool = False, wanted: tuple[bool, ...] =
     inputs, tensors, spec = resolved(name)
     plain = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
     lse = FORWARD(*plain, *spec, "blockwise")[1]
-    leaves = [None if tensor is None else tensor.detach().requires_grad_(requires_grad) for tensor in tensors[:7]]
-    forward = (*leaves, *plain[7:], *spec, "blockwise")
+    leaves = [None if tensor is None else tensor.detach().requires_grad_(requires_grad) for tensor in tensors[: len(ALL)]]
+    forward = (*leaves, *plain[len(ALL) :], *spec, "blockwise")
     return forward, (inputs.d_out, inputs.d_lse, None, lse, None, *plain, *spec, "blockwise", wanted)
 
 
@@ -120,7 +125,7 @@ def test_schema_is_that_of_the_tensors_and_the_spec() -> None:
     assert names == [*AttentionTensors._fields, *AttentionSpec._fields, "implementation"]
     of_backward = [argument.name for argument in BACKWARD._schema.arguments]
     assert of_backward == ["d_out", "d_lse", "out", "lse", "statistics", *names, "wanted"]
-    assert len(BACKWARD._schema.returns) == len(DIFFERENTIABLE) == 7
+    assert len(BACKWARD._schema.returns) == len(DIFFERENTIABLE) == 8
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no_grad", "grad"])
@@ -227,7 +232,13 @@ def test_under_torch_func() -> None:
         torch.func.jvp(loss, (tensors["rel_key"],), (torch.ones_like(tensors["rel_key"]),))
 
 
-WANTED = (*((name,) for name in DIFFERENTIABLE), ("query", "key"), ("key", "rel_key"), ("rel_query", "rel_value", "rel_bias"))
+WANTED = (
+    *((name,) for name in DIFFERENTIABLE),
+    ("query", "key"),
+    ("key", "rel_key"),
+    ("rel_query", "rel_value", "rel_bias"),
+    ("key", "rel_p2c"),
+)
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
@@ -252,7 +263,7 @@ def test_only_some_inputs_require_grad(wanted: tuple[str, ...], implementation: 
 def test_unwanted_gradients_are_not_computed(name: str) -> None:
     """A gradient has the same bits whichever others are wanted; unwanted gradients come back empty."""
     *arguments_of_all, _ = arguments(name)[1]
-    there = [tensor is not None for tensor in arguments_of_all[5:12]]
+    there = [tensor is not None for tensor in arguments_of_all[5 : 5 + len(ALL)]]
     complete = BACKWARD(*arguments_of_all, list(ALL))
     for wanted in itertools.product(*((False, True) if each else (True,) for each in there)):
         gradients = BACKWARD(*arguments_of_all, list(wanted))
@@ -300,7 +311,7 @@ def test_return_lse(implementation: str | None, dtype: torch.dtype) -> None:
 def test_every_argument_arrives() -> None:
     """The public function hands each of its arguments to blockwise and to the reference alike."""
     inputs = float64_inputs()
-    further = float64_inputs(rel_value=True, rel_bias=True).terms() | {"rel_query": inputs.query.flip(-1)}
+    further = float64_inputs(rel_value=True, rel_bias=True, rel_p2c=True).terms() | {"rel_query": inputs.query.flip(-1)}
     changes: dict[str, Any] = {
         **further,
         "positions": RelativePositions(-5, 1, "zero"),

@@ -22,14 +22,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero": ({"num_rows": 5, "per_head": True}, {"positions": RelativePositions(-3, 1, "zero"), "scale": 0.3, "rel_scale": 2.0}),
     "terms": ({"num_rows": 7, "rel_width": 3, "rel_bias": True}, {"query_offset": torch.tensor([2, -1])}),
     "bias": ({"num_rows": 7, "rel_key": False, "rel_bias": True}, {"key_lengths": torch.tensor([12, 5])}),
-    "gqa": ({"num_rows": 7, "key_heads": 2}, {"enable_gqa": True, "window_size": (3, 4)}),
+    "p2c": ({"num_rows": 7, "rel_p2c": True, "rel_key": False, "per_head": True}, {"rel_scale": 0.5}),
+    "gqa": ({"num_rows": 7, "key_heads": 2, "rel_p2c": True}, {"enable_gqa": True, "window_size": (3, 4)}),
 }
 
 
 def call(name: str) -> tuple[Any, dict[str, Any]]:
     shapes, arguments = CASES[name]
     inputs = make_inputs(2, 4, 10, 12, 8, **{"num_rows": None, "dtype": torch.float64, "seed": 0, **shapes})
-    return inputs, {**arguments, "rel_query": inputs.rel_query, "rel_bias": inputs.rel_bias}
+    return inputs, {**arguments, **inputs.terms()}
 
 
 @pytest.mark.parametrize("name", CASES)

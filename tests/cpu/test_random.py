@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import random_case
+from tests.cases import ALL_FEATURES, random_case
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, by_hand, by_loops, quick_and_slow, results_of
 from triton_relattn import RelativePositions
@@ -16,6 +16,7 @@ from triton_relattn.testing import assert_gradients_close_fp32, assert_within_bu
 
 # Loops over pairs are slow: short sequences, with all that lengths decide in reach of small blocks.
 SHORT: dict[str, Any] = {"lengths": (1, 2, 5, 9, 15, 16, 17, 24), "uneven_lengths": ((1, 61), (61, 1), (3, 40), (40, 3))}
+ALL: dict[str, Any] = {"features": ALL_FEATURES}
 
 
 def draw_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +30,7 @@ def draw_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_against_loops(implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """out, lse and the gradients of all tensors, in float64, from code that shares only the definition."""
     draw_blocks(seed, monkeypatch)
-    inputs, arguments = random_case(seed, **SHORT)
+    inputs, arguments = random_case(seed, **SHORT, **ALL)
     results, expected = results_of(implementation, inputs, **arguments), by_loops(inputs, **arguments)
     assert results.keys() == expected.keys()
     for name, result in results.items():
@@ -41,7 +42,7 @@ def test_against_loops(implementation: str, seed: int, monkeypatch: pytest.Monke
 def test_against_the_backward_by_hand(implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer sequences, of many blocks, in float64."""
     draw_blocks(seed, monkeypatch)
-    inputs, arguments = random_case(1000 + seed)
+    inputs, arguments = random_case(1000 + seed, **ALL)
     results, expected = results_of(implementation, inputs, **arguments), by_hand(inputs, **arguments)
     for name, result in results.items():
         assert_same(name, result, expected[name])
@@ -51,7 +52,7 @@ def test_against_the_backward_by_hand(implementation: str, seed: int, monkeypatc
 def test_float32(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 2e-4 in norm; where enough elements are compared, out and lse also have at most twice the reference's error."""
     draw_blocks(seed, monkeypatch)
-    inputs, arguments = random_case(2000 + seed, dtype=torch.float32)
+    inputs, arguments = random_case(2000 + seed, dtype=torch.float32, **ALL)
     results, golden = results_of("blockwise", inputs, **arguments), by_hand(inputs, **arguments)
     reference = results_of("reference", inputs, **arguments)
     finite = {name: golden[name].masked_fill(golden[name].isinf(), 0) for name in results}
@@ -83,7 +84,7 @@ TABLES: dict[str, RelativePositions] = {
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_tables_beside_and_short(implementation: str, table: str, outside: Any, per_head: bool, block_size: None) -> None:
-    """Tables of all three kinds that hold few or none of the relative positions."""
+    """Tables of all kinds that hold few or none of the relative positions."""
     positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
     arguments: dict[str, Any] = {"positions": positions, "is_causal": table == "two_rows"}
     inputs = make_inputs(
@@ -98,6 +99,7 @@ def test_tables_beside_and_short(implementation: str, table: str, outside: Any, 
         rel_width=2,
         rel_value=True,
         rel_bias=True,
+        rel_p2c=True,
         dtype=torch.float64,
         seed=3,
     )

@@ -48,6 +48,7 @@ def all_inputs(dtype: torch.dtype = torch.float64, sharp: bool = False, per_head
         rel_width=3,
         rel_value=True,
         rel_bias=True,
+        rel_p2c=True,
         dtype=dtype,
         seed=11,
         sharp=sharp,
@@ -77,10 +78,11 @@ def test_inputs_depend_on_the_seed_alone() -> None:
 
 def test_further_tensors_leave_the_others_as_they_are() -> None:
     """The numbers of a call do not depend on what it could have besides."""
-    plain = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, per_head=True, rel_value=True, rel_bias=True, dtype=torch.float64, seed=11)
+    tables: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
+    plain = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, per_head=True, **tables, dtype=torch.float64, seed=11)
     for name, tensor in small_inputs()._asdict().items():
         assert tensor is None or torch.equal(tensor, getattr(plain, name)), name
-    assert list(plain.terms()) == ["rel_value", "rel_bias"] and not small_inputs().terms()
+    assert list(plain.terms()) == ["rel_value", "rel_bias", "rel_p2c"] and not small_inputs().terms()
 
 
 def test_a_rel_query_needs_a_table() -> None:
@@ -101,9 +103,11 @@ def test_shapes_of_everything() -> None:
         "rel_query": (2, 4, 5, 3),
         "rel_value": (4, 9, 6),
         "rel_bias": (4, 9),
+        "rel_p2c": (4, 9, 8),
     }
     shared = all_inputs(per_head=False).terms()
     assert shared["rel_value"].shape == (9, 6) and shared["rel_bias"].shape == (9,)
+    assert shared["rel_p2c"].shape == (9, 8)
     no_key = make_inputs(1, 1, 2, 2, 8, num_rows=3, rel_key=False, rel_bias=True, dtype=torch.float32, seed=0)
     assert no_key.rel_key is None and list(no_key.terms()) == ["rel_bias"]
 
@@ -221,7 +225,7 @@ def test_table_gradient_fails_beyond_its_budget() -> None:
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
-@pytest.mark.parametrize("table", ["rel_key", "rel_value", "rel_bias"])
+@pytest.mark.parametrize("table", ["rel_key", "rel_value", "rel_bias", "rel_p2c"])
 def test_gradient_of_each_table_fails_beyond_its_budget(table: str, per_head: bool) -> None:
     """With every argument that changes dS or P."""
     inputs = all_inputs(torch.bfloat16, sharp=True, per_head=per_head)
@@ -299,7 +303,7 @@ def test_dense_gradients_by_finite_differences(case: str) -> None:
     gradients = dense_gradients(inputs, **arguments)._asdict()
     step = torch.finfo(torch.float64).eps ** (1 / 3)  # balances rounding and the cubic term
     names = [name for name in DIFFERENTIABLE if getattr(inputs, name) is not None]
-    assert len(names) == (4 if case == "one_table" else 7)
+    assert len(names) == (4 if case == "one_table" else 8)
     for name in names:
         tensor = getattr(inputs, name)
         direction = torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -326,6 +326,8 @@ def test_flop_counter() -> None:
     assert count(lambda: attend(query, key, value).sum().backward()) == 7 * product
     assert count(lambda: attend(query, key, value, table)) == 2 * product + of_table
     assert count(lambda: attend(query, key, value, table).sum().backward()) == 7 * product + 4 * of_table
+    of_keys = 2 * 2 * 2 * 14 * 9 * 8
+    assert count(lambda: attend(query, key, value, rel_p2c=table).sum().backward()) == 7 * product + 4 * of_keys
     wide, values_table = torch.randn(2, 2, 14, 20, dtype=torch.float64), torch.randn(9, 20, dtype=torch.float64)
     wider = product * 20 // 8
     assert count(lambda: attend(query, key, wide).sum().backward()) == product + wider + 3 * product + 2 * wider

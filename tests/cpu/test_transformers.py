@@ -56,6 +56,9 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "falcon": {"attention_dropout": 0.2, "hidden_dropout": 0.1},
     **{name: {"attention_dropout": 0.2, "hidden_dropout": 0.0, "activation_dropout": 0.1} for name in WAVLM},
     "mpnet": {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.1},
+    **{name: {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.1} for name in ("deberta", "deberta_v2")},
+    # Its attention has a dropout of its own kind, see DROPPED.
+    "sew_d": {"attention_dropout": 0.0, "hidden_dropout": 0.1, "activation_dropout": 0.1},
     "speecht5": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1},
     "fastspeech2_conformer": {
         "encoder_attention_dropout_rate": 0.2,
@@ -151,7 +154,7 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
     model = build(name, torch.float64, layers=6 if layerdrop else 2, **changes).train()
     given = arguments(name, model, lengths)
     # The even probabilities of queries that see no key are not dropped.
-    counts = real(lengths) if name in ("inkling", "parakeet") else None
+    counts = real(lengths) if name in ("inkling", "parakeet", "deberta", "deberta_v2") else None
     if name == "granite_speech5":  # which has half as many frames in the end
         counts = real([length // 2 for length in lengths], LENGTH // 2)
     with in_float64():
@@ -251,6 +254,25 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "parallel_attn": True},
     ),
     "falcon, in parallel": ("falcon", {"parallel_attn": True, "bias": False}),
+    **{
+        f"{name}, {kind or 'neither'}": (name, {"pos_att_type": kind.split(), "share_att_key": name == "sew_d"})
+        for name in ("deberta", "deberta_v2", "sew_d")
+        for kind in ("c2p", "p2c", "")
+    },
+    "deberta, no relative attention": ("deberta", {"relative_attention": False, "position_biased_input": True}),
+    "deberta, all distances differ": ("deberta", {"max_relative_positions": -1, "type_vocab_size": 2}),
+    "deberta 2, no relative attention": ("deberta_v2", {"relative_attention": False}),
+    "deberta 2, projections of its own": ("deberta_v2", {"share_att_key": False, "norm_rel_ebd": "none"}),
+    "deberta 2, no buckets": ("deberta_v2", {"position_buckets": -1, "max_relative_positions": 10}),
+    "deberta 2, no buckets, all distances differ": ("deberta_v2", {"position_buckets": -1, "max_relative_positions": 60}),
+    "deberta 2, buckets for all distances": ("deberta_v2", {"position_buckets": 256, "max_relative_positions": -1}),
+    "deberta 2, an odd number of buckets": ("deberta_v2", {"position_buckets": 7, "max_relative_positions": 11}),
+    "deberta 2, two buckets": ("deberta_v2", {"position_buckets": 2, "max_relative_positions": 30}),
+    "deberta 2, four buckets": ("deberta_v2", {"position_buckets": 4, "max_relative_positions": 4}),
+    "deberta 2, convolution": ("deberta_v2", {"conv_kernel_size": 3, "conv_act": "gelu"}),
+    "deberta 2, convolution of groups": ("deberta_v2", {"conv_kernel_size": 5, "conv_groups": 4}),
+    "sew-d, projections of its own": ("sew_d", {"share_att_key": False, "norm_rel_ebd": "none", "squeeze_factor": 1}),
+    "sew-d, no buckets": ("sew_d", {"position_buckets": -1, "max_relative_positions": 10}),
     "wavlm, all distances differ": ("wavlm", {"num_buckets": 320, "max_bucket_distance": 800}),
     "wavlm, few buckets": ("wavlm_stable", {"num_buckets": 4, "max_bucket_distance": 5}),
     "speecht5, table beyond the ends": ("speecht5", {"encoder_max_relative_position": 160}),
@@ -339,13 +361,19 @@ def test_padding_in_longt5s_encoder(lengths: list[int]) -> None:
     torch.testing.assert_close(output(model, given), stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
 
 
-DROPPED: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
+DROPPED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "longt5": ("dropout_rate", "encoder.block.0.layer.0.LocalSelfAttention", {}, ("v", "o")),
     "nemotron_asr_streaming": (
         "attention_dropout",
         "layers.0.self_attn",
         {"position_embeddings": torch.ones(100, 23, 32), "chunks": (4, 1)},
         ("v_proj", "o_proj"),
+    ),
+    "sew_d": (
+        "attention_dropout",
+        "encoder.layer.0.attention.self",
+        {"attention_mask": torch.ones(100, 1, 1, 12), "rel_embeddings": torch.ones(16, 32)},
+        ("value_proj",),
     ),
 }
 

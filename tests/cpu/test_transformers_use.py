@@ -287,7 +287,7 @@ def test_copies_stay_enabled_and_independent(name: str) -> None:
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(each, state[key]) for key, each in model.state_dict().items())
     copies = [copy.deepcopy(model)]
-    if name not in ("wav2vec2_conformer", "wavlm", "wavlm_stable"):  # weight normalisation cannot be pickled
+    if name not in ("wav2vec2_conformer", "wavlm", "wavlm_stable", "sew_d"):  # weight normalisation cannot be pickled
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -387,7 +387,8 @@ def test_a_model_of_an_enabled_ones_class(name: str) -> None:
     enable(model)
     encoders: list[Any] = [each for each in model.modules() if isinstance(each, Encoder)]
     for encoder in encoders:
-        for config in (encoder.config, copy.deepcopy(getattr(encoder.config, "stock", encoder.config))):
+        own = getattr(encoder, "config", model.config)  # DeBERTa's has none
+        for config in (own, copy.deepcopy(getattr(own, "stock", own))):
             made = type(encoder)(config)
             assert classes(made) == classes(encoder)
             assert not [each for each in configs(made) if type(each) not in {type(every) for every in configs(encoder)}]
@@ -453,6 +454,8 @@ def test_hidden_states(name: str) -> None:
 @every_family
 def test_autocast(name: str) -> None:
     """As near to float32 as the stock model's."""
+    if name == "deberta":
+        pytest.skip("its stock attention fills bfloat16 scores with float32's lowest number, which is an error")
     model = build(name)
     given = arguments(name, model, PADDED)
     golden = output(model, given)

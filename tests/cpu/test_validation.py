@@ -152,7 +152,11 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["rel_query needs rel_key"],
     ),
-    "rel_scale_without_table": ({"rel_key": None, "rel_scale": 1.0}, ValueError, ["rel_scale", "rel_key, which is None"]),
+    "rel_scale_without_table": (
+        {"rel_key": None, "rel_scale": 1.0},
+        ValueError,
+        ["rel_scale", "rel_key and rel_p2c, which are None"],
+    ),
     "rel_scale_nan": ({"rel_scale": math.nan}, ValueError, ["rel_scale must be finite, got nan"]),
     "rel_scale_str": ({"rel_scale": "8"}, TypeError, ["rel_scale must be a float, got '8'"]),
     "rel_value_width": ({"rel_value": zeros(9, 8)}, ValueError, ["rel_value", "width = 4", "(9, 8)"]),
@@ -165,6 +169,20 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "rel_bias_without_rows": ({"rel_key": None, "rel_bias": zeros(0)}, ValueError, ["rel_bias", "R >= 1", "(0,)"]),
     "rel_bias_dtype": ({"rel_bias": zeros(9).double()}, TypeError, ["rel_bias", "torch.float32", "torch.float64"]),
     "rel_bias_even": ({"rel_key": None, "rel_bias": zeros(4)}, ValueError, ["even number of rows (4)"]),
+    "p2c_width": ({"rel_p2c": zeros(9, 6)}, ValueError, ["rel_p2c", "width = 8", "(9, 6)"]),
+    "p2c_width_of_rel_query": (
+        {"rel_query": zeros(2, 3, 5, 6), "rel_key": zeros(9, 6), "rel_p2c": zeros(9, 6)},
+        ValueError,
+        ["rel_p2c", "width = 8"],
+    ),
+    "p2c_heads": ({"rel_p2c": zeros(2, 9, 8)}, ValueError, ["rel_p2c", "(3, 9, 8)", "(2, 9, 8)"]),
+    "p2c_dtype": ({"rel_p2c": zeros(9, 8).half()}, TypeError, ["rel_p2c", "torch.float32", "torch.float16"]),
+    "p2c_rows": ({"rel_p2c": zeros(7, 8)}, ValueError, ["same number of rows R", "9 (rel_key)", "7 (rel_p2c)"]),
+    "rel_query_with_p2c_alone": (
+        {"rel_key": None, "rel_p2c": zeros(9, 8), "rel_query": zeros(2, 3, 5, 8)},
+        ValueError,
+        ["rel_query needs rel_key"],
+    ),
     "rows_differ": ({"rel_bias": zeros(7)}, ValueError, ["same number of rows R", "9 (rel_key)", "7 (rel_bias)"]),
     "rows_of_value_differ": (
         {"rel_value": zeros(11, 4), "rel_bias": zeros(3, 9)},
@@ -476,7 +494,14 @@ def test_positions_that_cover(case: str) -> None:
 
 def test_values_are_checked_where_they_are_readable() -> None:
     """A fake tensor has no values to check, a real one on the CPU has."""
-    good = {"rel_bias": zeros(3, 9), "rel_value": zeros(9, 4), "attn_mask": zeros(1, 3, 1, 7), "dropout_p": 1, "softcap": 30}
+    good = {
+        "rel_bias": zeros(3, 9),
+        "rel_value": zeros(9, 4),
+        "rel_p2c": zeros(9, 8),
+        "attn_mask": zeros(1, 3, 1, 7),
+        "dropout_p": 1,
+        "softcap": 30,
+    }
     assert call(**good, window_size=[0, 3], query_offset=lengths([1, -1]), exact_delta=True).shape == (2, 3, 5, 4)
     with FakeTensorMode() as mode:
         tensors: dict[str, Any] = {name: mode.from_tensor(zeros(5, 3, 8)) for name in ("query", "key", "value")}

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import by_sequence, random_varlen_case, unpacked
+from tests.cases import ALL_FEATURES, by_sequence, random_varlen_case, unpacked
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, attend_varlen, quick_and_slow, results_of
 from triton_relattn import fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")
+FURTHER_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 
 
 def expected_results(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -32,7 +33,7 @@ def test_random_combination(implementation: str, seed: int, monkeypatch: pytest.
     """Any lengths, among them 0, and any arguments; dropout is that of the batch entries."""
     choose = random.Random(-1 - seed)
     cut_blocks(monkeypatch, *map(choose.choice, ((1, 7, 16, 64, 128), (1, 1 << 9, 1 << 13, 1 << 18), (1, 3, 8, 64))))
-    inputs, arguments = random_varlen_case(seed)
+    inputs, arguments = random_varlen_case(seed, features=ALL_FEATURES)
     results = results_of(implementation, inputs, attend_varlen, **arguments)
     expected = expected_results(inputs, arguments)
     assert results.keys() == expected.keys()
@@ -42,7 +43,7 @@ def test_random_combination(implementation: str, seed: int, monkeypatch: pytest.
 
 def packed_inputs(total_q: int, total_k: int, dtype: torch.dtype = torch.float64) -> Inputs:
     inputs = make_inputs(
-        1, 4, total_q, total_k, 8, 5, num_rows=9, key_heads=2, rel_width=3, rel_value=True, rel_bias=True, dtype=dtype, seed=1
+        1, 4, total_q, total_k, 8, 5, num_rows=9, key_heads=2, rel_width=3, **FURTHER_TABLES, dtype=dtype, seed=1
     )
     packed = {name: getattr(inputs, name)[0].transpose(0, 1) for name in ("query", "key", "value", "d_out", "rel_query")}
     return inputs._replace(**packed, d_lse=inputs.d_lse[0])

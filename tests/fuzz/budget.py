@@ -78,7 +78,7 @@ def magnitudes(
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
     offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
     relative = (j - i - offset).expand(batch, heads, num_queries, num_keys)
-    tables = ((exact.rel_key, -2), (exact.rel_value, -2), (exact.rel_bias, -1))
+    tables = ((exact.rel_key, -2), (exact.rel_value, -2), (exact.rel_bias, -1), (exact.rel_p2c, -2))
     num_rows = next((table.shape[dim] for table, dim in tables if table is not None), 1)
     row, applies = (positions or RelativePositions(-(num_rows // 2), -(num_rows // 2) + num_rows - 1)).rows(relative)
 
@@ -95,6 +95,8 @@ def magnitudes(
         total = scale * (of.query @ of_keys(of.key).mT)
         if of.rel_key is not None:
             total = total + rel_scale * by_pair((of.query if of.rel_query is None else of.rel_query) @ of.rel_key.mT)
+        if of.rel_p2c is not None:
+            total = total + rel_scale * (of_keys(of.key) @ of.rel_p2c.mT).gather(-1, row.mT).mT * applies
         return total if of.rel_bias is None else total + by_pair(of.rel_bias[..., None, :])
 
     unit = precision.sums
@@ -157,7 +159,8 @@ def magnitudes(
     scale_error = (
         abs(scale) * d_scores_error + SMALLEST_SCALE * (d_scores + d_scores_error) + largest_scale * precision.smallest * visible
     )
-    rel_scale_error = by_row(abs(rel_scale) * d_scores_error + largest_scale * precision.smallest * visible)
+    pair_error = abs(rel_scale) * d_scores_error + largest_scale * precision.smallest * visible
+    rel_scale_error = by_row(pair_error)
     p = sizes.query if sizes.rel_query is None else sizes.rel_query
     budgets = {"out": out_error, "lse": lse_error[..., 0], "d_query": scale_error @ of_keys(sizes.key)}
     of_tables = {
@@ -171,8 +174,12 @@ def magnitudes(
             budgets["d_query"] = budgets["d_query"] + d_p
         else:
             budgets["d_rel_query"] = d_p
-    for name, left_factor, right_factor in (("d_key", scale_error, sizes.query), ("d_value", operand_error, sizes.d_out)):
-        product = left_factor.mT @ right_factor
+    d_key_error, d_value_error = scale_error.mT @ sizes.query, operand_error.mT @ sizes.d_out
+    if sizes.rel_p2c is not None:
+        of_key_rows = pair_error.new_zeros(batch, heads, num_keys, num_rows).scatter_add(-1, row.mT, (pair_error * applies).mT)
+        d_key_error = d_key_error + of_key_rows @ sizes.rel_p2c
+        of_tables["d_rel_p2c"] = (sizes.rel_p2c, of_key_rows, of_keys(sizes.key))
+    for name, product in (("d_key", d_key_error), ("d_value", d_value_error)):
         budgets[name] = product.unflatten(1, (key_heads, group)).sum(2) if key_heads else product
     for name, (given, of_rows, factor) in of_tables.items():
         if given is not None:

@@ -133,7 +133,12 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     found["d_lse"] = found["d_out"][:-1] if case.sequences is None else (heads, found["d_out"][0])
     if case.rel_width is not None:
         found["rel_query"] = rows(heads, 0, case.rel_width)
-    tails = {"rel_key": (case.rel_width or case.width,), "rel_value": (case.value_width,), "rel_bias": ()}
+    tails = {
+        "rel_key": (case.rel_width or case.width,),
+        "rel_value": (case.value_width,),
+        "rel_bias": (),
+        "rel_p2c": (case.width,),
+    }
     for name in case.tables:
         assert case.positions is not None
         first, last, _ = case.positions

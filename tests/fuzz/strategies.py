@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.case import Broken, Case, Layout, shapes
 from tests.fuzz.properties import BLOCKS, TILES
+from triton_relattn._core.spec import TABLES
 
 T = TypeVar("T")
 EDGES = (1, 2, 3, 0, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 70)
@@ -90,10 +91,15 @@ def layouts(name: str, rank: int) -> st.SearchStrategy[Layout]:
 
 @st.composite
 def tables(
-    draw: st.DrawFn, longest: tuple[int, int], offsets: tuple[int, int], window: tuple[int, int], side: int
+    draw: st.DrawFn,
+    longest: tuple[int, int],
+    offsets: tuple[int, int],
+    window: tuple[int, int],
+    side: int,
+    every: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Tables and what their rows stand for. offsets: the smallest and the largest query_offset; side: of a tile."""
-    every = ("rel_key", "rel_value", "rel_bias")
+    """Tables and what their rows stand for. offsets: the smallest and the largest query_offset; side: of a tile; every: those
+    that there may be."""
     names = draw(st.sampled_from([*((name,) for name in every), *itertools.combinations(every, 2), every, every]))
     low, high = -max(longest[0] - 1, 0) - offsets[1], max(longest[1] - 1, 0) - offsets[0]
     low, high = max(low, -window[0]) if window[0] >= 0 else low, min(high, window[1]) if window[1] >= 0 else high
@@ -197,10 +203,11 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     if draw(st.integers(0, 4)):
         right = 0 if fields["is_causal"] else fields["window_size"][1]
         bounds = (min(offsets, default=0), max(offsets, default=0))
-        fields |= draw(tables(case.longest, bounds, (fields["window_size"][0], right), tile))
+        fields |= draw(tables(case.longest, bounds, (fields["window_size"][0], right), tile, TABLES[: 3 if kernels else 4]))
+    if {"rel_key", "rel_p2c"} & set(fields.get("tables", ())):
+        fields["rel_scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.4, 0.2, 3.0])))
     if "rel_key" in fields.get("tables", ()):
         fields["rel_width"] = draw(sometimes(None, st.sampled_from([1, 3, 16, 24, 7])))
-        fields["rel_scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.4, 0.2, 3.0])))
 
     heads = case.key_heads * case.group
     if case.sequences is None and draw(sometimes(False, st.just(True))):
@@ -281,7 +288,7 @@ OF_POSITIONS = each("""
 """)
 OF_IMPLEMENTATIONS = each("None; text; 1; []; {}; torch.zeros(2); np.zeros(2); bytes(3); math.nan")
 EXPRESSIONS = (
-    dict.fromkeys(("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "attn_mask"), OF_TENSORS)
+    dict.fromkeys(("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c", "attn_mask"), OF_TENSORS)
     | dict.fromkeys(("scale", "rel_scale", "softcap", "dropout_p"), OF_NUMBERS)
     | dict.fromkeys(("is_causal", "enable_gqa", "return_lse", "exact_delta"), OF_FLAGS)
     | dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), OF_VECTORS)
@@ -297,7 +304,7 @@ def broken(draw: st.DrawFn, kernels: bool = False) -> Broken:
     case = draw(cases(kernels))
     missing = OF_PACKED if case.sequences is None else OF_PADDED
     absent = {name for name, tensor in (("attn_mask", case.mask), ("key_lengths", case.key_lengths)) if tensor is None}
-    absent |= {"rel_key", "rel_query", "rel_value", "rel_bias"} - set(shapes(case))
+    absent |= {"rel_query", *TABLES} - set(shapes(case))
     absent |= {"positions"} if case.positions is None or case.default_positions else set()
     changes = []
     for _ in range(draw(sometimes(1, st.just(2), 4))):

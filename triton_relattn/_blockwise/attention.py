@@ -2,9 +2,9 @@
 
 A call is cut into blocks (partition.py): batches of matrices of scores, one for each sequence and head. A block has few queries
 or many, but always all keys that they see. So every step is one call of torch on a contiguous batch, and softmax is torch's own.
-The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
+The terms of the tables are added from bands (bands.py, mirror.py). With the gradients dO of out and dlse of lse:
 
-    P  = softmax(scale * Q K^T + terms of rel_key and rel_bias)      out = P V + term of rel_value
+    P  = softmax(scale * Q K^T + terms of other tables)              out = P V + term of rel_value
     dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
 
 dV and the gradient of rel_value are products with P, all other gradients products with dS. The backward has whole rows, too, so
@@ -25,6 +25,7 @@ import torch
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
+from .mirror import MirroredBand
 from .partition import Block, Call, Frame, matrices, of_heads, stacked
 
 SHORT_ROW, SHORT_ROW_BACKWARD = 32, 16
@@ -48,6 +49,8 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
         frame.rel_key.add_terms(packed)
     if frame.rel_bias is not None:
         frame.rel_bias.add_terms()
+    if frame.rel_p2c is not None:
+        frame.rel_p2c.add_terms(frame.rel_p2c.pack(block.keys_of_pairs()))
     slope = None
     if spec.softcap is not None:
         limited = frame.scores.div_(spec.softcap).tanh_()
@@ -168,6 +171,8 @@ class Gradients(NamedTuple):
     rel_key: torch.Tensor | None
     rel_value: torch.Tensor | None
     rel_bias: torch.Tensor | None
+    rel_p2c: torch.Tensor | None
+    """The last row first, see mirror.py."""
 
     @staticmethod
     def new(tensors: AttentionTensors, wanted: Iterable[bool]) -> Gradients:
@@ -204,6 +209,8 @@ class Gradients(NamedTuple):
             add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)
         if self.rel_bias is not None and frame.rel_bias is not None:
             frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads))
+        if frame.rel_p2c is not None and not (self.key is None and self.rel_p2c is None):
+            self.add_mirrored(block, frame.rel_p2c)
         folded = None
         if band is not None and packed is not None:
             folded = band.fold(frame.pairs)
@@ -220,9 +227,19 @@ class Gradients(NamedTuple):
                 band.add_rows(block.by_pair(result), folded)
             block.store(place, result)
 
+    def add_mirrored(self, block: Block, band: MirroredBand) -> None:
+        """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
+        keys, of_keys = block.keys_of_pairs(), None if self.key is None else block.rows_of_keys(self.key)
+        sharing = block.group.sharing
+        d_key = of_keys if of_keys is None or sharing == 1 else torch.zeros_like(keys)
+        band.add_gradients(band.pack(keys), d_key, self.rel_p2c is not None)
+        if of_keys is not None and d_key is not None and sharing > 1:
+            of_keys.add_(d_key.unflatten(1, (-1, sharing)).sum(2))
+
     def add_tables(self, frame: Frame) -> None:
-        """Add the sums that a frame's blocks have collected to the gradients of rel_key and rel_value."""
-        for band, total in ((frame.rel_key, self.rel_key), (frame.rel_value, self.rel_value)):
+        """Add the sums that a frame's blocks have collected to the gradients of rel_key, rel_value and rel_p2c."""
+        collected = ((frame.rel_key, self.rel_key), (frame.rel_value, self.rel_value), (frame.rel_p2c, self.rel_p2c))
+        for band, total in collected:
             if band is not None and total is not None:
                 band.add_gradient(of_heads(total, frame.heads))
 
@@ -240,7 +257,7 @@ def backward(
     d_lse: torch.Tensor | None,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    wanted: Iterable[bool] = (True,) * 7,
+    wanted: Iterable[bool] = (True,) * len(DIFFERENTIABLE),
     kept: torch.Tensor | None = None,
     whole: Whole | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -255,6 +272,8 @@ def backward(
         for block in blocks:
             add_block(totals, block, d_out, d_lse, kept, whole)
         totals.add_tables(frame)
+    if totals.rel_p2c is not None:
+        totals = totals._replace(rel_p2c=totals.rel_p2c.flip(1))
     return tuple(
         None if total is None or tensor is None else (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
         for total, tensor in zip(totals, tensors, strict=False)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from .mirror import Mirror
     from .partition import Frame
 
 PANEL_ROWS = 64
@@ -45,9 +46,9 @@ TableRows = slice | None
 class Reach:
     """The relative positions of a frame's queries and keys, and their table rows."""
 
-    def __init__(self, frame: Frame, num_tables: int, num_queries: int) -> None:
+    def __init__(self, frame: Frame | Mirror, num_tables: int, num_queries: int) -> None:
         """num_queries: number of queries of the frame, or more if the last panel goes beyond them."""
-        self.frame: Frame = weakref.proxy(frame)  # a cycle would keep its memory until the next garbage collection
+        self.frame: Frame | Mirror = weakref.proxy(frame)  # a cycle would keep its memory until the next garbage collection
         self.num_tables, self.sharing = num_tables, frame.num_heads // num_tables
         spec, first = frame.spec, frame.first_position
 
@@ -111,7 +112,7 @@ class Folded(NamedTuple):
 class Band(Reach):
     """A table of vectors, (tables, R, width), and its products for the pairs of a frame."""
 
-    def __init__(self, frame: Frame, table: torch.Tensor, scale: float) -> None:
+    def __init__(self, frame: Frame | Mirror, table: torch.Tensor, scale: float) -> None:
         num_tables = table.shape[0]
         rows = frame.num_sequences * (frame.num_heads // num_tables)
         fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
@@ -230,15 +231,20 @@ class Band(Reach):
 
     def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
         """Sum the gradients of the panels' windows, which overlap, to that of the window of all near positions."""
-        if self.num_panels == 1:
+        count, panel = self.num_panels, self.panel
+        if count == 1:
             return of_windows
-        count, length, width = self.num_panels, len(self.positions), of_windows.shape[2]
-        apart = of_windows.new_zeros(self.num_tables, count, length, width)
         # Panels of later queries begin at earlier positions.
-        strides = (count * length * width, (length - self.panel) * width, width, 1)
-        places = apart.as_strided((self.num_tables, count, self.width, width), strides, (count - 1) * self.panel * width)
-        places.copy_(of_windows.view(places.shape))
-        return apart.sum(1)
+        of_windows = of_windows.view(self.num_tables, count, *of_windows.shape[1:]).flip(1)
+        num_pieces = -(-self.width // panel)  # of a window, each as long as windows are apart
+        total = of_windows.new_zeros(self.num_tables, num_pieces + count - 1, panel, of_windows.shape[3])
+        if count < num_pieces:
+            for number, of_window in enumerate(of_windows.unbind(1)):
+                total.flatten(1, 2)[:, number * panel : number * panel + self.width] += of_window
+        else:
+            for number, piece in enumerate(of_windows.split(panel, 2)):
+                total[:, number : number + count, : piece.shape[2]] += piece
+        return total.flatten(1, 2)[:, : len(self.positions)]
 
 
 class Bias(Reach):

@@ -18,8 +18,9 @@ import torch
 
 from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype
-from .._core.spec import AttentionSpec, AttentionTensors
+from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .bands import Band, Bias
+from .mirror import MirroredBand
 
 BLOCK_QUERIES = 128
 """Queries of a block, or more if their scores fit the working set: products with few rows are slow."""
@@ -100,10 +101,12 @@ class Call:
         self.tensors, self.spec = tensors, spec
         self.dtype = compute_dtype(tensors.query.dtype)
         self.tables = {
-            name: stacked(table.to(self.dtype).contiguous(), name)
-            for name, table in zip(AttentionTensors._fields[4:7], tensors[4:7], strict=True)
-            if table is not None
+            name: stacked(getattr(tensors, name).to(self.dtype).contiguous(), name)
+            for name in TABLES
+            if getattr(tensors, name) is not None
         }
+        if "rel_p2c" in self.tables:
+            self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see mirror.py
         self._buffers: dict[str, torch.Tensor] = {}
         self._frame: tuple[Any, Frame] | None = None
 
@@ -207,6 +210,7 @@ class Frame:
         self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale) if "rel_key" in of_heads else None
         self.rel_value = Band(self, of_heads["rel_value"], 1.0) if "rel_value" in of_heads else None
         self.rel_bias = Bias(self, of_heads["rel_bias"]) if "rel_bias" in of_heads else None
+        self.rel_p2c = MirroredBand(self, of_heads["rel_p2c"], self.spec.rel_scale) if "rel_p2c" in of_heads else None
         self.heads = group.heads
 
     @cached_property
@@ -277,6 +281,11 @@ class Block:
     def has_blind(self) -> bool:
         """Whether a query may see none of the keys."""
         return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
+
+    def keys_of_pairs(self) -> torch.Tensor:
+        """Return the keys as (sequences, heads, keys, width): those that heads share once for each of them."""
+        keys = self.key.unflatten(0, (self.frame.num_sequences, -1))
+        return keys if self.group.sharing == 1 else keys.repeat_interleave(self.group.sharing, 1)
 
     def pairs_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the block's part of a (B, Hq, Nq, Nk) tensor, (sequences, heads, queries, keys)."""

@@ -21,6 +21,7 @@ class AttentionTensors(NamedTuple):
     rel_key: torch.Tensor | None = None  # (R, Dr) or (Hq, R, Dr)
     rel_value: torch.Tensor | None = None  # (R, Dv) or (Hq, R, Dv)
     rel_bias: torch.Tensor | None = None  # (R,) or (Hq, R)
+    rel_p2c: torch.Tensor | None = None  # (R, D) or (Hq, R, D)
     attn_mask: torch.Tensor | None = None  # 4-d, sizes as (B, Hq, Nq, Nk) or 1
     key_lengths: torch.Tensor | None = None  # (B,)
     query_offsets: torch.Tensor | None = None  # (B,); instead of AttentionSpec.query_offset
@@ -31,14 +32,17 @@ class AttentionTensors(NamedTuple):
 
     @property
     def has_table(self) -> bool:
-        return not (self.rel_key is None and self.rel_value is None and self.rel_bias is None)
+        return any(getattr(self, name) is not None for name in TABLES)
 
     @property
     def num_sequences(self) -> int:
         return self.query.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
-DIFFERENTIABLE = AttentionTensors._fields[:7]
+TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
+"""Names of the tensors with a row for each relative position, in their order."""
+
+DIFFERENTIABLE = AttentionTensors._fields[:8]
 """Names of the tensors that have gradients, in their order."""
 
 
@@ -48,7 +52,7 @@ class AttentionSpec(NamedTuple):
     scale: float
     """Factor of q.k."""
     rel_scale: float
-    """Factor of p.E."""
+    """Factor of p.E and k.F."""
     first: int
     """Relative position of the tables' row 0."""
     last: int
@@ -78,12 +82,17 @@ class AttentionSpec(NamedTuple):
         Args:
             offset_is_known: false if each sequence has a query_offset of its own.
         """
+        farthest_past, farthest_future = self.farthest(offset_is_known)
+        if self.first <= farthest_past and farthest_future <= self.last:
+            return "full"
+        return "clamp" if self.clamp else "zero"
+
+    def farthest(self, offset_is_known: bool = True) -> tuple[int, int]:
+        """Return the lowest and the highest relative position that a visible pair may have; exchanged if there is none."""
         farthest_past = -(self.max_seqlen_q - 1) - self.query_offset if offset_is_known else -(2**31)
         farthest_future = self.max_seqlen_k - 1 - self.query_offset if offset_is_known else 2**31
         if self.window_left >= 0:
             farthest_past = max(farthest_past, -self.window_left)
         if self.window_right >= 0:
             farthest_future = min(farthest_future, self.window_right)
-        if self.first <= farthest_past and farthest_future <= self.last:
-            return "full"
-        return "clamp" if self.clamp else "zero"
+        return farthest_past, farthest_future

@@ -100,6 +100,7 @@ def _check_tables(tensors: AttentionTensors, heads: int) -> int | None:
         ("rel_key", tensors.rel_key, tensors.query if tensors.rel_query is None else tensors.rel_query),
         ("rel_value", tensors.rel_value, tensors.value),
         ("rel_bias", tensors.rel_bias, None),
+        ("rel_p2c", tensors.rel_p2c, tensors.key),
     ):
         if table is None:
             continue
@@ -243,6 +244,7 @@ def resolve(
     rel_query: torch.Tensor | None = None,
     rel_value: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
+    rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
@@ -270,7 +272,7 @@ def resolve(
     """
     if not isinstance(query, torch.Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
-    tensors = AttentionTensors(query, key, value, rel_query, rel_key, rel_value, rel_bias)
+    tensors = AttentionTensors(query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c)
     for name in ("query", "key", "value"):
         check_operand(name, getattr(tensors, name), query)
     if rel_query is not None:
@@ -279,8 +281,8 @@ def resolve(
     _check_shapes(tensors, cu_seqlens is not None, enable_gqa)
     if rel_key is None and rel_query is not None:
         raise ValueError("rel_query needs rel_key, the table that it is multiplied with")
-    if rel_key is None and rel_scale is not None:
-        raise ValueError("rel_scale is the factor of the product with rel_key, which is None")
+    if rel_key is None and rel_p2c is None and rel_scale is not None:
+        raise ValueError("rel_scale is the factor of the products with rel_key and rel_p2c, which are None")
     num_rows = _check_tables(tensors, query.shape[1])
 
     if cu_seqlens is not None and max_seqlens is not None:

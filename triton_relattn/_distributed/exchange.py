@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from .._core.spec import AttentionSpec, AttentionTensors
+from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .._operators import ops
 from .sharding import Sharding
 
@@ -76,7 +76,7 @@ def all_to_all_attention(
     moved = {name: sharding for name, sharding in given.items() if getattr(tensors, name) is not None}
     whole = heads_for_positions([getattr(tensors, name) for name in moved], list(moved.values()), group)
     changed = dict(zip(moved, whole, strict=True))
-    for name in ("rel_key", "rel_value", "rel_bias"):
+    for name in TABLES:
         table = getattr(tensors, name)
         if table is not None and table.dim() > 1 + (name != "rel_bias"):
             changed[name] = table[own]

@@ -118,6 +118,7 @@ class Meeting(NamedTuple):
             rel_key=tensors.rel_key,
             rel_value=tensors.rel_value,
             rel_bias=tensors.rel_bias,
+            rel_p2c=tensors.rel_p2c,
             dropout_seed=tensors.dropout_seed,
         )
         spec = spec._replace(max_seqlen_q=min(spec.max_seqlen_q, len(queries)), max_seqlen_k=min(spec.max_seqlen_k, len(keys)))

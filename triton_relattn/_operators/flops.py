@@ -17,18 +17,20 @@ _NUM_TENSORS = len(AttentionTensors._fields)
 
 
 def _operations(shapes: Any) -> tuple[int, int, int, int]:
-    """Count the operations of each product: queries with keys, probabilities with values, queries with rel_key, probabilities
-    with rel_value."""
+    """Count the operations of each product: queries with keys, probabilities with values, queries with rel_key and keys with
+    rel_p2c, probabilities with rel_value."""
     tensors: Any = AttentionTensors(*shapes)
     batch, heads, num_queries, width = tensors.query
     num_keys, value_width = tensors.key[2], tensors.value[3]
-    if tensors.cu_seqlens_k is not None:  # the sequences are counted as if equally long: their lengths may be on a GPU
-        num_keys //= max(tensors.cu_seqlens_k[0] - 1, 1)
     rel_width = (tensors.rel_query or tensors.query)[3]
-    rows = 2 * batch * heads * num_queries
+    rows, columns = 2 * batch * heads * num_queries, 2 * batch * heads * num_keys
+    if tensors.cu_seqlens_k is not None:  # the sequences are counted as if equally long: their lengths may be on a GPU
+        sequences = max(tensors.cu_seqlens_k[0] - 1, 1)
+        num_queries, num_keys = num_queries // sequences, num_keys // sequences
     rel_key = 0 if tensors.rel_key is None else rows * min(tensors.rel_key[-2], num_keys) * rel_width
     rel_value = 0 if tensors.rel_value is None else rows * min(tensors.rel_value[-2], num_keys) * value_width
-    return rows * num_keys * width, rows * num_keys * value_width, rel_key, rel_value
+    rel_p2c = 0 if tensors.rel_p2c is None else columns * min(tensors.rel_p2c[-2], num_queries) * width
+    return rows * num_keys * width, rows * num_keys * value_width, rel_key + rel_p2c, rel_value
 
 
 def _forward_flops(*arguments: Any, **_: Any) -> int:
@@ -36,8 +38,8 @@ def _forward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def _backward_flops(*arguments: Any, **_: Any) -> int:
-    scores, values, rel_key, rel_value = _operations(arguments[5 : 5 + _NUM_TENSORS])
-    return 3 * scores + 2 * values + 3 * rel_key + 2 * rel_value
+    scores, values, rel_scores, rel_values = _operations(arguments[5 : 5 + _NUM_TENSORS])
+    return 3 * scores + 2 * values + 3 * rel_scores + 2 * rel_values
 
 
 def _grid_operations(query: Any, key: Any, value: Any, rel_h: Any, rel_w: Any) -> tuple[int, int, int]:

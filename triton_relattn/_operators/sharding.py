@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from .._core.spec import DIFFERENTIABLE, AttentionTensors
+from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors
 from . import OPERATORS
 
-_TABLES = ("rel_key", "rel_value", "rel_bias")
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 
 
@@ -45,7 +44,7 @@ def register() -> None:
         """Return the placement of each tensor if the heads are sharded."""
         placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
         placements |= dict.fromkeys(("query", "key", "value", "rel_query"), Shard(1))
-        for name in _TABLES:
+        for name in TABLES:
             table = getattr(tensors, name)
             if table is not None and table.ndim > 1 + (name != "rel_bias"):
                 placements[name] = Shard(0)
@@ -84,7 +83,7 @@ def register() -> None:
             gradients = []
             for name, want in zip(DIFFERENTIABLE, wanted, strict=True):
                 placement = placements[name]
-                is_sum = name in _TABLES and isinstance(placement, Replicate) and not isinstance(result, Replicate)
+                is_sum = name in TABLES and isinstance(placement, Replicate) and not isinstance(result, Replicate)
                 has_gradient = want and getattr(tensors, name) is not None
                 gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
             of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]

@@ -38,7 +38,7 @@ class Scaling(NamedTuple):
     """Factors that turn products into logits. The kernels' scores are logits divided by scale."""
 
     base_2_scale: float  # scale / ln 2, computed in double: rounded once, and the same for all kernels
-    rel_scale: float | None  # factor of p.E in a score; None: 1
+    rel_scale: float | None  # factor of p.E and k.F in a score; None: 1
     bias_scale: float
     softcap: float | None
 
@@ -54,6 +54,7 @@ class Inputs(NamedTuple):
     rel_value: Strided | None
     rel_bias: Strided | None
     attn_mask: Strided | None
+    rel_p2c: Strided | None
 
 
 class PerQuery(NamedTuple):
@@ -165,11 +166,12 @@ def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple
 
 def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
     """Return the tensors of a call with the operands of its matrix products aligned."""
-    operands = tensors[:6]  # query to rel_value
-    moved = [None if tensor is None else aligned(tensor) for tensor in operands]
-    if all(new is old for new, old in zip(moved, operands, strict=True)):
+    names = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
+    operands = {name: getattr(tensors, name) for name in names}
+    moved = {name: None if tensor is None else aligned(tensor) for name, tensor in operands.items()}
+    if all(new is operands[name] for name, new in moved.items()):
         return tensors
-    return AttentionTensors(*moved, *tensors[6:])  # type: ignore[arg-type]
+    return tensors._replace(**moved)
 
 
 def strided(tensor: torch.Tensor | None) -> Strided | None:
@@ -210,7 +212,7 @@ def fixed(
     input_precision: str,
     heads: tuple[int, int],
     widths: tuple[int, int, int],
-    terms: tuple[bool, bool, bool, bool],
+    terms: tuple[bool, bool, bool, bool, bool],
     offset_is_known: bool,
 ) -> Fixed:
     """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
@@ -218,15 +220,19 @@ def fixed(
     Args:
         heads: numbers of heads of query and key.
         widths: widths of query, value, and the vectors that rel_key is multiplied with.
-        terms: whether there are rel_query, rel_key, rel_value and rel_bias.
+        terms: whether there are rel_query, rel_key, rel_value, rel_bias and rel_p2c.
     """
     (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
-    has_rel_query, has_rel_key, has_rel_value, has_rel_bias = terms
+    has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
     has_table = has_rel_key or has_rel_value or has_rel_bias
     coverage = spec.coverage(offset_is_known) if has_table else "no table"
+    if has_rel_p2c:
+        coverage = "full"  # full_tables.py sees to it
     special = None
     if has_rel_value:
         special = "rel_value"
+    elif has_rel_p2c:
+        special = "rel_p2c"
     elif has_rel_query:
         narrow = configs.padded_width(rel_dim) < configs.padded_width(head_dim)
         special = "narrow rel_query" if narrow else "rel_query"
@@ -242,7 +248,12 @@ def fixed(
         keep_scale(spec.dropout_p),
         (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right),
         largest_dropped(spec.dropout_p),
-        Scaling(scale / math.log(2), None if not has_rel_key or rel_scale == 1 else rel_scale, 1 / scale, spec.softcap),
+        Scaling(
+            scale / math.log(2),
+            None if not (has_rel_key or has_rel_p2c) or rel_scale == 1 else rel_scale,
+            1 / scale,
+            spec.softcap,
+        ),
         configs.rounds_terms(arch, dtype),
         input_precision,
     )
@@ -280,7 +291,10 @@ class Call:
             configs.input_precision(query.dtype, self.arch),
             (self.heads, self.key_heads),
             (query.shape[-1], value.shape[-1], rel_query.shape[-1]),
-            tuple(tensor is not None for tensor in (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias)),  # type: ignore[arg-type]
+            tuple(
+                tensor is not None
+                for tensor in (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias, tensors.rel_p2c)
+            ),  # type: ignore[arg-type]
             tensors.query_offsets is None,
         )
         self.fixed, self.kind, self.coverage = of_call, of_call.kind, of_call.kind.coverage
@@ -294,10 +308,11 @@ class Call:
             per_head(tensors.rel_value, 2),
             per_head(rel_bias, 1),
             strided(mask),
+            per_head(tensors.rel_p2c, 2),
         )
         addressed = (query, key, value, tensors.rel_query, *others)
         wide_index = any(configs.needs_wide_index(tensor) for tensor in addressed if tensor is not None)
-        for table in (tensors.rel_key, tensors.rel_value):
+        for table in (tensors.rel_key, tensors.rel_value, tensors.rel_p2c):
             if table is not None:
                 wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
         self.shape = of_call.shape._replace(wide_index=True) if wide_index else of_call.shape

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .._core.dtypes import gradient_like
-from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from . import configs, workspace
+from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from . import configs, table_sums, workspace
 from .arguments import SMALLEST_SCALE, Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_dkv import launch_dkv
+from .bwd_dp2c import launch_dp2c
 from .bwd_dq import launch_dq
 from .bwd_dtable import launch_dtable
 from .bwd_dtable_words import launch_dtable_words
 from .fitting import until_it_fits
-from .table_sums import TABLES, TableSums
+from .full_tables import shortened, with_full_tables
 
 
 def backward(
@@ -48,7 +49,8 @@ def backward(
             out and d_lse, which it stands for, are None then.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
-    tensors, spec = with_positive_scale(tensors, spec)
+    given, given_spec = with_positive_scale(tensors, spec)
+    tensors, spec = with_full_tables(given, given_spec)
     # With one sum for both roles of the query, dS is multiplied by the ratio of the scales, which float16 may not hold.
     may_overflow = query.dtype == torch.float16 and abs(spec.rel_scale) > abs(spec.scale)
     if may_overflow and tensors.rel_key is not None and tensors.rel_query is None:
@@ -66,6 +68,9 @@ def backward(
             d_query += gradients["rel_query"]
     if has_two_roles:
         gradients["rel_query"] = None
+    for name in TABLES:
+        if (gradient := gradients[name]) is not None:
+            gradients[name] = shortened(gradient, name, given_spec, spec).to(getattr(given, name).dtype)
     return tuple(gradients.values())
 
 
@@ -86,6 +91,11 @@ def _backward(
         name: gradient_like(tensor) if wants[name] and tensor is not None else None
         for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False)
     }
+    if tensors.rel_p2c is not None:  # rows of full tables may be summed, which is not for 16 bits
+        of_tables = {name: gradients[name] for name in TABLES}
+        gradients |= {
+            name: None if each is None else each.new_empty(each.shape, dtype=torch.float32) for name, each in of_tables.items()
+        }
     query = tensors.query
     entries, heads, seqlen_q, _ = query.shape
     if entries * heads * seqlen_q * tensors.key.shape[2] == 0:
@@ -115,10 +125,12 @@ def _backward(
         else:
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query, is_part)
 
+    if gradients["rel_p2c"] is not None:
+        launch_dp2c(call, tiles["dtable"], per_query, d_out, gradients["rel_p2c"])
     of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
     sums = None
-    if any(gradients[name] is not None for name in TABLES):
-        sums = TableSums(call, tensors, spec, gradients, tiles, plan)
+    if any(gradients[name] is not None for name in table_sums.TABLES):
+        sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan)
     if sums is None or plan is None:
         if gradients["key"] is not None or gradients["value"] is not None:
             launch_dkv(*of_keys)

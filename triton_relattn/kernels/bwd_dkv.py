@@ -8,6 +8,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
 from .dropout import kept
+from .key_terms import add_key_rows, key_terms, reached_by_keys
 from .masking import exists, first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table
@@ -89,6 +90,8 @@ def dkv_kernel(
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
+    if inputs.rel_p2c is not None:  # its rows make the gradient of the key
+        reached_low, reached_high = reached_by_keys(key_start, place, call.window, TILE)
     for member in range(SHAPE.group):
         head = key_head * SHAPE.group + member
         head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
@@ -104,6 +107,9 @@ def dkv_kernel(
             first,
             last,
         )
+        if inputs.rel_p2c is not None:
+            p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
+            key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
         if inputs.rel_value is not None:
             value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
         scale = exponent_scale(call.scaling, mask)
@@ -132,6 +138,8 @@ def dkv_kernel(
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
                     scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+                if inputs.rel_p2c is not None:
+                    scores += key_terms(key, key_table, relative, TILE, SHAPE)
                 scores = tile_scores(query, key, scores, TILE.precision)
                 # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
@@ -173,6 +181,8 @@ def dkv_kernel(
                     if d_keys is not None:
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
+                        if inputs.rel_p2c is not None:
+                            d_key = add_key_rows(d_key, d_words, key_table, relative, reached_low, reached_high, TILE, SHAPE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:

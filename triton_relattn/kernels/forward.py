@@ -11,6 +11,8 @@ from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
 from .dropout import kept
 from .fitting import until_it_fits
+from .full_tables import with_full_tables
+from .key_terms import key_terms
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
@@ -68,6 +70,9 @@ def forward_kernel(
         first,
         last,
     )
+    if inputs.rel_p2c is not None:
+        p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
+        key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
     if HAS_TERM and TILE.coverage == "clamp":
         far_past, far_future = far_terms(rel_query, term, TILE)
     if inputs.rel_value is not None:
@@ -101,6 +106,8 @@ def forward_kernel(
                 far_term = tl.where(key_start < near_start, far_past, far_future)
                 scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            if inputs.rel_p2c is not None:
+                scores += key_terms(key, key_table, relative, TILE, SHAPE)
             scores = tile_scores(query, key, scores, TILE.precision)
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:
@@ -154,7 +161,7 @@ def forward(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:
-        tensors, spec = with_positive_scale(tensors, spec)
+        tensors, spec = with_full_tables(*with_positive_scale(tensors, spec))
         tensors = with_aligned_operands(tensors)
         call = Call(tensors, spec, (out,))
         tile = call.tile("forward", config)

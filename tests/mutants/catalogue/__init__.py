@@ -10,7 +10,9 @@ from .everywhere import OF_ALL
 from .gpu import OF_GPU
 from .grids import OF_GRIDS
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
+from .key_terms import OF_KEY_TERMS
 from .launchers import OF_LAUNCHERS
+from .mirror import OF_MIRROR
 from .models import OF_MODELS
 from .tiles import OF_BAND, OF_MASKS, OF_QUADS
 from .use import OF_USE
@@ -25,9 +27,11 @@ FAULTS: tuple[Fault, ...] = (
     *OF_COLUMNS,
     *OF_TABLE,
     *OF_WORKSPACE,
+    *OF_KEY_TERMS,
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_GRIDS,
+    *OF_MIRROR,
     *OF_ALL,
     *OF_USE,
     *OF_DISTRIBUTED,

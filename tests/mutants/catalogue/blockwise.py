@@ -133,7 +133,7 @@ OF_BLOCKWISE = (
         "blockwise-panels-do-not-move",
         "gradients of the windows of panels are summed as if all had the positions of the last",
         RANDOM,
-        (Change(BANDS, "(length - self.panel) * width", "length * width"),),
+        (Change(BANDS, "*of_windows.shape[1:]).flip(1)", "*of_windows.shape[1:])"),),
     ),
     Fault(
         "blockwise-last-panel-not-padded",

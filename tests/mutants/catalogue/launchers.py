@@ -158,7 +158,13 @@ OF_LAUNCHERS = (
         "wide-values-table-in-32-bits",
         "of the tables only rel_key is looked at for 64-bit offsets",
         (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_table[rel_value]",),
-        (Change(ARGUMENTS, "for table in (tensors.rel_key, tensors.rel_value):", "for table in (tensors.rel_key,):"),),
+        (
+            Change(
+                ARGUMENTS,
+                "for table in (tensors.rel_key, tensors.rel_value, tensors.rel_p2c):",
+                "for table in (tensors.rel_key,):",
+            ),
+        ),
     ),
     Fault(
         "gradient-of-infinite-lse",

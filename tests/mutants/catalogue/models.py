@@ -77,6 +77,30 @@ OF_MODELS = (
         change("masks", '"text", None if text is config else', '"text", None if text is not None else'),
     ),
     Fault(
+        "deberta-scales-as-many-terms-as-there-could-be",
+        "logits are divided by the root of three widths, whatever terms there are",
+        (f"{ON_NUMBERS}::test_other_settings", "-k", "deberta_v2 and c2p"),
+        change("deberta_v2", 'return 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)', "return 3"),
+    ),
+    Fault(
+        "deberta-future-first",
+        "the slots of the past and of the future are exchanged",
+        (SAME, "-k", "deberta_v2-whole"),
+        change("deberta_v2", "(span - counted).clamp", "(span + counted).clamp"),
+    ),
+    Fault(
+        "deberta-ends-too-early",
+        "distances that still have slots of their own take the last one",
+        (f"{ON_NUMBERS}::test_other_settings", "-k", "deberta and buckets"),
+        change("deberta_v2", "(buckets - middle + 1) / (middle - 1)", "(buckets - middle - 2) / (middle - 1)"),
+    ),
+    Fault(
+        "deberta-padding-sees-the-real-keys",
+        "queries that are padding attend to what is not",
+        (SAME, "-k", "deberta_v2-padded"),
+        change("deberta_v2", "torch.where(attends.bool(), out, value.mean(2, keepdim=True))", "out"),
+    ),
+    Fault(
         "wavlm-has-one-distance-too-few",
         "the most distant key has the bias of its neighbour",
         (f"{ON_NUMBERS}::test_other_settings", "-k", "wavlm"),

@@ -26,7 +26,10 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TIL
 DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS = (
     f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums")
 )
-BLOCKWISE, BLOCKS, BANDS = (f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands"))
+KEY_TERMS, DP2C, FULL_TABLES = (f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "bwd_dp2c", "full_tables"))
+BLOCKWISE, BLOCKS, BANDS, MIRROR = (
+    f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands", "mirror")
+)
 DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
 OPS = "triton_relattn/_operators/ops.py"
 FUNCTIONAL, REFERENCE, POSITIONS = (f"triton_relattn/{name}.py" for name in ("functional", "_reference", "positions"))
@@ -38,6 +41,7 @@ ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES = (
 ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
     f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "survivors")
 )
+ON_KEY_TERMS = "tests/interpreter/test_key_terms.py"
 ON_WORKSPACE = "tests/interpreter/test_workspace.py"
 (
     ON_BLOCKWISE,
@@ -71,4 +75,5 @@ ON_WORKSPACE = "tests/interpreter/test_workspace.py"
 )
 ON_CALLS = "tests/emulator/test_calls.py::test_what_was_wrong"  # of compiled kernels
 RANDOM = (f"{ON_RANDOM}::test_against_loops", "-k", "blockwise")
+RANDOM_REFERENCE = (f"{ON_RANDOM}::test_against_loops", "-k", "reference")
 RANDOM_PACKED = (f"{ON_VARLEN}::test_random_combination", "-k", "blockwise")

@@ -22,6 +22,7 @@ class Family(NamedTuple):
 
 TRANSFORMER_XL = "Transformer-XL's terms"
 BUCKETS = "a bias by bucket of the distance"
+DISENTANGLED = "q · E and k · F, each a row for a distance or a bucket of it"
 ALIBI = "ALiBi, a bias that falls with the distance; causal"
 DECOMPOSED = "q · R_h and q · R_w by vertical and horizontal distance"
 FAMILIES = (
@@ -46,6 +47,9 @@ FAMILIES = (
     Family("falcon", "Falcon with ALiBi", ALIBI),
     Family("wavlm", "WavLM", f"{BUCKETS}, times a gate of each query"),
     Family("mpnet", "MPNet", f"{BUCKETS}, one table for all layers"),
+    Family("deberta", "DeBERTa", DISENTANGLED),
+    Family("deberta_v2", "DeBERTa v2 and v3, mDeBERTa", DISENTANGLED),
+    Family("sew_d", "SEW-D", DISENTANGLED),
     Family("speecht5", "SpeechT5, encoder", "q · E, distances clipped, one table for all layers"),
     Family("fastspeech2_conformer", "FastSpeech2Conformer", TRANSFORMER_XL),
     Family("nemotron_asr_streaming", "Nemotron ASR streaming", f"{TRANSFORMER_XL}; chunks"),

@@ -1,0 +1,140 @@
+"""The table that meets the keys, rel_p2c, in the kernels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
+from tests.interpreter.guard import Launch
+from tests.interpreter.launch import all_gradients, check_every_term, run_backward
+from tests.interpreter.test_features import OTHER, SHORT, SMALL, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import workspace
+from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.testing import (
+    Inputs,
+    dense_gradients,
+    dropout_mask,
+    forward_backward,
+    make_inputs,
+    table_gradient_budget,
+    with_different_strides,
+)
+
+REGISTERS = {name: TileConfig(32, 16, 2, 1, "scores", "registers") for name in ("forward", "dq", "dkv", "dtable")}
+TILES = (SMALL, OTHER, REGISTERS, None)
+NUMBERS = [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 120))]
+
+
+def with_table(draw: Any, number: int, **sizes: Any) -> tuple[Inputs, dict[str, Any]]:
+    """Draw a random case that has rel_p2c."""
+    cases = (draw(seed, features=ALL_FEATURES, **sizes) for seed in itertools.count(100 * number))
+    return next((inputs, arguments) for inputs, arguments in cases if inputs.rel_p2c is not None)
+
+
+def p2c_inputs(sizes: tuple[int, int, int, int] = (2, 2, 37, 41), num_rows: int = 101, **others: Any) -> Inputs:
+    given: dict[str, Any] = {"rel_p2c": True, "dtype": torch.float32, "seed": 3, **others}
+    return make_inputs(*sizes, 16, 12, num_rows=num_rows, **given)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_random_combination(number: int) -> None:
+    """out, lse and all gradients, with any other term and mask; a fifth in float16."""
+    inputs, arguments = with_table(random_case, number, dtype=torch.float16 if number % 5 == 4 else torch.float32, **SHORT)
+    if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
+        arguments["exact_delta"] = True
+    check_every_term(inputs, TILES[number % len(TILES)], **arguments)
+
+
+@pytest.mark.parametrize("number", NUMBERS[:6])
+def test_packed(number: int) -> None:
+    sizes = {name: SHORT[name] for name in ("widths", "value_widths", "rel_widths")}
+    inputs, arguments = with_table(random_varlen_case, number, dtype=torch.float32, lengths=(0, 1, 17, 33), **sizes)
+    torch.manual_seed(0)
+    results = forward_backward(attend_varlen, inputs, **arguments)
+    torch.manual_seed(0)
+    longest = max(arguments["max_seqlen_q"], arguments["max_seqlen_k"])
+    keep = dropout_mask(
+        len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], longest, longest, arguments.get("dropout_p", 0.0)
+    )
+    assert_close(results, by_sequence(inputs, arguments, keep if arguments.get("dropout_p") else None))
+
+
+@pytest.mark.parametrize("outside", ["full", "clamp", "zero"])
+@pytest.mark.parametrize("sharp", [False, True])
+def test_table_gradient_in_float16(outside: Any, sharp: bool) -> None:
+    """As good as dS rounded once and summed exactly, also of the end rows of a clamped table."""
+    positions = RelativePositions(-50, 50) if outside == "full" else RelativePositions(-4, 6, outside)
+    inputs = p2c_inputs((1, 2, 50, 45), positions.num_rows, dtype=torch.float16, sharp=sharp, per_head=sharp)
+    arguments: dict[str, Any] = {"positions": positions, "query_offset": 5, "rel_scale": 0.4 if sharp else None}
+    check_every_term(inputs, SMALL, **arguments)
+
+
+def test_sums_of_end_rows_are_float32() -> None:
+    """Nearly all rows of the full table are an end of a clamped one: each rounded to float16, they would lose digits together."""
+    inputs = make_inputs(1, 1, 16, 400, 16, num_rows=3, rel_p2c=True, rel_key=False, dtype=torch.float16, seed=1)
+    inputs = inputs._replace(key=inputs.key.abs() + 1, d_out=inputs.d_out * 8)
+    golden = dense_gradients(inputs)._asdict()["d_rel_p2c"]
+    result = run_backward(inputs, SMALL, ("d_rel_p2c",))["d_rel_p2c"]
+    assert result is not None and result.dtype == torch.float16
+    budgeted, budget = table_gradient_budget(inputs, table="rel_p2c")
+    assert torch.equal(budgeted, golden) and float((result.double() - golden).abs().max()) <= budget
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_nan_that_no_query_sees(case: str) -> None:
+    """Rows that no visible pair has, keys and values that no query sees, and the storage around them may hold NaN."""
+    hiding, seen = UNSEEN[case]
+    arguments = {**hiding, "positions": RelativePositions(-50, 50)}
+    inputs = p2c_inputs((1, 1, 37, 41))
+    unseen_keys = (dense_gradients(inputs, **arguments).probs == 0).all(2)[0, 0]
+    spoilt: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in inputs._asdict().items()}
+    for name in ("rel_key", "rel_p2c"):
+        spoilt[name][: seen.start] = spoilt[name][seen.stop :] = math.nan
+    spoilt["key"][:, :, unseen_keys] = spoilt["value"][:, :, unseen_keys] = math.nan
+    results = all_gradients(with_different_strides(Inputs(**spoilt)), SMALL, **arguments)
+    assert_bit_equal(results, all_gradients(inputs, SMALL, **arguments))
+    assert results["d_rel_p2c"][seen].any() and not results["d_rel_p2c"][: seen.start].any()
+    assert not results["d_rel_p2c"][seen.stop :].any() and not results["d_key"][:, :, unseen_keys].any()
+
+
+def test_nan_in_one_query_stays_there() -> None:
+    """The gradients of the other heads are bit-equal."""
+    inputs = p2c_inputs((1, 2, 37, 41), per_head=True)
+    query = inputs.query.clone()
+    query[0, 0, 30] = math.nan
+    results, expected = (all_gradients(each, SMALL) for each in (inputs._replace(query=query), inputs))
+    assert results["d_rel_p2c"][0].isnan().any() and results["d_key"][0, 0].isnan().any()
+    assert torch.equal(results["d_rel_p2c"][1], expected["d_rel_p2c"][1])
+    assert torch.equal(results["d_key"][0, 1], expected["d_key"][0, 1])
+
+
+@pytest.mark.parametrize("wanted", ["d_rel_p2c", "d_key", "d_query", "d_rel_key"])
+def test_one_gradient_alone(wanted: str) -> None:
+    """It has the same bits as with the others."""
+    inputs = p2c_inputs()
+    alone, expected = (
+        run_backward(inputs, SMALL, names) for names in ((wanted,), ("d_rel_p2c", "d_key", "d_query", "d_rel_key"))
+    )
+    for name, result in alone.items():
+        if name.startswith("d_"):
+            assert (result is None) == (name != wanted)
+    assert torch.equal(alone[wanted], expected[wanted])  # type: ignore[arg-type]
+
+
+def test_a_workspace_has_the_words_of_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of rel_key from what the dkv kernel leaves, beside rel_p2c."""
+    monkeypatch.delenv(workspace.VARIABLE)
+    check_every_term(p2c_inputs(), {**SMALL, "dtable_words": tile(32, 16)})
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_is_accessed(number: int, guarded_kernels: list[Launch]) -> None:
+    """No access beside the tensors, and no number that another program has written."""
+    all_gradients(p2c_inputs((1, 2, 20, 33), 11, per_head=number == 2), SMALL, window_size=(-1, 9))
+    assert {launch.kernel for launch in guarded_kernels} >= {"forward_kernel", "dp2c_kernel"}

@@ -1,0 +1,68 @@
+"""Faults in the kernels' term of the keys, rel_p2c."""
+
+from __future__ import annotations
+
+from ..fault import Change, Fault
+from .places import BACKWARD, DKV, DP2C, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS
+
+RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
+
+OF_KEY_TERMS = (
+    Fault(
+        "key-terms-rotated-the-wrong-way",
+        "columns of the keys' band move up, and on the way back down",
+        RANDOM,
+        (Change(KEY_TERMS, "(m + n) % M if BACK else (m - n + M) % M", "(m - n + M) % M if BACK else (m + n) % M"),),
+    ),
+    Fault(
+        "key-terms-of-the-own-rows-alone",
+        "queries before the diagonal of a tile have the rows of those behind it",
+        RANDOM,
+        (Change(KEY_TERMS, "tl.where(is_own(TILE), band, band_before)", "band"),),
+    ),
+    Fault(
+        "key-terms-off-by-one-where-they-wrap",
+        "the element where a column's rows begin again has the row of M positions on",
+        RANDOM,
+        (Change(KEY_TERMS, "key_order(TILE)[None, :] < TILE.block_m", "key_order(TILE)[None, :] <= TILE.block_m"),),
+    ),
+    Fault(
+        "key-terms-without-rel-scale-in-the-gradient",
+        "d_key has k . F's part as if rel_scale were scale",
+        RANDOM,
+        (Change(KEY_TERMS, "return acc + scaled(sums, table)", "return acc + sums"),),
+    ),
+    Fault(
+        "key-terms-of-rows-that-no-pair-has",
+        "d_key is NaN where a row is that no query reaches",
+        (f"{ON_KEY_TERMS}::test_nan_that_no_query_sees",),
+        (Change(DKV, "relative, reached_low, reached_high, TILE", "relative, first, last, TILE"),),
+    ),
+    Fault(
+        "p2c-gradient-of-both-tiles-everywhere",
+        "each pair of a row and a key counts for two queries",
+        RANDOM,
+        (
+            Change(DP2C, "place, call.window) & valid_m[:, None] & belongs", "place, call.window) & valid_m[:, None]"),
+            Change(DP2C, "tl.where(belongs, d_scores, d_tile)", "d_tile + d_scores"),
+        ),
+    ),
+    Fault(
+        "p2c-gradient-begins-a-tile-late",
+        "the first keys that a block of rows meets are left out",
+        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
+        (Change(DP2C, "place.query_offset - (TILE.block_m - 1)\n", "place.query_offset\n"),),
+    ),
+    Fault(
+        "full-tables-lose-their-ends",
+        "the gradient of a clamped table's end rows lacks the keys beyond it",
+        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
+        (Change(FULL_TABLES, "total.narrow(dim, 0, 1).add_(before.sum(dim, keepdim=True))", "pass"),),
+    ),
+    Fault(
+        "full-tables-sum-in-16-bits",
+        "gradients of rows that are one end row are rounded before they are summed",
+        (f"{ON_KEY_TERMS}::test_sums_of_end_rows_are_float32",),
+        (Change(BACKWARD, "each.new_empty(each.shape, dtype=torch.float32)", "each"),),
+    ),
+)

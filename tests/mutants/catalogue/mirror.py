@@ -1,0 +1,81 @@
+"""Faults in the term of the keys, rel_p2c, in plain torch."""
+
+from __future__ import annotations
+
+from ..fault import Change, Fault
+from .places import BLOCKS, BLOCKWISE, MIRROR, ON_MASKS, ON_RANDOM, RANDOM, RANDOM_REFERENCE, REFERENCE
+
+OF_MIRROR = (
+    Fault(
+        "mirror-positions-off-by-one",
+        "keys take the row of the next relative position",
+        RANDOM,
+        (Change(MIRROR, "-(frame.first_position + keys.start)", "-(frame.first_position + keys.start) + 1"),),
+    ),
+    Fault(
+        "mirror-forgets-where-its-keys-begin",
+        "keys near the table take the rows of those that are far",
+        (f"{ON_RANDOM}::test_against_the_backward_by_hand", "-k", "blockwise"),
+        (Change(MIRROR, "-(frame.first_position + keys.start)", "-frame.first_position"),),
+    ),
+    Fault(
+        "mirror-has-the-window-of-the-queries",
+        "rows that pairs in the past need are left out, with a window or a causal mask",
+        RANDOM,
+        (
+            Change(
+                MIRROR,
+                "window_left=spec.window_right, window_right=spec.window_left",
+                "window_left=spec.window_left, window_right=spec.window_right",
+            ),
+        ),
+    ),
+    Fault(
+        "mirror-has-no-window",
+        "rows that no pair has are multiplied, too: they may be NaN",
+        (f"{ON_MASKS}::test_nan_that_no_query_sees",),
+        (Change(MIRROR, "window_left=spec.window_right, window_right=spec.window_left", "window_left=-1, window_right=-1"),),
+    ),
+    Fault(
+        "mirror-without-far-keys",
+        "keys beyond a clamped table have no term",
+        RANDOM,
+        (Change(MIRROR, "borders = (0, near.start, near.stop, frame.num_keys)", "borders = (near.start, near.stop)"),),
+    ),
+    Fault(
+        "mirror-of-the-table-as-it-is",
+        "the table that meets the keys is read from the past on",
+        RANDOM,
+        (Change(BLOCKS, 'self.tables["rel_p2c"].flip(1)', 'self.tables["rel_p2c"]'),),
+    ),
+    Fault(
+        "mirror-gradient-as-it-is",
+        "the gradient of the table that meets the keys has its last row first",
+        RANDOM,
+        (Change(BLOCKWISE, "totals.rel_p2c.flip(1)", "totals.rel_p2c"),),
+    ),
+    Fault(
+        "mirror-with-the-scale-of-the-keys",
+        "rel_scale does not reach the term of the keys",
+        RANDOM,
+        (Change(BLOCKS, 'of_heads["rel_p2c"], self.spec.rel_scale)', 'of_heads["rel_p2c"], self.spec.scale)'),),
+    ),
+    Fault(
+        "mirror-of-the-first-head-that-shares",
+        "of heads that share a key, one adds to its gradient",
+        RANDOM,
+        (Change(BLOCKWISE, "d_key.unflatten(1, (-1, sharing)).sum(2)", "d_key.unflatten(1, (-1, sharing))[:, :, 0]"),),
+    ),
+    Fault(
+        "reference-p2c-of-the-wrong-pair",
+        "key j and query i take the row of query j and key i",
+        RANDOM_REFERENCE,
+        (
+            Change(
+                REFERENCE,
+                "(key @ rel_p2c.mT).gather(-1, row.mT).mT",
+                "(key @ rel_p2c.mT).gather(-1, (rel_p2c.shape[-2] - 1 - row).mT).mT",
+            ),
+        ),
+    ),
+)

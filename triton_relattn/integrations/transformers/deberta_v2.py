@@ -1,0 +1,124 @@
+"""DeBERTa v2 and v3, mDeBERTa, and the attention of its relatives: DeBERTa, SEW-D."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers.models.deberta_v2 import modeling_deberta_v2 as stock
+
+from ... import tables
+from ...functional import fused_relative_attention
+from ...positions import RelativePositions
+from .encoder import Encoder
+from .heads import join_heads, refuse_weights, split_heads
+
+
+class DisentangledAttention:
+    """Mixin: q_i . k_j + q_i . K[s(i - j)] + k_j . Q[s(i - j)], all scaled by one over the root of their number times the width.
+
+    s is the slot of a distance, by itself or in logarithmic buckets; K and Q are projections of one embedding of the slots. Of
+    the last two terms, ``pos_att_type`` says which there are. Stock layers get the distances of all pairs, (1, N, N).
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        output_attentions: bool = False,
+        query_states: torch.Tensor | None = None,
+        relative_pos: torch.Tensor | None = None,
+        rel_embeddings: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N)."""
+        refuse_weights({"output_attentions": output_attentions, **kwargs})
+        if relative_pos is not None:
+            raise ValueError("relative_pos (1, N, N) is of a stock encoder: enable or disable the model as a whole")
+        query, key, value = self.query_key_value(hidden_states, query_states)
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(f"query_states must be as long as hidden_states, got {query.shape[2]} and {key.shape[2]}")
+        term: dict[str, Any] = {"scale": (query.shape[-1] * self.num_terms()) ** -0.5}
+        if self.relative_attention and rel_embeddings is not None:
+            term |= self.tables(self.pos_dropout(rel_embeddings), query.shape[2])
+        out: Any = fused_relative_attention(
+            query, key, value, attn_mask=attention_mask.bool(), dropout_p=self.dropout_p() if self.training else 0.0, **term
+        )
+        return join_heads(self.of_padding(out, value, attention_mask)), None
+
+    def tables(self: Any, rel_embeddings: torch.Tensor, length: int) -> dict[str, Any]:
+        """Return rel_key, rel_p2c and positions for the distances that differ, and that sequences of this length have."""
+        most, buckets = self.max_relative_positions, getattr(self, "position_buckets", -1)
+        span = buckets if buckets > 0 else most
+        farthest = min(length - 1, last_that_differs(most, buckets))
+        distances = torch.arange(-farthest, farthest + 1, device=rel_embeddings.device)
+        counted = tables.deberta_log_buckets(distances, buckets, most) if buckets > 0 else distances
+        slots = (span - counted).clamp(0, 2 * span - 1)
+        fewer = len(slots) < 2 * span  # projections take most of the time
+        rows = rel_embeddings[slots] if fewer else rel_embeddings[: 2 * span]
+        term: dict[str, Any] = {}
+        for name, kind in (("rel_key", "c2p"), ("rel_p2c", "p2c")):
+            if kind in self.pos_att_type:
+                projected = self.project_positions(kind, rows)
+                projected = projected if fewer else projected[slots]
+                term[name] = projected.unflatten(-1, (self.num_attention_heads, -1)).transpose(0, 1)
+        return {**term, "positions": RelativePositions(-farthest, farthest)} if term else {}
+
+    def query_key_value(self: Any, states: torch.Tensor, query_states: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return (B, H, N, D) each."""
+        query_states = states if query_states is None else query_states
+        made = self.query_proj(query_states), self.key_proj(states), self.value_proj(states)
+        return [split_heads(each, self.attention_head_size) for each in made]
+
+    def num_terms(self: Any) -> int:
+        return 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
+
+    def project_positions(self: Any, kind: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return K ("c2p") or Q ("p2c") of embeddings."""
+        if self.share_att_key:
+            return (self.key_proj if kind == "c2p" else self.query_proj)(rows)  # type: ignore[no-any-return]
+        return (self.pos_key_proj if kind == "c2p" else self.pos_query_proj)(rows)  # type: ignore[no-any-return]
+
+    def dropout_p(self: Any) -> float:
+        return self.dropout.p  # type: ignore[no-any-return]
+
+    def of_padding(self: Any, out: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """out, and the mean of all values for queries that are padding, whose logits the stock model makes all the same."""
+        attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
+        return torch.where(attends.bool(), out, value.mean(2, keepdim=True))
+
+
+def last_that_differs(max_position: int, buckets: int) -> int:
+    """Return a distance from which on all have the same slot: the first one, or, in buckets, a little more."""
+    middle = buckets // 2
+    if buckets <= 0 or middle == 1:
+        return max_position
+    # tables.deberta_log_buckets, solved for the distance whose bucket is the first one beyond all slots; and one more.
+    return math.ceil(middle * ((max_position - 1) / middle) ** ((buckets - middle + 1) / (middle - 1)))
+
+
+class DisentangledEncoder(Encoder):
+    """Mixin: the mask stays (B, 1, 1, N), and there are no distances of all pairs."""
+
+    mask_function = None
+
+    def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        return attention_mask[:, None, None] if attention_mask.dim() == 2 else super().get_attention_mask(attention_mask)  # type: ignore[misc, no-any-return]
+
+    def get_rel_pos(self, hidden_states: Any, query_states: Any = None, relative_pos: Any = None) -> Any:
+        return relative_pos
+
+
+class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAttention):
+    pass
+
+
+class DebertaV2Encoder(DisentangledEncoder, stock.DebertaV2Encoder):
+    attention = DisentangledSelfAttention
+
+
+CLASSES = {
+    stock.DisentangledSelfAttention: DisentangledSelfAttention,
+    stock.DebertaV2Encoder: DebertaV2Encoder,
+}

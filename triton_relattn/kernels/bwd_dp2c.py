@@ -1,0 +1,165 @@
+"""Backward, fourth kernel: the gradient of the table that meets the keys.
+
+A program owns a block of the table's rows and walks the keys: the dtable kernel with queries and keys exchanged. For each block
+of keys it computes the two tiles of queries that the rows belong to, and takes of each the half that does. No two programs add to
+the same number.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import configs
+from .arguments import Call, PerQuery, cdiv, strided
+from .band import whole_tile
+from .configs import TileConfig
+from .dropout import kept
+from .key_terms import falling_rows, rotate_columns, scaled
+from .masking import exists, locate, visible
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
+from .table import Table
+from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
+
+
+@triton.jit(do_not_specialize=["first", "last", "num_sequences", "num_heads"])
+def dp2c_kernel(
+    inputs,
+    d_outs,
+    d_rel_p2c,
+    per_query,
+    call,
+    first,
+    last,
+    num_sequences,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+):
+    """Partial sums [splits, heads or 1, R, D] of BLOCK_M rows of rel_p2c's gradient, of a table that covers all pairs.
+
+    Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence; with a table that the
+    heads share (PER_HEAD is false), every splits-th pair of sequence and head.
+    """
+    VALUE_TILE: tl.constexpr = TILE.values
+    num_blocks = tl.cdiv(last - first + 1, TILE.block_m)
+    highest = last - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first of the rows, which fall
+    table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    tile_m = tl.arange(0, TILE.block_m)
+    tile_n = key_order(TILE)
+    acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+
+    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
+    num_units = num_sequences if PER_HEAD else num_sequences * num_heads
+    for unit in tl.range(split, num_units, num_splits):
+        sequence = unit if PER_HEAD else (tl.cast(unit, tl.uint32) // tl.cast(num_heads, tl.uint32)).to(tl.int32)
+        place = locate(call.sequences, call.window, sequence)
+        head = table_head if PER_HEAD else unit - sequence * num_heads
+        head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
+        head_keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
+        head_values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
+        head_d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
+        if inputs.rel_query is not None:
+            head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
+        mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
+        scale = exponent_scale(call.scaling, mask)
+        term = Table(
+            None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
+            call.scaling.rel_scale,
+            None if inputs.rel_bias is None else head_vector(inputs.rel_bias, head),
+            call.scaling.bias_scale,
+            first,
+            last,
+        )
+        if inputs.rel_value is not None:
+            value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
+        p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
+        key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
+        rows = falling_rows(key_table, highest, first, last, TILE, SHAPE)
+
+        # Keys that a query has at one of these distances.
+        start = highest + place.query_offset - (TILE.block_m - 1)
+        start = tl.maximum(start, place.first_key) // TILE.block_n * TILE.block_n
+        stop = tl.minimum(place.num_keys, place.num_queries + place.query_offset + highest)
+        if call.window[1] is not None:
+            stop = tl.where(highest - (TILE.block_m - 1) > call.window[1], 0, stop)
+        if call.window[0] is not None:
+            stop = tl.where(highest < -call.window[0], 0, stop)
+        for key_start in tl.range(start, stop, TILE.block_n):
+            offs_n = key_start + tile_n
+            valid_n = exists(offs_n, place, call.window)
+            key = load_rows(head_keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            value = load_rows(head_values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            # [M, D] @ [D, N] -> [M, N]; the terms of both tiles, each where its own rows are
+            terms = rotate_columns(tl.dot(rows, tl.trans(key), input_precision=TILE.precision), TILE)
+            terms = scaled(terms, key_table)
+            d_tile = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+            for ahead in tl.static_range(2):
+                row_start = key_start - place.query_offset - highest + ahead * TILE.block_m
+                relative = highest - ahead * TILE.block_m
+                offs_m = row_start + tile_m
+                valid_m = (offs_m >= 0) & (offs_m < place.num_queries)
+                query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+                d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+                scores = terms
+                if HAS_TERM:
+                    rel_query = query
+                    if inputs.rel_query is not None:
+                        rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+                    scores += whole_tile(rel_query, term, relative, TILE)
+                scores = tile_scores(query, key, scores, TILE.precision)
+                belongs = tile_m[:, None] >= tile_n[None, :] if ahead == 0 else tile_m[:, None] < tile_n[None, :]
+                seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None] & belongs
+                scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+                probs = probabilities(scores, seen, scale, row_max, log_sum)
+                d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+                if inputs.rel_value is not None:
+                    d_probs = whole_tile(d_out, value_table, relative, VALUE_TILE)
+                d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+                if call.dropout is not None:
+                    stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                    d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+                if inputs.rel_value is not None:
+                    d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
+                delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
+                delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
+                d_scores = probs * (d_probs - delta[:, None])
+                if call.scaling.softcap is not None:
+                    d_scores *= slope
+                d_tile = tl.where(belongs, d_scores, d_tile)
+            d_band = rotate_columns(d_tile.to(key.dtype), TILE, BACK=True)
+            # [M, N] @ [N, D] -> [M, D]
+            acc = tl.dot(d_band, key, acc, input_precision=TILE.precision)
+
+    unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+    if call.scaling.rel_scale is not None:
+        unit *= tl.cast(call.scaling.rel_scale, tl.float32)
+    d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
+    valid = highest - tile_m >= first
+    store_rows(d_rel_p2c, highest - first, -tile_m, valid, acc * unit, SHAPE.head_dim, SHAPE.block_d)
+
+
+def launch_dp2c(call: Call, tile: TileConfig, per_query: PerQuery, d_out: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Write the gradient of rel_p2c, (R, D) or (H, R, D): partial sums by dp2c_kernel, in float32, and their total.
+
+    The configuration is one of the dtable kernel.
+    """
+    per_head = gradient.dim() == 3
+    table_heads, row_blocks = call.heads if per_head else 1, cdiv(gradient.shape[-2], tile.block_m)
+    units = call.num_sequences * call.heads // table_heads
+    splits = configs.table_splits(d_out.device, row_blocks * table_heads, units)
+    partial = d_out.new_empty(splits, table_heads, *gradient.shape[-2:], dtype=torch.float32)
+    call.launch(
+        "dtable",
+        dp2c_kernel,
+        tile,
+        (row_blocks * table_heads, splits),
+        d_outs=strided(d_out),
+        d_rel_p2c=strided(partial),
+        per_query=per_query,
+        num_sequences=call.num_sequences,
+        PER_HEAD=per_head,
+    )
+    gradient.copy_(partial.sum(0).view(gradient.shape))
