@@ -206,4 +206,16 @@ OF_MODELS = (
         (f"{ON_USE}::test_models_without_the_term",),
         change("falcon", "return bool(module.config.alibi)", "return True"),
     ),
+    Fault(
+        "chunks-see-one-frame-too-few",
+        "of the frames before a chunk that it sees, the first is hidden",
+        ("tests/cpu/test_seen.py::test_what_is_seen",),
+        (Change("triton_relattn/integrations/seen.py", "position >= begin - left", "position > begin - left"),),
+    ),
+    Fault(
+        "parts-forget-where-queries-stand",
+        "queries after a cache stand at the first position",
+        ("tests/cpu/test_seen.py::test_what_is_seen",),
+        (Change("triton_relattn/integrations/seen.py", "self.first + queries.start - keys.start", "queries.start - keys.start"),),
+    ),
 )
