@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bench.__main__ import main as bench
+from bench.families import FAMILIES
 from bench.report.rows import read
 from bench.report.text import short_bytes, short_time, table
 from bench.verbs.options import positive_numbers
+from triton_relattn.integrations.transformers import enable
 
 PATCH = 16
 DIRECTIONS = ("forward", "forward+backward")
+TURNS = 4
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -20,12 +26,41 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sides", type=positive_numbers, default="512,768,1024", metavar="A,B", help="of images (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for sam.csv and sam.png (default: out)")
     parser.add_argument("--seconds", type=float, default=20.0, help="timing of one size (%(default)s)")
+    parser.add_argument("--processor-time", action="store_true", help="only that, which other processes change little")
     parser.add_argument("--small", action="store_true", help="a small model, to try it out")
     return parser.parse_args(argv)
 
 
+def processor_seconds(side: int, small: bool) -> dict[str, list[float]]:
+    """Processor time of each model, forward, and forward and backward: the smallest of some turns, on torch's threads."""
+    family = FAMILIES["sam"]
+    models = {method: family.build(small=small, implementation=method) for method in ("eager", "sdpa")}
+    models["triton_relattn"] = family.build(small=small)
+    enable(models["triton_relattn"])
+    tokens = (side // PATCH) ** 2
+    given = family.make(models["eager"], tokens, [tokens])
+    found: dict[str, list[float]] = {method: [float("inf"), float("inf")] for method in models}
+    for _ in range(TURNS):
+        for method, model in models.items():
+            for number in range(len(DIRECTIONS)):
+                model.zero_grad()
+                start = time.process_time()
+                with torch.set_grad_enabled(number == 1):
+                    out = model(**given)
+                if number == 1:
+                    out.sum().backward()
+                found[method][number] = min(found[method][number], time.process_time() - start)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments_of(argv)
+    if options.processor_time:
+        for side in options.sides:
+            times = processor_seconds(side, options.small)
+            body = [[method, *(short_time(1e3 * each) for each in of_method)] for method, of_method in times.items()]
+            print(table([f"{side} x {side}", *DIRECTIONS], body))
+        return 0
     file = options.out / "sam.csv"
     tokens = {(side // PATCH) ** 2: side for side in options.sides}
     words = ["models", "--families", "sam", "--lengths", ",".join(map(str, tokens)), "--rounds", "3", "--csv", str(file)]

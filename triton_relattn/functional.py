@@ -42,7 +42,7 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
     implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
-    if shards_positions(tensors.query):
+    if type(tensors.query) is not torch.Tensor and shards_positions(tensors.query):
         from ._distributed.dtensors import attend_dtensors
 
         return attend_dtensors(tensors, spec, implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ pytest.importorskip("matplotlib")
 
 from bench.report.rows import read
 from examples.sam import main
+
+
+def test_processor_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--sides", "96", "--small", "--processor-time"]) == 0
+    heading, _, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["96", "x", "96", "forward", "forward+backward"]
+    assert [line.split()[0] for line in lines] == ["eager", "sdpa", "triton_relattn"]
+    assert all(len(re.findall(r"\d m?s\b", line)) == 2 for line in lines)
 
 
 def test_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

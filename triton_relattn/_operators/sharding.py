@@ -14,9 +14,7 @@ _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE
 
 
 def shards_positions(query: torch.Tensor) -> bool:
-    """Whether query is a DTensor whose positions are sharded: what _distributed computes, and the operators cannot alone."""
-    if type(query) is torch.Tensor:
-        return False
+    """Return whether query is a DTensor whose positions are sharded, which _distributed computes, and no operator alone."""
     return any(getattr(placement, "dim", None) == 2 for placement in getattr(query, "placements", ()))
 
 

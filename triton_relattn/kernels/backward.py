@@ -49,8 +49,10 @@ def backward(
             out and d_lse, which it stands for, are None then.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
-    given, given_spec = with_positive_scale(tensors, spec)
-    tensors, spec = with_full_tables(given, given_spec)
+    tensors, spec = with_positive_scale(tensors, spec)
+    given, given_spec = tensors, spec
+    if tensors.rel_p2c is not None:
+        tensors, spec = with_full_tables(tensors, spec)
     # With one sum for both roles of the query, dS is multiplied by the ratio of the scales, which float16 may not hold.
     may_overflow = query.dtype == torch.float16 and abs(spec.rel_scale) > abs(spec.scale)
     if may_overflow and tensors.rel_key is not None and tensors.rel_query is None:
@@ -68,9 +70,10 @@ def backward(
             d_query += gradients["rel_query"]
     if has_two_roles:
         gradients["rel_query"] = None
-    for name in TABLES:
-        if (gradient := gradients[name]) is not None:
-            gradients[name] = shortened(gradient, name, given_spec, spec).to(getattr(given, name).dtype)
+    if tensors.rel_p2c is not None:
+        for name in TABLES:
+            if (gradient := gradients[name]) is not None:
+                gradients[name] = shortened(gradient, name, given_spec, spec).to(getattr(given, name).dtype)
     return tuple(gradients.values())
 
 

@@ -161,7 +161,9 @@ def forward(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:
-        tensors, spec = with_full_tables(*with_positive_scale(tensors, spec))
+        tensors, spec = with_positive_scale(tensors, spec)
+        if tensors.rel_p2c is not None:
+            tensors, spec = with_full_tables(tensors, spec)
         tensors = with_aligned_operands(tensors)
         call = Call(tensors, spec, (out,))
         tile = call.tile("forward", config)

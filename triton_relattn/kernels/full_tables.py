@@ -12,9 +12,7 @@ from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 
 
 def with_full_tables(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
-    """Return the call as it is or, if it has rel_p2c and short tables, with full ones. Waits for a tensor of query_offsets."""
-    if tensors.rel_p2c is None:
-        return tensors, spec
+    """Return the call with full tables in place of short ones. Waits for a tensor of query_offsets."""
     offsets = (spec.query_offset,)
     if tensors.query_offsets is not None and tensors.query_offsets.numel() > 0:
         offsets = tuple(int(each) for each in tensors.query_offsets.aminmax())
