@@ -48,7 +48,7 @@ ROWS_OF = {
     "d_rel_queries",
 }
 """A row for each query or key."""
-NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
+NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale", "rel_p2c"}
 """Arguments that are None or no tensors in these calls. (words would be one with a workspace, but there is none here.)"""
 
 
