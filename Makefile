@@ -25,11 +25,11 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint and a third of the cases of every test, in five minutes: before a pull request
-	$(MAKE) suite SHARE=3
+test: lint ## lint and a fifth of the cases of every test, in five minutes: before a pull request
+	$(MAKE) suite SHARE=5
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need; SHARE=3: a third of them
+suite: setup ## the tests alone, in the two processes that they need; SHARE=5: a fifth of the cases
 	$(PYTEST) tests --ignore tests/interpreter --share $(or $(SHARE),1)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py --share $(or $(SHARE),1)
 

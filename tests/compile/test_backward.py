@@ -162,6 +162,7 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
     return allocations.total
 
 
+@pytest.mark.thorough
 def test_memory_is_linear() -> None:
     """Results, lse, statistics and delta, byte for byte; for a clamped table two pairs of vectors and a partial sum more."""
     for length in (1024, 16384):

@@ -28,6 +28,7 @@ def test_two_checkouts_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert len(lines) == 2 + 6 and lines[-1].split()[-1] == "88"  # the least of both rounds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", host.KINDS)
 def test_what_is_measured(kind: str) -> None:
     """Parts are not longer than the whole."""

@@ -453,6 +453,7 @@ def kernels_for(target: str) -> set[str]:
     return set(KERNELS) - ({"dtable_words"} if target.startswith("gfx") else set())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_and_fits(target: str) -> None:
     check_compiled(target, kernels_for(target), lambda launch: launch.name)

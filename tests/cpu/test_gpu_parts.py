@@ -65,6 +65,7 @@ def test_workers() -> None:
     assert len({processes[item] for item in ("two", "three", "four", "five")}) == 4
 
 
+@pytest.mark.thorough
 def test_workers_that_hang() -> None:
     """The item is given up after a while, the rest is done."""
     found = dict(spread(act, ["hang", "one", "two"], 1, soon(), patience=12.0))
