@@ -17,6 +17,7 @@ from triton_relattn._core import validation
 from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._reference import reference_attention
+from triton_relattn.kernels import arguments as of_launches
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
@@ -85,6 +86,12 @@ def selectable(kernel: str) -> list[TileConfig]:
                         found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
     torch.set_float32_matmul_precision(before)
     return sorted(found, key=str)
+
+
+def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
+    """Let the kernels round terms to float16, or not, whatever the inputs are; nothing is kept of earlier calls' decisions."""
+    monkeypatch.setattr(configs, "rounds_terms", lambda *_: rounded)
+    monkeypatch.setattr(of_launches, "fixed", of_launches.fixed.__wrapped__)
 
 
 def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.launch import GRADIENTS, all_gradients, resolve
+from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
 from triton_relattn import RelativePositions
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
@@ -69,7 +69,7 @@ def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, m
     inputs = make_inputs(1, 1, LENGTH, LENGTH, 16, **shape, dtype=torch.float16, seed=5, sharp=True)
     inputs = inputs._replace(key=3 * inputs.key, rel_key=None if inputs.rel_key is None else 12 * inputs.rel_key)
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
-    monkeypatch.setattr(configs, "rounds_terms", lambda *_: rounded)
+    round_terms(monkeypatch, rounded)
     results, golden = all_gradients(inputs, tiles, **arguments), dense_gradients(inputs, **arguments)._asdict()
     assert float(golden["lse"].abs().max()) > 50  # in these units rounding to float16 is visible
     for name in ("out", "d_value", "d_rel_value"):

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.interpreter.launch import all_gradients, check_every_term
+from tests.interpreter.launch import all_gradients, check_every_term, round_terms
 from triton_relattn import RelativePositions
-from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Tile
 from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
@@ -155,7 +154,7 @@ def test_kernels(
     inputs = of_small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **of_inputs))
     config = TileConfig(*tile, 1)
     gathered = all_gradients(inputs, tiles_of(config, carry), **arguments)
-    monkeypatch.setattr(configs, "rounds_terms", lambda *_: rounded)
+    round_terms(monkeypatch, rounded)
     results = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry), **arguments)
     for name, result in results.items():
         apart = float((result.double() - gathered[name].double()).abs().max())
@@ -176,7 +175,7 @@ def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     inputs = inputs._replace(d_out=inputs.d_out * 2.0**-40, d_lse=torch.zeros_like(inputs.d_lse))
     config = TileConfig(64, 64, 4, 1)
     gathered = all_gradients(inputs, tiles_of(config, carry))
-    monkeypatch.setattr(configs, "rounds_terms", lambda *_: True)
+    round_terms(monkeypatch, True)
     packed = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry))
     for name, result in packed.items():
         assert (result - gathered[name]).norm() <= 1e-5 * gathered[name].norm(), name
@@ -189,7 +188,7 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     query, table = 300 * inputs.query, 300 * inputs.rel_key
     assert float((query.double() @ table.double().mT).abs().max()) > 65504
     inputs = inputs._replace(query=query, rel_key=table)
-    monkeypatch.setattr(configs, "rounds_terms", lambda *_: True)
+    round_terms(monkeypatch, True)
     tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"), "both")
     results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
