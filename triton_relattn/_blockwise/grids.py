@@ -82,15 +82,12 @@ class Call:
         self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
         self.grid = tensors.rel_h.shape[1], tensors.rel_w.shape[1]
-        self._buffers: dict[str, torch.Tensor] = {}
+        self.buffers = partition.Buffers(tensors.query, self.dtype)
 
     def buffer(self, name: str, block: Block) -> torch.Tensor:
-        """Memory for the scores of a block, which blocks use one after the other; holds anything."""
+        """Return memory of that name for the scores of a block, uninitialised."""
         shape = (block.heads.stop - block.heads.start, block.queries.stop - block.queries.start, self.key.shape[1])
-        size, buffer = shape[0] * shape[1] * shape[2], self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            self._buffers[name] = buffer = self.query.new_empty(size, dtype=self.dtype)
-        return buffer[:size].view(shape)
+        return self.buffers(name, shape)
 
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
         """Rows of a tensor of queries that belong to a block, in the compute dtype."""

@@ -94,6 +94,21 @@ def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
         yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first], origin=origin)
 
 
+class Buffers:
+    """Memory by names, of one dtype and device, which blocks use one after the other."""
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        self.like, self.dtype = like, dtype
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return memory of that name, uninitialised."""
+        size, buffer = math.prod(shape), self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            self._buffers[name] = buffer = self.like.new_empty(size, dtype=self.dtype)
+        return buffer[:size].view(shape)
+
+
 class Call:
     """One call: its tensors, its tables as (1 or Hq, R, width) in the compute dtype, and memory that its blocks share."""
 
@@ -107,15 +122,8 @@ class Call:
         }
         if "rel_p2c" in self.tables:
             self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see mirror.py
-        self._buffers: dict[str, torch.Tensor] = {}
+        self.buffer = Buffers(tensors.query, self.dtype)
         self._frame: tuple[Any, Frame] | None = None
-
-    def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return memory of that name, uninitialised. Blocks use it one after the other."""
-        size, buffer = math.prod(shape), self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            self._buffers[name] = buffer = self.tensors.query.new_empty(size, dtype=self.dtype)
-        return buffer[:size].view(shape)
 
     def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
         """Return a frame of this shape and place: that of the block before, if it fits."""

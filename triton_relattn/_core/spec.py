@@ -42,6 +42,12 @@ class AttentionTensors(NamedTuple):
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 """Names of the tensors with a row for each relative position, in their order."""
 
+
+def is_per_head(name: str, table: torch.Tensor) -> bool:
+    """Return whether one of TABLES has rows for each head, (Hq, R, ...), and not rows that the heads share, (R, ...)."""
+    return table.ndim > 1 + (name != "rel_bias")
+
+
 DIFFERENTIABLE = AttentionTensors._fields[:8]
 """Names of the tensors that have gradients, in their order."""
 

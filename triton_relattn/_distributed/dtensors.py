@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .methods import attend
 
 DIMS: dict[str, tuple[int | None, int | None, int | None]] = {
@@ -22,7 +22,7 @@ def _dims(name: str, tensor: torch.Tensor) -> tuple[int | None, int | None, int 
         batch, heads, queries = (dim if tensor.shape[dim] > 1 else None for dim in range(3))
         return batch, heads, queries
     if name in TABLES:
-        return None, 0 if tensor.dim() > 1 + (name != "rel_bias") else None, None
+        return None, 0 if is_per_head(name, tensor) else None, None
     return DIMS.get(name, (None, None, None))
 
 

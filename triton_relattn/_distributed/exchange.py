@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from .._core.spec import TABLES, AttentionSpec, AttentionTensors
+from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .._operators import ops
 from .sharding import Sharding
 
@@ -78,7 +78,7 @@ def all_to_all_attention(
     changed = dict(zip(moved, whole, strict=True))
     for name in TABLES:
         table = getattr(tensors, name)
-        if table is not None and table.dim() > 1 + (name != "rel_bias"):
+        if table is not None and is_per_head(name, table):
             changed[name] = table[own]
     if mask is not None and mask.shape[1] > 1:
         changed["attn_mask"] = mask[:, own]

@@ -10,7 +10,7 @@ from .._blockwise import grids
 from .._blockwise.grids import GridTensors
 from .._core.dtypes import without_autocast
 from . import OPERATORS
-from .ops import Operator, define, register, register_elsewhere
+from .ops import Operator, define, refusal, register, register_elsewhere, save_nothing
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor rel_h, Tensor rel_w, Tensor? dropout_seed"
 _NUM_TENSORS, _NUM_GRADIENTS = 6, 5
@@ -69,17 +69,8 @@ class _Backward(Operator):
     """The gradients, which cannot be differentiated."""
 
     operator = OPERATORS.grid_attention_backward.default
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> None:
-        raise RuntimeError(
-            "triton_relattn::grid_attention_backward cannot be differentiated: attention on a grid has first derivatives only; "
-            'implementation="reference" has all of them'
-        )
+    setup_context = staticmethod(save_nothing)
+    backward = staticmethod(refusal("grid_attention_backward", "attention on a grid"))
 
 
 register(_Forward, _forward, _forward_fake)

@@ -173,6 +173,22 @@ class Operator(torch.autograd.Function):
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Set up the context of an operator that cannot be differentiated."""
+
+
+def refusal(name: str, what: str) -> Callable[..., None]:
+    """Return the derivative of an operator that has none: it raises RuntimeError."""
+
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"triton_relattn::{name} cannot be differentiated: {what} has first derivatives only; "
+            'implementation="reference" has all of them'
+        )
+
+    return backward
+
+
 class _Forward(Operator):
     """out, lse, statistics = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
@@ -186,17 +202,8 @@ class _Backward(Operator):
     leave out terms."""
 
     operator = ATTENTION_BACKWARD
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> None:
-        raise RuntimeError(
-            "triton_relattn::attention_backward cannot be differentiated: relative attention has first derivatives only; "
-            'implementation="reference" has all of them'
-        )
+    setup_context = staticmethod(save_nothing)
+    backward = staticmethod(refusal("attention_backward", "relative attention"))
 
 
 def register(operator: type[Operator], run: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors
+from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors, is_per_head
 from . import OPERATORS
 
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
@@ -44,7 +44,7 @@ def register() -> None:
         placements |= dict.fromkeys(("query", "key", "value", "rel_query"), Shard(1))
         for name in TABLES:
             table = getattr(tensors, name)
-            if table is not None and table.ndim > 1 + (name != "rel_bias"):
+            if table is not None and is_per_head(name, table):
                 placements[name] = Shard(0)
         if tensors.attn_mask is not None and tensors.attn_mask.shape[1] > 1:
             placements["attn_mask"] = Shard(1)

@@ -90,15 +90,14 @@ def _backward(
     delta: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
-    gradients = {
-        name: gradient_like(tensor) if wants[name] and tensor is not None else None
-        for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False)
-    }
-    if tensors.rel_p2c is not None:  # rows of full tables may be summed, which is not for 16 bits
-        of_tables = {name: gradients[name] for name in TABLES}
-        gradients |= {
-            name: None if each is None else each.new_empty(each.shape, dtype=torch.float32) for name, each in of_tables.items()
-        }
+    gradients: dict[str, torch.Tensor | None] = {}
+    for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False):
+        if tensor is None or not wants[name]:
+            gradients[name] = None
+        elif name in TABLES and tensors.rel_p2c is not None:  # rows of full tables may be summed, which is not for 16 bits
+            gradients[name] = tensor.new_empty(tensor.shape, dtype=torch.float32)
+        else:
+            gradients[name] = gradient_like(tensor)
     query = tensors.query
     entries, heads, seqlen_q, _ = query.shape
     if entries * heads * seqlen_q * tensors.key.shape[2] == 0:

@@ -63,6 +63,6 @@ OF_KEY_TERMS = (
         "full-tables-sum-in-16-bits",
         "gradients of rows that are one end row are rounded before they are summed",
         (f"{ON_KEY_TERMS}::test_sums_of_end_rows_are_float32",),
-        (Change(BACKWARD, "each.new_empty(each.shape, dtype=torch.float32)", "each"),),
+        (Change(BACKWARD, "tensor.new_empty(tensor.shape, dtype=torch.float32)", "gradient_like(tensor)"),),
     ),
 )
