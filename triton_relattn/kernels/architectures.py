@@ -17,9 +17,10 @@ class Architecture:
     """A kind of GPU.
 
     Attributes:
-        unit: the matrix unit, which selects configurations in configs.py. "wgmma" multiplies 64 rows of four warps, "mma" 16 rows
-            of one, "small mma" is the same with 100 KB of shared memory, "mfma" is AMD's. "unknown": small tiles that fit
-            anywhere. "interpreter": Triton's interpreter.
+        unit: the matrix unit, by which defaults.csv names architectures. "wgmma" multiplies 64 rows of four warps, "tcgen05" is
+            its successor, "mma" multiplies 16 rows of one warp, "small mma" is the same with 100 KB of shared memory, "mfma" is
+            AMD's. "unknown": small tiles that fit anywhere. "interpreter": Triton's interpreter, whose tiles are large, as its
+            time is per operation, whatever the size.
         shared_memory: bytes that one program can have. Triton's compiler does not check this; the driver refuses the launch.
         multiprocessors: number of them on its largest GPU, for use where the GPU itself is not there.
         rotates_in_registers: whether accumulators of matrix products have the layout that quads.py relies on.
@@ -49,8 +50,8 @@ ARCHITECTURES = {
     "sm_87": Architecture("small mma", 166_912, rotates_in_registers=True),
     "sm_89": Architecture("small mma", 101_376, rotates_in_registers=True),
     "sm_90": Architecture("wgmma", 232_448, 132, rotates_in_registers=True),
-    "sm_100": Architecture("wgmma", 232_448, 148, few_stages=True),
-    "sm_103": Architecture("wgmma", 232_448, 148, few_stages=True),
+    "sm_100": Architecture("tcgen05", 232_448, 148, few_stages=True),
+    "sm_103": Architecture("tcgen05", 232_448, 148, few_stages=True),
     "sm_120": Architecture("small mma", 101_376, rotates_in_registers=True),
     "sm_121": Architecture("small mma", 101_376, rotates_in_registers=True),
     "gfx90a": Architecture("mfma", 65_536, warp=64, most_registers=512, has_tf32=False),

@@ -1,14 +1,17 @@
 """The choice of a launch configuration for a call: a timed one, if a profile has it (profiles.py), or else a default.
 
-The defaults were chosen by a model of the cycles of compiled kernels (bench/cycles), not by timing; tests/compile holds the
-kernels to the cycles of that model.
+Defaults are the rows of defaults.csv. The first row that fits a call is used; a blank stands for anything. A model of the cycles
+of compiled kernels chose the rows that rotate in registers, and those for sm_80 and sm_90 without a table (bench/cycles,
+bfloat16; float16 agrees); tests/compile holds the kernels to its cycles. The others were chosen by compiling, so that no registers
+are spilled. None was timed.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import itertools
-from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +21,9 @@ from .architectures import architecture_of
 from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
 from .tile_config import KERNELS as KERNELS
 
+DEFAULTS = Path(__file__).parent / "defaults.csv"
+CALL_COLUMNS = ("kernel", "precision", "unit", "width", "special", "coverage")
+"""Columns of defaults.csv that describe a call. The others have the fields of a TileConfig."""
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
 
 
@@ -70,126 +76,6 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
     return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
 
 
-# Configurations for 16-bit inputs on NVIDIA GPUs that rotate in registers. A key is: kernel (or kernel and special, see select),
-# padded width, matrix unit, coverage. The last two may be missing; of the keys that match a call the longest wins. Widths below
-# 64 take the entry of 64. Matrix units: "wgmma" (sm_90) multiplies 64 rows of four warps, "mma" (sm_80) and "small mma" (sm_86,
-# sm_89, sm_12x: 100 KB of shared memory) 16 rows of one.
-#
-# The model of cycles chose them (bench/cycles, bfloat16; float16 agrees): a tile of 64 x 64 is the fastest nearly everywhere,
-# though at width 128 it spills some hundred bytes; with 168 registers three programs share a multiprocessor.
-_CONFIGS: dict[tuple[object, ...], TileConfig] = {
-    ("forward", 64): TileConfig(64, 64, 4, 2, max_registers=168),
-    ("forward", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=128),
-    ("forward", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 3),
-    ("forward", 64, "mma", "no table"): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("forward", 128): TileConfig(128, 64, 8, 3),
-    ("forward", 128, "wgmma", "no table"): TileConfig(128, 64, 8, 1, max_registers=128),
-    ("dq", 64): TileConfig(64, 64, 4, 2, "both"),
-    ("dq", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 2, None),
-    ("dq", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 3, max_registers=128),
-    ("dq", 64, "mma", "no table"): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("dq", 128): TileConfig(64, 64, 4, 1, "both"),
-    ("dq", 128, "mma"): TileConfig(64, 32, 4, 2, "both"),
-    ("dq", 128, "wgmma", "no table"): TileConfig(64, 64, 4, 2),
-    ("dq", 128, "mma", "no table"): TileConfig(128, 64, 8, 3),
-    ("dkv", 64): TileConfig(64, 64, 4, 1),
-    ("dkv", 64, "mma", "no table"): TileConfig(64, 64, 4, 3),
-    ("dkv", 64, "small mma", "no table"): TileConfig(64, 64, 4, 2),
-    ("dkv", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=168),
-    ("dkv", 128): TileConfig(64, 64, 4, 1),
-    ("dkv", 128, "wgmma", "no table"): TileConfig(64, 64, 4, 2),
-    ("dtable", 64): TileConfig(64, 64, 4, 2),
-    ("dtable", 128): TileConfig(64, 64, 4, 1),
-    ("dtable_words", 64): TileConfig(64, 64, 4, 1),
-    ("dtable_words", 128): TileConfig(64, 64, 4, 1),
-    ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("dq, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
-    ("dq, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("forward, rel_bias", 128): TileConfig(64, 32, 4, 3),
-    ("forward, rel_query", 128): TileConfig(128, 64, 8, 2),
-    ("dq, rel_query", 128): TileConfig(64, 32, 4, 1, "both"),
-    ("dtable, rel_query", 64): TileConfig(64, 64, 4, 1),
-    ("forward, narrow rel_query", 64): TileConfig(64, 64, 4, 3, max_registers=168),
-    ("dq, narrow rel_query", 64, "wgmma"): TileConfig(64, 64, 4, 1, "both"),
-    ("forward, rel_value", 64): TileConfig(64, 64, 4, 2),
-    ("dkv, rel_value", 64): TileConfig(64, 64, 4, 1),
-    ("dtable, rel_value", 64): TileConfig(64, 64, 4, 1),
-    ("forward, rel_value", 128): TileConfig(64, 32, 4, 3),
-    ("forward, rel_value", 128, "wgmma", "zero"): TileConfig(64, 32, 4, 1),
-    ("dq, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
-}
-
-# The same where rotations are gathers: on sm_100, and where registers do not suffice for large tiles. These were chosen by
-# compiling, so that no registers are spilled.
-_GATHERED: dict[tuple[object, ...], TileConfig] = {
-    ("forward", 64): TileConfig(64, 64, 4, 2),
-    ("forward", 128): TileConfig(128, 64, 8, 2),
-    ("forward", 128, "wgmma", "clamp"): TileConfig(64, 32, 4, 2),
-    ("forward", 256): TileConfig(64, 32, 8, 2),
-    ("dq", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("dq", 64, "wgmma", "full"): TileConfig(64, 64, 4, 2, None),
-    ("dq", 64, "wgmma", "clamp"): TileConfig(64, 32, 4, 1, "both"),
-    ("dq", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("dq", 128, "wgmma", "full"): TileConfig(64, 32, 4, 2, None),
-    ("dkv", 64): TileConfig(64, 64, 4, 2),
-    ("dkv", 64, "wgmma", "clamp"): TileConfig(64, 64, 4, 1),
-    ("dkv", 64, "wgmma", "zero"): TileConfig(64, 64, 4, 1),
-    ("dkv", 128): TileConfig(32, 32, 4, 2),
-    ("dtable", 64): TileConfig(32, 32, 4, 1),
-    ("dtable", 64, "wgmma", "clamp"): TileConfig(32, 32, 4, 2),
-    ("dtable", 128): TileConfig(32, 32, 8, 2),
-    ("dtable_words", 64): TileConfig(64, 64, 4, 1),
-    ("dtable_words", 128): TileConfig(64, 64, 4, 1),
-    ("dtable_words", 256): TileConfig(64, 64, 4, 1),
-    ("dtable_words", 256, "mma"): TileConfig(32, 32, 4, 1),
-    ("dtable_words", 256, "small mma"): TileConfig(32, 32, 4, 1),
-    ("forward, rel_value", 64): TileConfig(64, 64, 4, 2, None),
-    ("forward, rel_value", 128): TileConfig(64, 32, 4, 1, None),
-    ("dq, rel_value", 64): TileConfig(64, 32, 4, 1, None),
-    ("dq, rel_value", 128): TileConfig(16, 16, 4, 2, None),
-    ("dkv, rel_value", 64): TileConfig(32, 32, 4, 2),
-    ("dkv, rel_value", 128): TileConfig(32, 32, 8, 2),
-    ("dtable, rel_value", 64): TileConfig(32, 32, 4, 1),
-    ("dtable, rel_value", 128): TileConfig(16, 16, 4, 2),
-    ("dq, rel_query", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("dq, rel_query", 128): TileConfig(32, 32, 4, 1, "both"),
-    ("dtable, rel_query", 64): TileConfig(32, 32, 4, 2),
-    ("dq, narrow rel_query", 64): TileConfig(64, 32, 4, 2, "both"),
-    ("dkv, narrow rel_query", 64): TileConfig(64, 32, 4, 1),
-    ("dtable, narrow rel_query", 64): TileConfig(64, 32, 4, 2),
-    ("dq, narrow rel_query", 128): TileConfig(32, 16, 2, 2, None),
-    ("dkv, narrow rel_query", 128): TileConfig(32, 32, 4, 1),
-    ("dtable, narrow rel_query", 128): TileConfig(32, 16, 4, 2),
-    ("dq, rel_key and rel_bias", 64): TileConfig(64, 32, 4, 1, "both"),
-    ("forward, rel_bias", 128): TileConfig(128, 64, 8, 2, None),
-    ("dtable, rel_key and rel_bias", 128): TileConfig(16, 16, 4, 2),
-    ("dtable, rel_bias", 64): TileConfig(32, 32, 4, 1),
-    ("dtable, rel_bias", 128): TileConfig(16, 16, 2, 2),
-    ("forward", 256, "mma", "no table"): TileConfig(64, 64, 8, 2),
-    ("forward", 256, "mma"): TileConfig(32, 32, 4, 1),
-    ("forward", 256, "small mma"): TileConfig(32, 32, 4, 1),
-    ("forward", 128, "mma"): TileConfig(64, 64, 8, 2),
-    ("forward", 128, "small mma"): TileConfig(64, 64, 8, 1),
-    ("forward", 128, "small mma", "no table"): TileConfig(128, 64, 8, 2),
-    ("dq", 128, "small mma", "no table"): TileConfig(64, 32, 4, 2),
-    ("forward, rel_bias", 128, "mma"): TileConfig(64, 64, 8, 2),
-    ("forward, rel_bias", 128, "small mma"): TileConfig(64, 64, 8, 2),
-    ("dq, rel_bias", 128, "mma"): TileConfig(64, 32, 4, 2, None),
-    ("dq, rel_bias", 128, "small mma"): TileConfig(64, 32, 4, 2, None),
-    ("forward, rel_value", 64, "mma"): TileConfig(64, 32, 4, 2, None),
-    ("forward, rel_value", 64, "small mma"): TileConfig(64, 32, 4, 2, None),
-    ("forward, rel_value", 128, "mma"): TileConfig(32, 32, 4, 2, None),
-    ("forward, rel_value", 128, "small mma"): TileConfig(32, 32, 4, 2, None),
-    ("dq, rel_value", 64, "mma"): TileConfig(32, 32, 4, 2, "both"),
-    ("dq, rel_value", 64, "small mma"): TileConfig(32, 32, 4, 2, "both"),
-    ("forward", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
-    ("forward", 128, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
-    ("dq", 64, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
-    ("dq", 128, "wgmma", "no table"): TileConfig(128, 64, 8, 2),
-    ("dkv", 128, "wgmma", "no table"): TileConfig(64, 32, 4, 1),
-}
-
-
 class Kind(NamedTuple):
     """Properties of a call that ``select`` depends on besides kernel and length; ``select`` explains them."""
 
@@ -201,14 +87,9 @@ class Kind(NamedTuple):
     special: str | None
 
 
-def _find(table: dict[tuple[object, ...], TileConfig], calls: list[tuple[object, ...]]) -> TileConfig | None:
-    """Return the most specific entry for the first of these calls that has any."""
-    entries = (table.get(call[:length]) for call in calls for length in (4, 3, 2))
-    return next((entry for entry in entries if entry is not None), None)
-
-
 def _tile_width(width: int) -> int:
-    return max(64, padded_width(width))
+    """Return padded_width, but at least the 64 that configurations begin with."""
+    return max(64, 1 << (width - 1).bit_length())
 
 
 def profile_key(
@@ -270,63 +151,32 @@ def select(
             the only term; else None.
         length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
     """
-    if arch == "interpreter":
-        return TileConfig(64, 64, 4, 1)  # large, as the interpreter's time is per operation, whatever the size
     if length is not None and profiles.exist(arch):
         tuned = profiles.find(profile_key(kernel, arch, dtype, width, coverage, is_causal, special, length))
         if tuned is not None:
             return tuned
-    kind = Kind(arch, dtype, _tile_width(width), coverage, is_causal, special)
-    return _default(kernel, kind, input_precision(dtype, arch))
+    precision = input_precision(dtype, arch) if dtype == torch.float32 else "16 bits"
+    return _default(kernel, precision, architecture_of(arch).unit, _tile_width(width), special, coverage)
 
 
 @functools.cache
-def _default(kernel: str, kind: Kind, precision: str) -> TileConfig:
-    if kind.coverage not in COVERAGES:
-        raise ValueError(f"coverage must be one of {COVERAGES}, got {kind.coverage!r}")
-    if kind.dtype == torch.float32:
-        config = _select_float32(kernel, kind.width, kind.special, precision)
-    else:
-        config = _select_16_bits(kernel, kind)
-    return config if config.why_invalid(kind.arch, kind.coverage != "no table") is None else replace(config, num_stages=1)
+def _default(kernel: str, precision: str, unit: str, width: int, special: str | None, coverage: str) -> TileConfig:
+    """Return the configuration of the first row of defaults.csv that fits a call."""
+    if coverage not in COVERAGES:
+        raise ValueError(f"coverage must be one of {COVERAGES}, got {coverage!r}")
+    call = dict(zip(CALL_COLUMNS, (kernel, precision, unit, str(width), special or "none", coverage), strict=True))
+    return next(config for wanted, config in _defaults() if wanted.items() <= call.items())
 
 
-def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
-    arch, _, width, coverage, _, special = kind
-    unit = architecture_of(arch).unit
-    if unit == "unknown":
-        return TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 16, 4, 1)
-    if unit == "mfma":
-        if width == 256 and kernel != "forward":
-            return TileConfig(16, 16, 4, 1)
-        return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
-    names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
-    calls: list[tuple[object, ...]] = [(name, width, unit, coverage) for name in names]
-    if architecture_of(arch).rotates_in_registers and not _lacks_registers(kernel, width, unit, special):
-        config = _find(_CONFIGS, calls)
-        if config is not None:
-            return replace(config, rotation="gather" if coverage == "no table" or kernel == "dtable_words" else "registers")
-    if special == "rel_value":  # a second band: nothing else would fit
-        calls = calls[:1]
-    return _find(_GATHERED, calls) or TileConfig(16, 16, 4, 1)
-
-
-def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) -> bool:
-    """Return whether large tiles would spill kilobytes: with 16 rows a warp, an operand of width 128 takes 64 registers of a
-    lane."""
-    if unit == "wgmma":
-        return False
-    if width == 128:
-        has_large_terms = special is not None and (kernel != "dkv" or special == "rel_value")
-        return has_large_terms or kernel == "dtable" or unit == "small mma"
-    return special == "rel_value" and kernel != "forward"  # two bands
-
-
-def _select_float32(kernel: str, width: int, special: str | None, precision: str) -> TileConfig:
-    if precision == "ieee":  # without matrix units, whole rows of the operands lie in registers
-        return TileConfig(32, 32, 8, 1) if kernel == "forward" and width <= 64 else TileConfig(16, 16, 8, 1)
-    if kernel == "forward":
-        if width == 256 and special is not None:
-            return TileConfig(16, 16, 4, 1)
-        return TileConfig(64, 32, 8, 2) if width <= 64 else TileConfig(32, 32, 4, 2 if width == 128 and special is None else 1)
-    return TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 16, 4, 1)
+@functools.cache
+def _defaults() -> list[tuple[dict[str, str], TileConfig]]:
+    """Load the rows of defaults.csv: by its columns what a call must have, and the configuration that it gets then."""
+    rows = []
+    with open(DEFAULTS, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            sizes = (int(row[name]) for name in ("block_m", "block_n", "num_warps", "num_stages"))
+            carry = None if row["carry"] == "none" else row["carry"]
+            limit = int(row["max_registers"]) if row["max_registers"] else None
+            config = TileConfig(*sizes, carry, row["rotation"], limit)
+            rows.append(({name: row[name] for name in CALL_COLUMNS if row[name]}, config))
+    return rows
