@@ -2,8 +2,8 @@
 
 Defaults are the rows of defaults.csv. The first row that fits a call is used; a blank stands for anything. A model of the cycles
 of compiled kernels chose the rows that rotate in registers, and those for sm_80 and sm_90 without a table (bench/cycles,
-bfloat16; float16 agrees); tests/compile holds the kernels to its cycles. The others were chosen by compiling, so that no registers
-are spilled. None was timed.
+bfloat16; float16 agrees); tests/compile holds the kernels to its cycles. The others were chosen by compiling, so that no
+registers are spilled. None was timed.
 """
 
 from __future__ import annotations
