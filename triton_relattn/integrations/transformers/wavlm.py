@@ -9,6 +9,7 @@ from transformers.models.wavlm import modeling_wavlm as stock
 
 from ... import tables
 from ...functional import fused_relative_attention
+from ...positions import RelativePositions
 from .encoder import Encoder
 from .heads import join_heads, query_key_value, refuse_weights, split_heads
 
@@ -35,6 +36,7 @@ class WavLMAttention(stock.WavLMAttention):
             *query_key_value(self, hidden_states),
             position_bias[..., None],
             rel_query=self._gate(hidden_states),
+            positions=RelativePositions.centred(position_bias.shape[1]),  # beyond max_distance, its end rows are meant
             rel_scale=1.0,
             attn_mask=None if attention_mask is None else attention_mask.eq(1)[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0,
