@@ -63,6 +63,13 @@ QUANTITIES: dict[str, tuple[float, float, Callable[[float], str]]] = {
 """Base and unit of the ticks of a vertical axis, and how a value is written; times are in milliseconds."""
 
 
+def ticks_of(values: Sequence[float], quantity: str) -> tuple[list[float], list[str]]:
+    """Return the ticks of a logarithmic axis and their labels. quantity: one of QUANTITIES."""
+    base, unit, show = QUANTITIES[quantity]
+    ticks = _powers(min(values), max(values), base, unit)
+    return ticks, [show(tick) for tick in ticks]
+
+
 def style(axes: Any, title: str, xlabel: str) -> None:
     """Title, label, grid and spines of a panel."""
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=12)
@@ -82,10 +89,9 @@ def draw_panel(axes: Any, points: Mapping[str, Points], styles: Mapping[str, dic
     axes.set_yscale("log")
     every = [value for values in points.values() for _, value in values]
     lengths = sorted({length for values in points.values() for length, _ in values})
-    base, unit, show = QUANTITIES[quantity]
     if every:
-        ticks = _powers(min(every), max(every), base, unit)
-        axes.set_yticks(ticks, [show(tick) for tick in ticks])
+        ticks, labels = ticks_of(every, quantity)
+        axes.set_yticks(ticks, labels)
         axes.set_ylim(ticks[0], ticks[-1])
         axes.set_xticks(lengths, [_length(length) for length in lengths])
     axes.minorticks_off()

@@ -21,6 +21,8 @@ from ..report.figures import (
     draw_panel,
     kinds,
     lines,
+    style,
+    ticks_of,
     title_of,
 )
 from ..report.rows import read
@@ -91,32 +93,45 @@ def draw_speed(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_models(rows: Sequence[Row], path: Path) -> None:
-    """Peak memory and time of forward and backward against the length: two small panels for each model."""
+    """Peak memory and time of forward and backward, a line for each model, at the longest length with a stock method."""
     import matplotlib.pyplot as plt
 
-    measured = [row for row in rows if row["status"] == "ok"]
+    measured = [row for row in rows if row["status"] == "ok" and row["direction"] == "forward+backward"]
     names = list(dict.fromkeys(row["case"] for row in measured))
-    columns = 3 if len(names) > 2 else len(names)
-    lines_of_panels = -(-len(names) // columns)
+    lengths = {name: _longest_compared([row for row in measured if row["case"] == name]) for name in names}
     with plt.rc_context({"font.size": 9, "font.family": "DejaVu Sans", "text.color": INK}):
-        size = (2 * 3.3 * columns, 3.2 * lines_of_panels + 1.3)
-        figure, axes = plt.subplots(lines_of_panels, 2 * columns, figsize=size, squeeze=False)
-        panels = axes.reshape(-1, 2)
-        for name, (memory, times) in zip(names, panels, strict=False):
-            of_model = [row for row in measured if row["case"] == name]
-            for axis, column, quantity in ((memory, "peak_bytes", "bytes"), (times, "p50_ms", "time")):
-                points = {method: summary.points(of_model, method, "forward+backward", column) for method in MODEL_STYLES}
-                shown = {method: values for method, values in points.items() if values}
-                draw_panel(axis, shown, MODEL_STYLES, quantity, "")
-                axis.set_title(f"{name}\n{'memory' if quantity == 'bytes' else 'time'}", loc="left", fontsize=10, color=INK)
-                axis.set_visible(max(map(len, shown.values()), default=0) > 1)
-        for axis in panels[len(names) :].flat:
-            axis.set_visible(False)
-        figure.tight_layout(rect=(0.01, 0.7 / size[1], 0.99, 1 - 0.5 / size[1]), h_pad=2, w_pad=1.5)
-        handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        ordered = [method for method in MODEL_STYLES if method in handles]
-        figure.legend([handles[name] for name in ordered], ordered, loc="upper left", ncols=3, frameon=False)
-        what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence; peak above model and inputs."
-        figure.text(0.02, 0.12 / size[1], caption(measured, what, columns + 1), fontsize=8, color=MUTED, va="bottom")
+        height = 0.26 * len(names) + 1.9
+        figure, panels = plt.subplots(1, 2, figsize=(11, height), sharey=True)
+        for axis, column, quantity, title in (
+            (panels[0], "peak_bytes", "bytes", "Peak memory"),
+            (panels[1], "p50_ms", "time", "Time"),
+        ):
+            compared = [row for row in measured if int(row["seqlen"]) == lengths[row["case"]] and row[column]]
+            for method, look in reversed(MODEL_STYLES.items()):
+                points = [(float(row[column]), names.index(row["case"])) for row in compared if row["method"] == method]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=method, **{**look, "linestyle": "none", "markersize": 6})
+            if compared:
+                ticks, labels = ticks_of([float(row[column]) for row in compared], quantity)
+                axis.set_xscale("log")
+                axis.set_xlim(ticks[0], ticks[-1])
+                axis.set_xticks(ticks, labels)
+            axis.minorticks_off()
+            style(axis, title, "")
+        panels[0].set_yticks(range(len(names)), [f"{name}, {lengths[name]}" for name in names])
+        panels[0].set_ylim(len(names) - 0.5, -0.5)
+        figure.tight_layout(rect=(0.01, 0.6 / height, 0.99, 1 - 0.35 / height))
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="upper left", ncols=3, frameon=False)
+        what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence of the length beside the name."
+        figure.text(0.02, 0.12 / height, caption(measured, what, 2), fontsize=8, color=MUTED, va="bottom")
         figure.savefig(path, dpi=110, facecolor="white")
         plt.close(figure)
+
+
+def _longest_compared(rows: Sequence[Row]) -> int:
+    """Return the longest length at which more than one method was measured; if there is none, the longest."""
+    methods: dict[int, set[str]] = {}
+    for row in rows:
+        methods.setdefault(int(row["seqlen"]), set()).add(row["method"])
+    return max((len(found) > 1, length) for length, found in methods.items())[1]
