@@ -33,10 +33,23 @@ from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dtable_ends")
+KERNELS = ("forward", "merge", "dq", "dkv", "dtable", "dtable_words", "dtable_ends")
+WITHOUT_TILE = ("merge", "dtable_ends")
 TABLES = ("rel_key", "rel_value", "rel_bias")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
-BUFFERS = {"lses", "statistics", "d_lses", "deltas", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
+BUFFERS = {
+    "lses",
+    "statistics",
+    "d_lses",
+    "deltas",
+    "far_scores",
+    "far_values",
+    "far_sums",
+    "far_kept",
+    "sums",
+    "parts",
+    "part_statistics",
+}
 PARTIAL_SUMS = {"d_rel_key", "d_rel_value", "d_rel_bias", "d_tables"}
 
 
@@ -118,6 +131,14 @@ class Call:
         has_offsets = isinstance(self.arguments["query_offset"], torch.Tensor)
         of_scores = self.tables.keys() & {"rel_key", "rel_bias"} and "rel_value" not in self.tables
         return bool(of_scores) and not self.packed and not has_offsets and target.startswith("sm_")
+
+    def key_splits(self, target: str, programs: int, block_m: int) -> int:
+        """Return how many programs have to share the keys of a block of queries: they fill the GPU, with 1,024 keys each."""
+        keys, (left, right) = self.sizes()[4], self.arguments.get("window_size") or (-1, -1)
+        right = 0 if self.arguments["is_causal"] else right
+        if left >= 0 and right >= 0:
+            keys = min(keys, left + right + block_m)
+        return max(1, min(architecture_of(target).multiprocessors // programs, keys // 1024))
 
     def kernels(self, parts: int) -> list[str]:
         """The kernels that have to run, in their order; parts: in which a workspace is filled, or 0."""
@@ -290,7 +311,12 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
         return -(-length // getattr(launch["TILE"], block))
 
     if launch.name in ("forward", "dq"):
-        assert launch.grid == (blocks(num_queries, "block_m") * sequences * heads,), launch.grid
+        programs = blocks(num_queries, "block_m") * sequences * heads
+        splits = call.key_splits(target, programs, launch["TILE"].block_m) if launch.name == "forward" else 1
+        assert launch.grid == ((programs,) if splits == 1 else (programs, splits)), launch.grid
+    elif launch.name == "merge":
+        entries, _, queries, _ = launch["outs"][0].shape
+        assert launch.grid == (-(-queries // launch["BLOCK_M"]), heads, entries), launch.grid
     elif launch.name == "dkv":
         parts = [each for each in launches if each.name == "dkv"]
         assert sum(each.grid[0] for each in parts) == blocks(num_keys, "block_n") * sequences * key_heads, launch.grid
@@ -327,10 +353,10 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
 def check_arguments(call: Call, launch: Recorded) -> None:
     """Dtypes, strides and constants as the kernel takes them; offsets in 64 bits where 32 do not do."""
     dtype = call.tensors["query"].dtype
-    is_ends = launch.name == "dtable_ends"
-    blocks = launch["BLOCK_M"] if is_ends else max(launch["TILE"].block_m, launch["TILE"].block_n)
-    coverage = "clamp" if is_ends else launch["TILE"].coverage
-    wide_index = launch["WIDE_INDEX"] if is_ends else launch["SHAPE"].wide_index
+    has_tile = launch.name not in WITHOUT_TILE
+    blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
+    coverage = launch["TILE"].coverage if has_tile else "clamp"
+    wide_index = launch.name == "merge" or (launch["SHAPE"].wide_index if has_tile else launch["WIDE_INDEX"])
     for name, tensor, strides in launch.strided():
         pointer, types = launch.signature[name]
         added = len(strides) - tensor.dim()  # of a table: it has no entries, and a shared one no heads
@@ -343,12 +369,14 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert tensor.is_contiguous(), name
             is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and coverage != "clamp"
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
-        elif name not in ("rel_bias", "attn_mask"):
+        elif name == "outs" and launch.name == "forward" and len(launch.grid) == 2:
+            assert tensor.dtype == torch.float32  # of parts of the keys
+        elif name not in ("rel_bias", "attn_mask", "mask"):
             assert tensor.dtype == dtype, name
         assert pointer == POINTERS[tensor.dtype], name
         if name == "rel_bias":  # read by rows, in 32 bits
             assert (shape[-1] - 1) * strides[-1] < 2**31
-        elif len(shape) == 4 and name not in BUFFERS | {"attn_mask"}:
+        elif len(shape) == 4 and name not in BUFFERS | {"attn_mask", "mask"}:
             clamped = name in ("rel_key", "rel_value") and coverage == "clamp"  # addressed from its first row on
             rows = shape[2] if clamped else min(blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
@@ -356,7 +384,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     for name, value in launch.arguments.items():
         if type(value) is int and launch.signature[name] != "constexpr":
             assert launch.signature[name] == "i32" and abs(value) < 2**31, name
-    if "scaling" in launch.arguments:
+    if "sequences" in launch.arguments:
         for argument in (launch["scaling"], launch["sequences"], launch["window"]):
             assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
         assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
@@ -368,7 +396,10 @@ def check_arguments(call: Call, launch: Recorded) -> None:
 def check(target: str, call: Call, launches: list[Recorded]) -> None:
     """Everything that holds for the launches of one call."""
     parts = sum(launch.name == "dtable_words" for launch in launches)
-    assert [launch.name for launch in launches] == call.kernels(parts), (target, sorted(call.wanted))
+    names = [launch.name for launch in launches]
+    if "merge" in names:
+        assert names.pop(1) == "merge" and len(launches[0].grid) == 2
+    assert names == call.kernels(parts), (target, sorted(call.wanted))
     assert parts == 0 or call.may_use_workspace(target)
     if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
         (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
@@ -377,7 +408,7 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
         check_grid(target, launch)
         check_programs(target, call, launch, launches)
         check_arguments(call, launch)
-        if launch.name != "dtable_ends":
+        if launch.name not in WITHOUT_TILE:
             assert launch["TILE"].coverage == call.coverage()
             assert launch.tile.why_invalid(target, bool(call.tables)) is None, (target, launch.tile)
 

@@ -12,6 +12,7 @@ from .configs import TileConfig
 from .dropout import kept
 from .fitting import until_it_fits
 from .full_tables import with_full_tables
+from .key_splits import launch_merge, number_of_splits, split_range
 from .key_terms import key_terms
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
@@ -36,7 +37,8 @@ def forward_kernel(
     """Compute out and lse of BLOCK_M queries of one head, and the statistics [B, H, 2, Nq] from which the backward computes
     probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
-    Grid: (query blocks * batch * heads,), query blocks fastest.
+    Grid: (query blocks * batch * heads,), query blocks fastest. If lses is None, the grid has a second dimension, whose programs
+    share the keys; outs and statistics hold the results of each as those of further heads (key_splits.py merges them).
     """
     VALUE_TILE: tl.constexpr = TILE.values
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
@@ -56,6 +58,10 @@ def forward_kernel(
 
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
     key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
+    out_head = head
+    if lses is None:
+        out_head = head + tl.program_id(1) * num_heads
+        key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
     rel_query = query
@@ -136,13 +142,14 @@ def forward_kernel(
     acc /= row_sum[:, None]
     if call.dropout is not None:
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
-    outs = head_matrix(outs, place.entry, head, place.query_start, SHAPE.wide_index)
+    outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
-    lse = row_vector(lses, place.entry, head, place.query_start)
     log_sum = tl.log2(row_sum)
-    tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
-    row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-    store_sides(statistics, place, head, offs_m, valid_m, row_max, log_sum)
+    if lses is not None:
+        lse = row_vector(lses, place.entry, head, place.query_start)
+        tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
+        row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
+    store_sides(statistics, place, out_head, offs_m, valid_m, row_max, log_sum)
 
 
 @until_it_fits
@@ -168,13 +175,15 @@ def forward(
         call = Call(tensors, spec, (out,))
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
-        call.launch(
-            "forward",
-            forward_kernel,
-            tile,
-            (programs,),
-            outs=strided(out),
-            lses=strided(lse),
-            statistics=strided(statistics),
-        )
+        splits = number_of_splits(spec, tile, programs, query.device)
+        if splits == 1:
+            results, grid = (out, lse, statistics), (programs,)
+        else:
+            parts = query.new_empty(query.shape[0], splits * heads, seqlen_q, out.shape[3], dtype=torch.float32)
+            part_statistics = query.new_empty(query.shape[0], splits * heads, 2, seqlen_q, dtype=torch.float32)
+            results, grid = (parts, None, part_statistics), (programs, splits)
+        outs, lses, all_statistics = map(strided, results)
+        call.launch("forward", forward_kernel, tile, grid, outs=outs, lses=lses, statistics=all_statistics)
+        if splits > 1:
+            launch_merge(call, parts, part_statistics, out, lse, statistics)
     return out, lse, statistics

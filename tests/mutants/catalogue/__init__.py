@@ -10,6 +10,7 @@ from .everywhere import OF_ALL
 from .gpu import OF_GPU
 from .grids import OF_GRIDS
 from .kernels import OF_COLUMNS, OF_FORWARD, OF_ROWS, OF_TABLE
+from .key_splits import OF_KEY_SPLITS
 from .key_terms import OF_KEY_TERMS
 from .launchers import OF_LAUNCHERS
 from .mirror import OF_MIRROR
@@ -28,6 +29,7 @@ FAULTS: tuple[Fault, ...] = (
     *OF_TABLE,
     *OF_WORKSPACE,
     *OF_KEY_TERMS,
+    *OF_KEY_SPLITS,
     *OF_LAUNCHERS,
     *OF_BLOCKWISE,
     *OF_GRIDS,

@@ -26,7 +26,9 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TIL
 DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS = (
     f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums")
 )
-KEY_TERMS, DP2C, FULL_TABLES = (f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "bwd_dp2c", "full_tables"))
+KEY_TERMS, KEY_SPLITS, DP2C, FULL_TABLES = (
+    f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "full_tables")
+)
 BLOCKWISE, BLOCKS, BANDS, MIRROR = (
     f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands", "mirror")
 )
@@ -42,6 +44,7 @@ ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
     f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "survivors")
 )
 ON_KEY_TERMS = "tests/interpreter/test_key_terms.py"
+ON_KEY_SPLITS = "tests/interpreter/test_key_splits.py"
 ON_WORKSPACE = "tests/interpreter/test_workspace.py"
 (
     ON_BLOCKWISE,

@@ -1,0 +1,105 @@
+"""Several programs share the keys of a block of queries: the results are those of one program, whatever the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
+from tests.interpreter.launch import check, resolve
+from tests.interpreter.test_features import OTHER, SHORT, SMALL, assert_close, attend_varlen, check_every_term
+from triton_relattn import RelativePositions
+from triton_relattn.kernels import configs, key_splits
+from triton_relattn.kernels.forward import forward
+from triton_relattn.testing import Inputs, dropout_mask, forward_backward, make_inputs
+
+NUMBERS = [*range(24), *(pytest.param(number, marks=pytest.mark.slow) for number in range(24, 120))]
+LONG: dict[str, Any] = {**SHORT, "lengths": (1, 2, 17, 33, 90), "uneven_lengths": ((1, 90), (3, 120), (40, 1))}
+
+
+@pytest.fixture(autouse=True)
+def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make the device large and 16 keys enough for a program; return the numbers of splits, which grow as calls are made."""
+    monkeypatch.setattr(key_splits, "LEAST_KEYS", 16)
+    monkeypatch.setattr(configs, "multiprocessors", lambda _: 40)
+    numbers: list[int] = []
+    original = key_splits.launch_merge
+
+    def recorded(call: Any, parts: torch.Tensor, statistics: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
+        numbers.append(parts.shape[1] // out.shape[1])
+        original(call, parts, statistics, out, *others)
+
+    monkeypatch.setattr("triton_relattn.kernels.forward.launch_merge", recorded)
+    return numbers
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_random_combination(number: int) -> None:
+    """out, lse and all gradients, which use the merged statistics; a fifth in float16."""
+    dtype = torch.float16 if number % 5 == 4 else torch.float32
+    inputs, arguments = random_case(number, dtype=dtype, features=ALL_FEATURES, **LONG)
+    if dtype == torch.float16 and inputs.rel_value is not None:
+        arguments["exact_delta"] = True
+    check_every_term(inputs, (SMALL, OTHER)[number % 2], **arguments)
+
+
+@pytest.mark.parametrize("number", NUMBERS[:6])
+def test_packed(number: int) -> None:
+    sizes = {name: SHORT[name] for name in ("widths", "value_widths", "rel_widths")}
+    inputs, arguments = random_varlen_case(number, dtype=torch.float32, lengths=(0, 1, 17, 90), **sizes)
+    torch.manual_seed(0)
+    results = forward_backward(attend_varlen, inputs, **arguments)
+    torch.manual_seed(0)
+    longest = max(arguments["max_seqlen_q"], arguments["max_seqlen_k"])
+    sequences = len(arguments["cu_seqlens_q"]) - 1
+    keep = dropout_mask(sequences, inputs.query.shape[1], longest, longest, arguments.get("dropout_p", 0.0))
+    assert_close(results, by_sequence(inputs, arguments, keep if arguments.get("dropout_p") else None))
+
+
+def decoded(**others: Any) -> Inputs:
+    return make_inputs(2, 2, 1, 200, 16, 12, dtype=torch.float32, seed=3, **others)
+
+
+@pytest.mark.parametrize("positions", [RelativePositions(-250, 0), RelativePositions(-40, 0), RelativePositions(-40, 0, "zero")])
+@pytest.mark.parametrize("is_sharp", [False, True])
+def test_decoding(positions: RelativePositions, is_sharp: bool, splits: list[int]) -> None:
+    """One query at the end of its keys: near and far keys lie in different splits, and some splits see nothing."""
+    inputs = decoded(num_rows=positions.num_rows, rel_value=True, sharp=is_sharp)
+    lengths = torch.tensor([200, 21])
+    check(inputs, SMALL["forward"], positions=positions, query_offset=lengths - 1, key_lengths=lengths, is_causal=True)
+    assert splits == [10]
+
+
+def test_repeats(splits: list[int]) -> None:
+    """Merged in one order: the same bits each time. Without splits the statistics are the same maxima, and close sums."""
+    inputs = decoded(num_rows=51)
+    tensors, spec = resolve(inputs, query_offset=199)
+    first, second = (forward(tensors, spec, SMALL["forward"]) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True)) and splits == [10, 10]
+    key_splits.LEAST_KEYS = 1000
+    whole = forward(tensors, spec, SMALL["forward"])
+    assert len(splits) == 2
+    assert torch.equal(whole[2][:, :, 0], first[2][:, :, 0])
+    torch.testing.assert_close(first, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_nobody_sees_anything() -> None:
+    inputs = decoded(num_rows=51)
+    tensors, spec = resolve(inputs, key_lengths=torch.tensor([0, 200]))
+    out, lse, statistics = forward(tensors, spec, SMALL["forward"])
+    assert not out[0].any() and bool((lse[0] == -torch.inf).all()) and not statistics[0].any()
+    assert bool(out[1].any()) and bool(lse[1].isfinite().all())
+
+
+def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the multiprocessors have room for, each with enough keys; a window bounds the keys that there are."""
+    monkeypatch.setattr(key_splits, "LEAST_KEYS", 1024)
+    inputs = make_inputs(1, 1, 1, 9000, 16, 16, num_rows=None, dtype=torch.float32, seed=3)
+    number = key_splits.number_of_splits
+    tile, device = SMALL["forward"], inputs.query.device
+    _, spec = resolve(inputs)
+    assert [number(spec, tile, programs, device) for programs in (1, 10, 20, 30, 400)] == [8, 4, 2, 1, 1]
+    _, spec = resolve(inputs, window_size=(2500, 10))
+    assert number(spec, tile, 1, device) == 2

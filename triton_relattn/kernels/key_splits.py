@@ -1,0 +1,120 @@
+"""Few queries and many keys: several programs share the keys of a block of queries, and one more kernel merges their results.
+
+Without that, a step of decoding would keep no more than one multiprocessor busy for each head and sequence (Dao et al.,
+"Flash-Decoding", 2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .._core.spec import AttentionSpec
+from . import configs
+from .arguments import LAUNCH_OPTIONS, Call, cdiv, strided
+from .scores import LN_2, exponent_scale
+from .tile_config import TileConfig
+from .tiles import head_matrix, load_rows, row_vector, side_vector, store_rows
+
+LEAST_KEYS = 1024
+"""Keys of a program, at least: for fewer, merging takes longer than it saves."""
+BLOCK_M = 16
+
+
+@triton.jit
+def split_range(key_first, key_stop, near_start, near_stop, TILE: tl.constexpr):
+    """Return walk.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
+    tiles = tl.cdiv(tl.maximum(key_stop - key_first, 0), TILE.block_n)
+    keys = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
+    first = tl.minimum(key_first + tl.program_id(1) * keys, key_stop)
+    stop = tl.minimum(first + keys, key_stop)
+    near_start = tl.minimum(tl.maximum(near_start, first), stop)
+    near_stop = tl.minimum(tl.maximum(near_stop, first), stop)
+    return first, stop, near_start, near_stop
+
+
+@triton.jit(do_not_specialize=["splits", "num_heads", "num_queries"])
+def merge_kernel(
+    parts,
+    part_statistics,
+    outs,
+    lses,
+    statistics,
+    scaling,
+    mask,
+    splits,
+    num_heads,
+    num_queries,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Merge out [B, splits * H, Nq, Dv] and statistics [B, splits * H, 2, Nq] of the splits into out, lse and statistics.
+
+    Grid: (query blocks, heads, batch).
+    """
+    row_start, head, entry = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    tile_m = tl.arange(0, BLOCK_M)
+    offs_m = row_start + tile_m
+    valid_m = offs_m < num_queries
+    scale = exponent_scale(scaling, mask)
+
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    for split in range(splits):
+        maxima = side_vector(part_statistics, entry, head + split * num_heads, 0, 0)
+        row_max = tl.maximum(row_max, tl.load(maxima + offs_m, mask=valid_m, other=0.0))
+    shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_WIDTH], 0.0, tl.float32)
+    for split in range(splits):
+        part = head + split * num_heads
+        part_max = tl.load(side_vector(part_statistics, entry, part, 0, 0) + offs_m, mask=valid_m, other=0.0)
+        log_sum = tl.load(side_vector(part_statistics, entry, part, 1, 0) + offs_m, mask=valid_m, other=0.0)
+        weight = tl.exp2((part_max - shift) * scale + log_sum)
+        matrix = head_matrix(parts, entry, part, 0, True)
+        acc += weight[:, None] * load_rows(matrix, row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
+        total += weight
+
+    total = tl.where(total == 0.0, 1.0, total)
+    store_rows(head_matrix(outs, entry, head, 0, True), row_start, tile_m, valid_m, acc / total[:, None], WIDTH, BLOCK_WIDTH)
+    log_sum = tl.log2(total)
+    lse = row_max * (scale * LN_2) + log_sum * LN_2
+    tl.store(row_vector(lses, entry, head, 0) + offs_m, lse, mask=valid_m)
+    tl.store(side_vector(statistics, entry, head, 0, 0) + offs_m, shift, mask=valid_m)
+    tl.store(side_vector(statistics, entry, head, 1, 0) + offs_m, log_sum, mask=valid_m)
+
+
+def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
+    """Return how many programs share the keys of a block of queries: as many as the multiprocessors have room for beside
+    ``programs`` blocks."""
+    keys = spec.max_seqlen_k
+    if spec.window_left >= 0 and spec.window_right >= 0:
+        keys = min(keys, spec.window_left + spec.window_right + tile.block_m)
+    return max(1, min(configs.multiprocessors(device) // programs, keys // LEAST_KEYS))
+
+
+def launch_merge(
+    call: Call,
+    parts: torch.Tensor,
+    part_statistics: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    statistics: torch.Tensor,
+) -> None:
+    """Launch merge_kernel; see there."""
+    entries, heads, queries, _ = out.shape
+    merge_kernel[(cdiv(queries, BLOCK_M), heads, entries)](
+        parts=strided(parts),
+        part_statistics=strided(part_statistics),
+        outs=strided(out),
+        lses=strided(lse),
+        statistics=strided(statistics),
+        scaling=call.common.scaling,
+        mask=call.inputs.attn_mask,
+        splits=parts.shape[1] // heads,
+        num_heads=heads,
+        num_queries=queries,
+        WIDTH=call.shape.value_dim,
+        BLOCK_WIDTH=call.shape.block_dv,
+        BLOCK_M=BLOCK_M,
+        **LAUNCH_OPTIONS,
+    )
