@@ -11,7 +11,7 @@ import torch
 from tests.emulator.calls import CALLS, build
 from tests.emulator.check import Subject, check, run
 from tests.emulator.device import TARGETS
-from triton_relattn.kernels import forward
+from triton_relattn.kernels import forward, key_splits
 
 SAMPLE = (
     Subject("sm_90", "bfloat16", 64, "full", (130, 130)),
@@ -75,6 +75,13 @@ def test_sample(subject: Subject) -> None:
 @pytest.mark.parametrize("subject", MENDED, ids=str)
 def test_what_was_wrong(subject: Subject) -> None:
     assert not check(subject).problems
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_programs_that_share_keys(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_splits, "LEAST_KEYS", 64)
+    checked = check(Subject(target, "bfloat16", 64, "clamp key_lengths", (1, 300)))
+    assert checked.problems == [] and "merge" in [launch.name for launch in checked.launches]
 
 
 def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
