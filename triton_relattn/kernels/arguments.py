@@ -81,7 +81,7 @@ class Common(NamedTuple):
 
     sequences: Sequences
     window: tuple[int | None, int | None]
-    dropout: Dropout | None
+    dropout: Dropout
     scaling: Scaling
 
 
@@ -124,12 +124,13 @@ class TableRows(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Arguments of dropout.kept, and the factor of the probabilities that it keeps."""
+    """Arguments of dropout.kept, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6 cannot
+    compare a group that holds None with None, so kernels ask for the seed.)"""
 
-    seed: torch.Tensor
-    largest_dropped: int
-    keep_scale: float
-    origins: torch.Tensor | None  # (B, 3): what counts are added to head, query and key
+    seed: torch.Tensor | None = None
+    largest_dropped: int | None = None
+    keep_scale: float | None = None
+    origins: torch.Tensor | None = None  # (B, 3): what counts are added to head, query and key
 
 
 def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
@@ -322,12 +323,10 @@ class Call:
             spec.query_offset,
             *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
         )
-        seed = tensors.dropout_seed
-        dropout = (
-            None
-            if seed is None
-            else Dropout(seed, of_call.largest_dropped, of_call.keep_scale, contiguous(tensors.dropout_origins))
-        )
+        dropout = Dropout()
+        if tensors.dropout_seed is not None:
+            origins = contiguous(tensors.dropout_origins)
+            dropout = Dropout(tensors.dropout_seed, of_call.largest_dropped, of_call.keep_scale, origins)
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.first, self.last = spec.first, spec.last
 

@@ -85,7 +85,7 @@ def dkv_kernel(
         if lowest is not None and TILE.coverage == "clamp":  # far tiles leave no words
             near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
         near_start, near_stop = near_keys(
-            key_start, -near_last, -near_first, -place.query_offset, TILE.block_n, TILE.block_m, TILE.coverage
+            key_start, -near_last, -near_first, -place.query_offset, TILE.block_n, TILE.block_m, TILE
         )
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
 
@@ -120,7 +120,7 @@ def dkv_kernel(
         for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
-                row_start = walk_position(PART, position, near_start, near_stop, TILE.coverage)
+                row_start = walk_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
                 valid_m = offs_m < place.num_queries
                 relative = key_start - row_start - place.query_offset
@@ -140,12 +140,12 @@ def dkv_kernel(
                     scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
                 if inputs.rel_p2c is not None:
                     scores += key_terms(key, key_table, relative, TILE, SHAPE)
-                scores = tile_scores(query, key, scores, TILE.precision)
+                scores = tile_scores(query, key, scores, TILE)
                 # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
-                if call.dropout is not None:
+                if call.dropout.seed is not None:
                     stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
                 if WANTS_SCORES:
@@ -157,14 +157,14 @@ def dkv_kernel(
                         d_probs = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-                    d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+                    d_probs = tile_scores(d_out, value, d_probs, TILE)
                 # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
                 if d_values is not None:
-                    kept_probs = probs if call.dropout is None else tl.where(stays, probs, 0.0)
+                    kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
                     # [N, M] @ [M, Dv] -> [N, Dv]
                     d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
                 if WANTS_SCORES:
-                    if call.dropout is not None:
+                    if call.dropout.seed is not None:
                         d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
@@ -190,7 +190,7 @@ def dkv_kernel(
         d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, SHAPE.wide_index)
         store_rows(d_keys, key_start, tile_n, valid_n, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
     if d_values is not None:
-        if call.dropout is not None:
+        if call.dropout.seed is not None:
             d_value *= tl.cast(call.dropout.keep_scale, tl.float32)
         d_values = head_matrix(d_values, place.entry, key_head, place.key_start, SHAPE.wide_index)
         store_rows(d_values, key_start, tile_n, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)

@@ -108,7 +108,7 @@ def dp2c_kernel(
                     if inputs.rel_query is not None:
                         rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
                     scores += whole_tile(rel_query, term, relative, TILE)
-                scores = tile_scores(query, key, scores, TILE.precision)
+                scores = tile_scores(query, key, scores, TILE)
                 belongs = tile_m[:, None] >= tile_n[None, :] if ahead == 0 else tile_m[:, None] < tile_n[None, :]
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None] & belongs
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
@@ -117,8 +117,8 @@ def dp2c_kernel(
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                 if inputs.rel_value is not None:
                     d_probs = whole_tile(d_out, value_table, relative, VALUE_TILE)
-                d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
-                if call.dropout is not None:
+                d_probs = tile_scores(d_out, value, d_probs, TILE)
+                if call.dropout.seed is not None:
                     stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                     d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
                 if inputs.rel_value is not None:

@@ -155,7 +155,7 @@ def dq_kernel(
             waiting = empty_band(TILE, waiting_dtype(TILE, inputs.rel_key[0].dtype.element_ty))
 
         for position in tl.range(start, stop, TILE.block_n, disable_licm=TILE.rotation != "gather" and SHAPE.block_d > 64):
-            key_start = walk_position(PART, position, near_start, near_stop, TILE.coverage)
+            key_start = walk_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset
@@ -169,7 +169,7 @@ def dq_kernel(
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             if inputs.rel_p2c is not None:
                 scores += key_terms(key, key_table, relative, TILE, SHAPE)
-            scores = tile_scores(query, key, scores, TILE.precision)
+            scores = tile_scores(query, key, scores, TILE)
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:
                 seen = seen & valid_m[:, None]
@@ -190,8 +190,8 @@ def dq_kernel(
             else:
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
-            d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
-            if call.dropout is not None:
+            d_probs = tile_scores(d_out, value, d_probs, TILE)
+            if call.dropout.seed is not None:
                 stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
             if inputs.rel_value is not None:
@@ -211,7 +211,7 @@ def dq_kernel(
                     future += tl.where(is_past, 0.0, d_sum)
                     future_sum += tl.where(is_past, 0.0, sum)
                 if inputs.rel_value is not None:
-                    kept_sum = tl.sum(probs if call.dropout is None else tl.where(stays, probs, 0.0), axis=1)
+                    kept_sum = tl.sum(probs if call.dropout.seed is None else tl.where(stays, probs, 0.0), axis=1)
                     past_kept += tl.where(is_past, kept_sum, 0.0)
                     future_kept += tl.where(is_past, 0.0, kept_sum)
             if d_queries is not None:

@@ -153,13 +153,13 @@ def dtable_kernel(
                 first_key = key_start + ahead * TILE.block_n
                 valid_n = exists(first_key + tile_n, place, call.window)
                 key = load_rows(head_keys, first_key, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-                scores = tile_scores(query, key, terms, TILE.precision)
+                scores = tile_scores(query, key, terms, TILE)
                 if inputs.rel_p2c is not None:
                     scores += key_terms(key, key_table, relative + ahead * TILE.block_n, TILE, SHAPE)
                 scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
                 if WANTS_SCORES:
                     value = load_rows(head_values, first_key, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
-                    d_probs = tile_scores(d_out, value, value_terms, TILE.precision)
+                    d_probs = tile_scores(d_out, value, value_terms, TILE)
                     d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, TILE, tl.float32)
             scores = glued(scores, TILE, tl.float32)
             if not IN_REGISTERS and HAS_TERM:
@@ -169,7 +169,7 @@ def dtable_kernel(
             if TILE.coverage == "clamp":
                 rows_start = offs_m // ROWS.dq_block_m * ROWS.dq_block_m
                 near_start, near_stop = near_keys(
-                    rows_start, first, last, place.query_offset, ROWS.dq_block_m, ROWS.dq_block_n, TILE.coverage
+                    rows_start, first, last, place.query_offset, ROWS.dq_block_m, ROWS.dq_block_n, TILE
                 )
                 low, high = tl.maximum(low, near_start - first_keys), tl.minimum(high, near_stop - first_keys)
             # Queries that do not exist are excluded here. As rows of zeros, they would turn a table row of NaN into NaN for all.
@@ -178,11 +178,11 @@ def dtable_kernel(
             scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, call.scaling)
             row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
             probs = probabilities(scores, seen, scale, row_max, log_sum)
-            if call.dropout is not None:
+            if call.dropout.seed is not None:
                 stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n)
 
             if d_tables.rel_value is not None:
-                kept_probs = probs if call.dropout is None else tl.where(stays, probs, 0.0)
+                kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
                 kept_band = rotated_tile(kept_probs, TILE, query.dtype, BACK=True)
                 # [N, M] @ [M, Dv] -> [N, Dv]
                 value_acc = tl.dot(tl.trans(kept_band), d_out, value_acc, input_precision=TILE.precision)
@@ -192,7 +192,7 @@ def dtable_kernel(
                     d_probs += band_terms(d_out, value_rows, value_table, relative, VALUE_TILE)
                 if HAS_VALUE_TERM:
                     d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
-                if call.dropout is not None:
+                if call.dropout.seed is not None:
                     d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
                 delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                 delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
@@ -224,7 +224,7 @@ def dtable_kernel(
             SHAPE.block_dr,
         )
     if d_tables.rel_value is not None:
-        if call.dropout is not None:
+        if call.dropout.seed is not None:
             value_acc *= tl.cast(call.dropout.keep_scale, tl.float32)
         d_rel_values = head_matrix(d_tables.rel_value, split, table_head, 0, SHAPE.wide_index)
         store_rows(d_rel_values, row, tile_n, valid, value_acc, SHAPE.value_dim, SHAPE.block_dv)

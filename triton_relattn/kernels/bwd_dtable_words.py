@@ -97,7 +97,7 @@ def dtable_words_kernel(
                 if ROWS.dq_block_m < TILE.block_m:
                     rows_start = ((row_start + tile_m) // ROWS.dq_block_m * ROWS.dq_block_m)[None, :]
                 near_start, near_stop = near_keys(
-                    rows_start, first, last, place.query_offset, ROWS.dq_block_m, ROWS.dq_block_n, TILE.coverage
+                    rows_start, first, last, place.query_offset, ROWS.dq_block_m, ROWS.dq_block_n, TILE
                 )
                 key_low, key_high = tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)
             column = row_start + shift - key_of_column(row_start, place.query_offset, first_key, lowest, SKEW)

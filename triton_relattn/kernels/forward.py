@@ -100,7 +100,7 @@ def forward_kernel(
             carried = blocks_before(rel_query, term, relative, TILE)
 
         for position in tl.range(start, stop, TILE.block_n):
-            key_start = walk_position(PART, position, near_start, near_stop, TILE.coverage)
+            key_start = walk_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset
@@ -114,14 +114,14 @@ def forward_kernel(
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             if inputs.rel_p2c is not None:
                 scores += key_terms(key, key_table, relative, TILE, SHAPE)
-            scores = tile_scores(query, key, scores, TILE.precision)
+            scores = tile_scores(query, key, scores, TILE)
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:
                 seen = seen & valid_m[:, None]
             scores, seen, _ = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
-            if call.dropout is not None:
+            if call.dropout.seed is not None:
                 probs = tl.where(kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
@@ -140,7 +140,7 @@ def forward_kernel(
         acc = add_end_rows(acc, past, future, value_table, lowest, highest, VALUE_TILE)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max
     acc /= row_sum[:, None]
-    if call.dropout is not None:
+    if call.dropout.seed is not None:
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)

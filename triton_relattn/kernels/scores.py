@@ -21,11 +21,11 @@ def is_additive(mask):
 
 
 @triton.jit
-def tile_scores(query, key, relative, INPUT_PRECISION: tl.constexpr):
+def tile_scores(query, key, relative, TILE: tl.constexpr):
     """Add q.k to the relative scores [M, N]."""
     # [M, D] @ [D, N] -> [M, N]. As accumulator, the relative scores get the matrix units' own layout. If they were added
     # afterwards, all that follows would get the layout of the relative scores.
-    return tl.dot(query, tl.trans(key), relative, input_precision=INPUT_PRECISION)
+    return tl.dot(query, tl.trans(key), relative, input_precision=TILE.precision)
 
 
 @triton.jit

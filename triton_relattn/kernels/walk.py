@@ -24,13 +24,13 @@ def stop_part(tile):
 
 
 @triton.jit
-def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COVERAGE: tl.constexpr):
+def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """Return (start, stop), multiples of BLOCK_N, of the near keys: in their tiles, the term differs from key to key.
 
     Tiles before start have only r <= first (clamp) or r < first (zero); tiles from stop on only r >= last or r > last. There
     the term is one number per query, or nothing.
     """
-    SLACK: tl.constexpr = 0 if COVERAGE == "clamp" else 1
+    SLACK: tl.constexpr = 0 if TILE.coverage == "clamp" else 1
     last_past = first + row_start + query_offset - (BLOCK_N - 1) - SLACK
     first_future = last + row_start + (BLOCK_M - 1) + query_offset + SLACK
     start = tl.maximum(last_past + BLOCK_N, 0) // BLOCK_N * BLOCK_N
@@ -52,7 +52,7 @@ def key_range(row_start, last_query, first, last, place, window, TILE: tl.conste
     near_start = key_first
     near_stop = key_first if TILE.coverage == "no table" else key_stop
     if TILE.coverage == "clamp" or TILE.coverage == "zero":
-        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, TILE.block_m, TILE.block_n, TILE.coverage)
+        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, TILE.block_m, TILE.block_n, TILE)
         near_start, near_stop = tl.maximum(near_start, key_first), tl.maximum(near_stop, key_first)
     return key_first, key_stop, near_start, near_stop
 
@@ -67,9 +67,9 @@ def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
 
 
 @triton.jit
-def walk_position(PART: tl.constexpr, position, near_start, near_stop, COVERAGE: tl.constexpr):
+def walk_position(PART: tl.constexpr, position, near_start, near_stop, TILE: tl.constexpr):
     """Return the key (or query) at a position of the walk: the far part skips the near one."""
-    if PART == FAR and COVERAGE != "no table":
+    if PART == FAR and TILE.coverage != "no table":
         return tl.where(position < near_start, position, position + near_stop - near_start)
     else:
         return position
