@@ -69,14 +69,14 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
     """
     scores = block.frame.scores
     is_short = scores.shape[-1] < SHORT_ROW
-    if lse is None and not is_short and not block.has_blind:
-        return torch.softmax(scores, -1, out=probs)
+    if not is_short:
+        torch.softmax(scores, -1, out=probs)
+        if lse is None and not block.has_blind:
+            return probs
     largest, total = scores.amax(-1, keepdim=True), None
     if is_short:
         total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
         probs.div_(total)
-    else:
-        torch.softmax(scores, -1, out=probs)
     blind = largest == -math.inf if block.has_blind else None
     if blind is not None:
         probs.masked_fill_(blind, 0)
