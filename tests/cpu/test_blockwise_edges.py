@@ -128,6 +128,17 @@ def test_only_return_lse_asks_for_lse(return_lse: bool, monkeypatch: pytest.Monk
     assert computed == [return_lse]
 
 
+@pytest.mark.parametrize("tables", [{}, {"per_head": True}, {"rel_width": 3}, {"rel_p2c": True}], ids=" ".join)
+@pytest.mark.parametrize("num_rows", [81, 9])
+def test_one_query(num_rows: int, tables: dict[str, Any]) -> None:
+    """A query that stands after its keys, as in decoding: with a table for all of them, and with one for the nearest."""
+    inputs = make_inputs(2, 4, 1, 41, 8, num_rows=num_rows, key_heads=2, **tables, dtype=torch.float64, seed=6)
+    results = forward_backward(attend, inputs, query_offset=40, rel_scale=0.7, enable_gqa=True)
+    expected = dense_gradients(inputs, query_offset=40, rel_scale=0.7)._asdict()
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_heads_that_share_a_key_in_blocks_of_their_own(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of the key and the value are the sum over the heads, though each block has all queries and all keys."""

@@ -186,7 +186,11 @@ class Band(Reach):
 
     def add_terms(self, packed: Packed) -> None:
         """Add scale * rows . table to the frame's scores."""
-        if self.num_near:
+        pairs = self.frame.pairs
+        if pairs.shape[2] == self.num_tables == 1 and self.num_near == pairs.shape[3] > 0 and pairs.is_contiguous():
+            # With one query, as in decoding, the band has the order of the scores.
+            pairs.view(-1, self.num_near).addmm_(packed.panels[0], self.windows[0], alpha=self.scale)
+        elif self.num_near:
             self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
             for place, terms in zip(self.scores, self.skewed, strict=True):
                 place.add_(terms)

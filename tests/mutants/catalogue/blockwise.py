@@ -386,4 +386,10 @@ OF_BLOCKWISE = (
         (f"{ON_EDGES}::test_lse_is_computed_if_it_is_wanted",),
         (Change(BLOCKWISE, "if lse is None and not block.has_blind:", "if lse is None:"),),
     ),
+    Fault(
+        "blockwise-one-query-without-the-scale",
+        "the terms of a single query are not multiplied by the scale",
+        (f"{ON_EDGES}::test_one_query",),
+        (Change(BANDS, "self.windows[0], alpha=self.scale)", "self.windows[0])"),),
+    ),
 )
