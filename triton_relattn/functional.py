@@ -38,7 +38,9 @@ def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, 
     return *(cast(tensor, dtype) for tensor in operands), *(cast(tensor, torch.float32) for tensor in added)
 
 
-def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(
+    tensors: AttentionTensors, spec: AttentionSpec, implementation: str | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
@@ -49,7 +51,7 @@ def _attend(tensors: AttentionTensors, spec: AttentionSpec, implementation: str 
     if implementation == "reference":
         with without_autocast(tensors.query.device):
             return resolved_reference(tensors, spec)
-    return ops.relative_attention(tensors, spec, implementation)
+    return ops.relative_attention(tensors, spec, implementation, return_lse)
 
 
 class OptionsVarlen(TypedDict, total=False):
@@ -245,7 +247,7 @@ def fused_relative_attention(
         exact_delta=exact_delta,
         return_lse=return_lse,
     )
-    out, lse = _attend(tensors, spec, implementation)
+    out, lse = _attend(tensors, spec, implementation, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -376,6 +378,6 @@ def fused_relative_attention_varlen(
         cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
         max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},
     )
-    out, lse = _attend(tensors, spec, implementation)
+    out, lse = _attend(tensors, spec, implementation, return_lse)
     out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out

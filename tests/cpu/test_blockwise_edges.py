@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from tests.cases import one_hot_case
+from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend
 from triton_relattn import RelativePositions
+from triton_relattn._blockwise import attention
 from triton_relattn._blockwise.partition import Call
 from triton_relattn._core.validation import resolve
+from triton_relattn._operators.ops import relative_attention
 from triton_relattn._reference import reference_attention
 from triton_relattn.testing import (
     Inputs,
@@ -84,6 +87,68 @@ def test_rows_that_see_nothing(arguments: dict[str, Any], dtype: torch.dtype, bl
     assert not results["out"][blind].any() and not results["d_query"][blind].any()
     assert all(result.isfinite().all() for name, result in results.items() if name != "lse")
     assert zero_gradients(results) == bool(blind.all())
+
+
+@pytest.mark.parametrize("num_keys", [5, 40])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"key_lengths": torch.tensor([0, 4])},
+        {"is_causal": True, "query_offset": -7},
+        {"attn_mask": torch.arange(30)[:, None] > 3},
+    ],
+    ids=["full", "lengths", "causal", "mask"],
+)
+def test_lse_is_computed_if_it_is_wanted(arguments: dict[str, Any], num_keys: int, block_size: None) -> None:
+    """Without it, out and all gradients are the same to the bit, also those of queries that see nothing."""
+    inputs = make_inputs(2, 2, 30, num_keys, 8, num_rows=9, dtype=torch.float32, seed=4)
+    results = []
+    for return_lse, count in ((True, 30), (False, 0)):
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:4] if tensor is not None]
+        out, lse = relative_attention(*resolve(*leaves, **arguments), "blockwise", return_lse)
+        assert lse.shape == (2, 2, count)
+        results.append((out, *torch.autograd.grad(out, leaves, inputs.d_out)))
+    for expected, result in zip(*results, strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_only_return_lse_asks_for_lse(return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public functions compute lse for nobody else: it takes passes over all scores."""
+    computed, softmax = [], attention.softmax
+
+    def spy(block: Any, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+        computed.append(lse is not None)
+        return softmax(block, probs, lse)
+
+    monkeypatch.setattr(attention, "softmax", spy)
+    query = make_inputs(1, 2, 20, 20, 8, num_rows=None, dtype=torch.float32, seed=0).query
+    attend(query, query, query, return_lse=return_lse)
+    assert computed == [return_lse]
+
+
+@pytest.mark.parametrize("tables", [{}, {"per_head": True}, {"rel_width": 3}, {"rel_p2c": True}], ids=" ".join)
+@pytest.mark.parametrize("num_rows", [81, 9])
+def test_one_query(num_rows: int, tables: dict[str, Any]) -> None:
+    """A query that stands after its keys, as in decoding: with a table for all of them, and with one for the nearest."""
+    inputs = make_inputs(2, 4, 1, 41, 8, num_rows=num_rows, key_heads=2, **tables, dtype=torch.float64, seed=6)
+    results = forward_backward(attend, inputs, query_offset=40, rel_scale=0.7, enable_gqa=True)
+    expected = dense_gradients(inputs, query_offset=40, rel_scale=0.7)._asdict()
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_that_share_a_key_in_blocks_of_their_own(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the key and the value are the sum over the heads, though each block has all queries and all keys."""
+    cut_blocks(monkeypatch, 64, 1, 64)
+    inputs = make_inputs(2, 8, 9, 13, 8, num_rows=15, key_heads=1, dtype=torch.float64, seed=5)
+    arguments = {"enable_gqa": True, "is_causal": is_causal, "query_offset": 2}
+    results = forward_backward(attend, inputs, **arguments)
+    expected = dense_gradients(inputs, **{name: each for name, each in arguments.items() if name != "enable_gqa"})._asdict()
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
 
 
 @pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys"])

@@ -75,7 +75,7 @@ def test_error_rule_at_any_scale(kind: str, deviation: float, length: int, block
         assert_within_budget(name, result, golden[name], reference[name], factor=factor, exact_reference=True)
 
 
-@pytest.mark.parametrize("num_keys", [5, 31, 32, 300])
+@pytest.mark.parametrize("num_keys", [5, 15, 16, 31, 300])
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_probabilities_sum_to_one(deviation: float, num_keys: int, block_size: None) -> None:
     """In the forward and in the backward: with values and d_out of ones, out and the sum of d_value say so."""
@@ -124,7 +124,7 @@ def test_short_sequences(length: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("num_keys", [5, 31, 33, 64])
+@pytest.mark.parametrize("num_keys", [5, 15, 17, 33, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_kept_probabilities(dtype: torch.dtype, num_keys: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those that the backward computes without, bit for bit."""

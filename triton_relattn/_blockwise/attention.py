@@ -28,8 +28,8 @@ from .bands import Packed
 from .mirror import MirroredBand
 from .partition import Block, Call, Frame, matrices, of_heads, stacked
 
-SHORT_ROW, SHORT_ROW_BACKWARD = 32, 16
-"""Numbers of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
+SHORT_ROW = 16
+"""Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
 fill the CPU's vectors."""
 
 
@@ -65,15 +65,18 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
 
     Args:
         probs: memory for the probabilities.
-        lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed.
+        lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed, which saves passes.
     """
     scores = block.frame.scores
+    is_short = scores.shape[-1] < SHORT_ROW
+    if not is_short:
+        torch.softmax(scores, -1, out=probs)
+        if lse is None and not block.has_blind:
+            return probs
     largest, total = scores.amax(-1, keepdim=True), None
-    if scores.shape[-1] < SHORT_ROW:
+    if is_short:
         total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
         probs.div_(total)
-    else:
-        torch.softmax(scores, -1, out=probs)
     blind = largest == -math.inf if block.has_blind else None
     if blind is not None:
         probs.masked_fill_(blind, 0)
@@ -94,9 +97,7 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     was rounded to the input dtype. With it, all dS of a row would share one small error, and the table's gradient, a sum over all
     rows, would add these errors up.
     """
-    if (
-        probs.shape[-1] < SHORT_ROW_BACKWARD or probs.device.type != "cpu"
-    ):  # elsewhere a row may be written before all of it is read
+    if probs.shape[-1] < SHORT_ROW or probs.device.type != "cpu":  # elsewhere a row may be written before all of it is read
         return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
     return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
 
@@ -110,21 +111,28 @@ def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     return size <= of_inputs and spec.softcap is None and tensors.cu_seqlens_q is None
 
 
+def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
+    """Return memory for lse, (B, Hq, Nq) in the compute dtype; (B, Hq, 0) if it is not wanted."""
+    query = tensors.query
+    return query.new_empty((*query.shape[:2], query.shape[2] if spec.with_lse else 0), dtype=compute_dtype(query.dtype))
+
+
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, or the one given, and lse (B, Hq, Nq) in the compute dtype.
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, or the one given, and lse, see new_lse().
 
     Args:
         kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
     """
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
-    lse = tensors.query.new_empty(tensors.query.shape[:3], dtype=compute_dtype(tensors.query.dtype))
+    lse = new_lse(tensors, spec)
     for block in Call(tensors, spec).blocks():
-        place, lse_place, frame = block.rows(out), block.rows(lse), block.frame
+        place, lse_place, frame = block.rows(out), block.rows(lse) if spec.with_lse else None, block.frame
         if block.num_keys == 0:
             place.zero_()
-            lse_place.fill_(-math.inf)
+            if lse_place is not None:
+                lse_place.fill_(-math.inf)
             continue
         query = block.matrices(tensors.query)
         logits(block, query, pack_query(block, query))
@@ -175,14 +183,15 @@ class Gradients(NamedTuple):
     """The last row first, see mirror.py."""
 
     @staticmethod
-    def new(tensors: AttentionTensors, wanted: Iterable[bool]) -> Gradients:
-        dtype = compute_dtype(tensors.query.dtype)
+    def new(call: Call, wanted: Iterable[bool]) -> Gradients:
+        tensors, dtype = call.tensors, call.dtype
 
         def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if name in ("query", "rel_query"):
                 return gradient_like(tensor)
             if name in ("key", "value"):
-                return new_like(tensor, tensor.shape[-1], dtype).zero_()
+                total = new_like(tensor, tensor.shape[-1], dtype)
+                return total if call.has_keys_once else total.zero_()
             return stacked(torch.zeros(tensor.shape, dtype=dtype, device=tensor.device), name)
 
         named = zip(DIFFERENTIABLE, tensors, wanted, strict=False)
@@ -197,7 +206,7 @@ class Gradients(NamedTuple):
         """Add a block's part to the gradients of value and rel_value."""
         band = block.frame.rel_value
         if self.value is not None:
-            add_transposed_product(block.rows_of_keys(self.value), probs, d_out)
+            add_transposed_product(block, self.value, probs, d_out)
         if self.rel_value is not None and band is not None and packed is not None:
             band.collect(band.fold(block.by_pair(probs)), packed)
 
@@ -206,7 +215,7 @@ class Gradients(NamedTuple):
         spec, frame, band = block.call.spec, block.frame, block.frame.rel_key
         own_query = block.call.tensors.rel_query is not None
         if self.key is not None:
-            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)
+            add_transposed_product(block, self.key, d_scores, query, spec.scale)
         if self.rel_bias is not None and frame.rel_bias is not None:
             frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads))
         if frame.rel_p2c is not None and not (self.key is None and self.rel_p2c is None):
@@ -244,12 +253,14 @@ class Gradients(NamedTuple):
                 band.add_gradient(of_heads(total, frame.heads))
 
 
-def add_transposed_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
-    """Add scale * left^T @ right to total (sequences, heads, keys, width)."""
+def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
+    """Add scale * left^T @ right to the block's part of totals, (B, Hk, Nk, width)."""
+    total, beta = block.rows_of_keys(totals), 0 if block.call.has_keys_once else 1
     if total.is_contiguous():
-        total.flatten(0, 1).baddbmm_(left.mT, right, alpha=scale)
+        total.flatten(0, 1).baddbmm_(left.mT, right, beta=beta, alpha=scale)
     else:
-        total.add_(torch.bmm(left.mT, right).view(total.shape), alpha=scale)
+        product = torch.bmm(left.mT, right).view(total.shape)
+        total.add_(product, alpha=scale) if beta else torch.mul(product, scale, out=total)
 
 
 def backward(
@@ -267,8 +278,9 @@ def backward(
         kept: the probabilities that the forward has kept; None: they are computed again.
         whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
     """
-    totals = Gradients.new(tensors, wanted)
-    for frame, blocks in groupby(Call(tensors, spec).blocks(), lambda block: block.frame):
+    call = Call(tensors, spec)
+    totals = Gradients.new(call, wanted)
+    for frame, blocks in groupby(call.blocks(), lambda block: block.frame):
         for block in blocks:
             add_block(totals, block, d_out, d_lse, kept, whole)
         totals.add_tables(frame)

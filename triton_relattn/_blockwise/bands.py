@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PANEL_ROWS = 64
 """Fewest rows of a product with a window: with fewer it is slow, with more the bands are wider than necessary."""
-PANEL_SHARE = 32
+PANEL_SHARE = 64
 """A panel has at least as many queries as keys divided by this: a band that is wider by so little costs less than more panels."""
 PANEL_COLUMNS = 12
 """Fewest columns of a band: products with fewer are slow."""
@@ -130,12 +130,14 @@ class Band(Reach):
     @cached_property
     def windows(self) -> torch.Tensor:
         """The window of each panel, (tables * panels, width of the table, self.width)."""
-        windows = self.window(self.table).unfold(1, self.width, self.panel)
-        return (windows.flip(1) if self.num_panels > 1 else windows).flatten(0, 1)
+        window = self.window(self.table)
+        return window.mT if self.num_panels == 1 else window.unfold(1, self.width, self.panel).flip(1).flatten(0, 1)
 
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): one of the full
         panels, and one of the rest if there is one."""
+        if self.num_tables == self.num_panels == 1:
+            return [rows[None, None]]
         rows = rows.unflatten(1, (self.num_tables, self.sharing))
         full = self.num_full * self.panel
         pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))]
@@ -184,7 +186,11 @@ class Band(Reach):
 
     def add_terms(self, packed: Packed) -> None:
         """Add scale * rows . table to the frame's scores."""
-        if self.num_near:
+        pairs = self.frame.pairs
+        if pairs.shape[2] == self.num_tables == 1 and self.num_near == pairs.shape[3] > 0 and pairs.is_contiguous():
+            # With one query, as in decoding, the band has the order of the scores.
+            pairs.view(-1, self.num_near).addmm_(packed.panels[0], self.windows[0], alpha=self.scale)
+        elif self.num_near:
             self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
             for place, terms in zip(self.scores, self.skewed, strict=True):
                 place.add_(terms)

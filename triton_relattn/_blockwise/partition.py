@@ -125,6 +125,17 @@ class Call:
         self.buffer = Buffers(tensors.query, self.dtype)
         self._frame: tuple[Any, Frame] | None = None
 
+    @cached_property
+    def has_keys_once(self) -> bool:
+        """Whether each key and head of it is in one block, and none is in no block: gradients are written there, not added."""
+        tensors, spec = self.tensors, self.spec
+        varying = (tensors.key_lengths, tensors.query_offsets, tensors.cu_seqlens_q, tensors.dropout_origins)
+        if any(tensor is not None for tensor in varying) or max(spec.window_left, spec.window_right) >= 0:
+            return False
+        (stack,) = stacks(tensors, spec)
+        num_queries, num_heads = self._block_size(stack)
+        return 0 < stack.num_queries <= num_queries and tensors.query.shape[1] <= num_heads * tensors.key.shape[1]
+
     def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
         """Return a frame of this shape and place: that of the block before, if it fits."""
         per_head = any(table.shape[0] > 1 for table in self.tables.values())

@@ -28,7 +28,8 @@ def has_autocast(device_type: str) -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which torch.autocast does not change the dtypes of products."""
-    return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else nullcontext()  # type: ignore[return-value]
+    enabled = has_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()  # type: ignore[return-value]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -81,6 +81,8 @@ class AttentionSpec(NamedTuple):
     """Dropout probability of the attention weights."""
     exact_delta: bool = False
     """Use the exact delta for d_query and d_rel_query, too."""
+    with_lse: bool = True
+    """Compute lse; else "blockwise" leaves it out, (B, Hq, 0)."""
 
     def coverage(self, offset_is_known: bool = True) -> str:
         """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their ends.

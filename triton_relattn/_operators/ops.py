@@ -67,10 +67,10 @@ def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
-    tensors, _, implementation = _split(arguments)
+    tensors, spec, implementation = _split(arguments)
     query = tensors.query
     out = new_like(query, tensors.value.shape[-1])
-    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+    lse = blockwise.new_lse(tensors, spec)
     return out, lse, _statistics(tensors, implementation)
 
 
@@ -78,7 +78,7 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
     *arguments, wanted = arguments
     tensors, spec, implementation = _split(arguments)
     if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
-        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
+        d_lse = d_lse.masked_fill(lse == -torch.inf, 0) if spec.with_lse else None
     if implementation == "triton":
         from ..kernels.backward import backward
 
@@ -237,11 +237,19 @@ def register_elsewhere() -> None:
         flops.add_to_counters()
 
 
-def relative_attention(tensors: AttentionTensors, spec: AttentionSpec, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out and lse by "blockwise" or "triton", with gradients. The arguments have been validated."""
+def relative_attention(
+    tensors: AttentionTensors, spec: AttentionSpec, implementation: str, with_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out and lse by "blockwise" or "triton", with gradients. The arguments have been validated.
+
+    Args:
+        with_lse: False if lse is not used; "blockwise" saves the time that it takes.
+    """
     register_elsewhere()  # also here, since inference mode does not come through autograd
     # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
     differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
+    if implementation == "blockwise" and not with_lse:
+        spec = spec._replace(with_lse=False)
     if differentiated and blockwise.keeps_probs(tensors, spec):
         implementation = KEEPING
     out, lse, _ = ATTENTION_FORWARD(*tensors, *spec, implementation)

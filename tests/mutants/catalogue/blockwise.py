@@ -127,7 +127,7 @@ OF_BLOCKWISE = (
         "blockwise-panels-in-another-order",
         "panels take the windows of the table in the order of their positions, not of their queries",
         RANDOM,
-        (Change(BANDS, "(windows.flip(1) if self.num_panels > 1 else windows)", "windows"),),
+        (Change(BANDS, "window.unfold(1, self.width, self.panel).flip(1)", "window.unfold(1, self.width, self.panel)"),),
     ),
     Fault(
         "blockwise-panels-do-not-move",
@@ -350,8 +350,8 @@ OF_BLOCKWISE = (
         (
             Change(
                 BLOCKWISE,
-                "            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)\n",
-                "            add_transposed_product(block.rows_of_keys(self.key), d_scores, query, spec.scale)\n"
+                "            add_transposed_product(block, self.key, d_scores, query, spec.scale)\n",
+                "            add_transposed_product(block, self.key, d_scores, query, spec.scale)\n"
                 "            self.key.copy_(self.key.to(block.call.tensors.key.dtype))\n",
             ),
         ),
@@ -361,5 +361,35 @@ OF_BLOCKWISE = (
         "autocast rounds the products within the forward",
         (f"{ON_OPS}::test_autocast_does_not_change_the_precision[blockwise]",),
         (Change(OPS, "    with without_autocast(tensors.query.device):\n        kept = ", "    if True:\n        kept = "),),
+    ),
+    Fault(
+        "blockwise-keys-written-once-with-a-window",
+        "the gradients of keys that a window hides are not written at all",
+        (f"{ON_EDGES}::test_keys_that_no_query_sees_may_hold_nan",),
+        (Change(BLOCKS, " or max(spec.window_left, spec.window_right) >= 0:", ":"),),
+    ),
+    Fault(
+        "blockwise-keys-written-once-a-block",
+        "the gradients of keys are those of the last block of queries, not the sum",
+        (f"{ON_EDGES}::test_rows_that_no_visible_pair_has_may_hold_nan",),
+        (Change(BLOCKS, "0 < stack.num_queries <= num_queries and", "0 < stack.num_queries and"),),
+    ),
+    Fault(
+        "blockwise-keys-written-once-a-head",
+        "the gradient of a key is that of the last heads that share it, not the sum",
+        (f"{ON_EDGES}::test_heads_that_share_a_key_in_blocks_of_their_own",),
+        (Change(BLOCKS, " and tensors.query.shape[1] <= num_heads * tensors.key.shape[1]", ""),),
+    ),
+    Fault(
+        "blockwise-blind-queries-without-lse",
+        "without lse, a query that sees nothing gets NaN",
+        (f"{ON_EDGES}::test_lse_is_computed_if_it_is_wanted",),
+        (Change(BLOCKWISE, "if lse is None and not block.has_blind:", "if lse is None:"),),
+    ),
+    Fault(
+        "blockwise-one-query-without-the-scale",
+        "the terms of a single query are not multiplied by the scale",
+        (f"{ON_EDGES}::test_one_query",),
+        (Change(BANDS, "self.windows[0], alpha=self.scale)", "self.windows[0])"),),
     ),
 )
