@@ -24,22 +24,22 @@ FORWARD = {
     # target, head dim, tile: most instructions of the forward's loop
     ("sm_90", 64, (64, 64, 4)): 620,
     ("sm_90", 64, (128, 64, 8)): 620,
-    ("sm_90", 128, (128, 64, 8)): 700,
+    ("sm_90", 128, (128, 64, 8)): 710,
     ("sm_80", 64, (128, 64, 8)): 760,
 }
 BACKWARD = {
     # kernel: allowed numbers of what moves values between threads, and most instructions
     "dq": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
     "dkv": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics; stores of words
-    "dtable": ({"SHFL": (32, 32), "LDS": (0, 6), "STS": (0, 24), "BAR": (0, 11)}, 1120),  # statistics, dS
+    "dtable": ({"SHFL": (32, 32), "LDS": (0, 6), "STS": (0, 24), "BAR": (0, 11)}, 1140),  # statistics, dS
 }
 STACK = {
     # tile or kernel: bytes that are kept on the stack, at most with any version; of all others none
     ("sm_80", 64, (128, 64, 8)): 16,  # not the default there
     ("sm_90", 128, (128, 64, 8)): 32 if VERSION == "3.6" else 0,
     "dq": 8 if VERSION == "3.9" else 0,
-    "dkv": 96,
-    "dtable": 16,
+    "dkv": 112 if VERSION == "3.6" else 96,
+    "dtable": 40 if VERSION == "3.6" else 16,
 }
 
 
@@ -70,7 +70,7 @@ def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None
     # On sm_80 the statistics of a row go through shared memory once. Triton 3.9 has a barrier more for a third wgmma.
     slack = 4 if target == "sm_80" else 0
     allowed = {name: (0, plain[name] + slack) for name in MOVES}
-    allowed["SHFL"] = (plain["SHFL"] + words, plain["SHFL"] + words)
+    allowed["SHFL"] = (words, plain["SHFL"] + words)
     allowed["BAR"] = (0, plain["BAR"] + max(slack, VERSION == "3.9"))
     allowed |= {"LDGSTS": (1, ANY), "stack bytes": (0, STACK.get((target, head_dim, tile), 0))}
     check(used_by(case, config), allowed | {"instructions": (0, FORWARD[target, head_dim, tile])})
