@@ -17,6 +17,7 @@ from . import profiles
 from .architectures import architecture_of
 from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
 from .tile_config import KERNELS as KERNELS
+from .tile_config import OF_WORDS as OF_WORDS
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
 
@@ -102,6 +103,10 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("dtable", 128): TileConfig(64, 64, 4, 1),
     ("dtable_words", 64): TileConfig(64, 64, 4, 1),
     ("dtable_words", 128): TileConfig(64, 64, 4, 1),
+    ("dp2c", 64): TileConfig(64, 64, 4, 1),
+    ("dp2c", 128): TileConfig(64, 64, 4, 1),
+    ("dp2c_words", 64): TileConfig(64, 64, 4, 1),
+    ("dp2c_words", 128): TileConfig(64, 64, 4, 1),
     ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
     ("dq, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
     ("dq, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
@@ -305,7 +310,7 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
     if architecture_of(arch).rotates_in_registers and not _lacks_registers(kernel, width, unit, special):
         config = _find(_CONFIGS, calls)
         if config is not None:
-            return replace(config, rotation="gather" if coverage == "no table" or kernel == "dtable_words" else "registers")
+            return replace(config, rotation="gather" if coverage == "no table" or kernel in OF_WORDS else "registers")
     if special == "rel_value":  # a second band: nothing else would fit
         calls = calls[:1]
     return _find(_GATHERED, calls) or TileConfig(16, 16, 4, 1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BACKWARD, DKV, DP2C, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS
+from .places import BACKWARD, DKV, DP2C, DP2C_WORDS, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS, ON_WORKSPACE
 
 RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
+WORDS = (f"{ON_WORKSPACE}::test_calls",)
 
 OF_KEY_TERMS = (
     Fault(
@@ -36,7 +37,7 @@ OF_KEY_TERMS = (
         "key-terms-of-rows-that-no-pair-has",
         "d_key is NaN where a row is that no query reaches",
         (f"{ON_KEY_TERMS}::test_nan_that_no_query_sees",),
-        (Change(DKV, "relative, reached_low, reached_high, TILE", "relative, first, last, TILE"),),
+        (Change(DKV, "d_words, key_table, relative, reached_low, reached_high", "d_words, key_table, relative, first, last"),),
     ),
     Fault(
         "p2c-gradient-of-both-tiles-everywhere",
@@ -52,6 +53,40 @@ OF_KEY_TERMS = (
         "the first keys that a block of rows meets are left out",
         (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
         (Change(DP2C, "place.query_offset - (TILE.block_m - 1)\n", "place.query_offset\n"),),
+    ),
+    Fault(
+        "p2c-words-of-the-wrong-tile",
+        "on the diagonal, a pair of a row and a key is the query one tile on",
+        WORDS,
+        (
+            Change(
+                DP2C_WORDS, "tile_m[:, None] < tile_n[None, :], TILE.block_m", "tile_m[:, None] <= tile_n[None, :], TILE.block_m"
+            ),
+        ),
+    ),
+    Fault(
+        "p2c-words-begin-a-tile-late",
+        "the first keys that a block of rows meets are left out",
+        WORDS,
+        (Change(DP2C_WORDS, "place.query_offset - (TILE.block_m - 1), ", "place.query_offset, "),),
+    ),
+    Fault(
+        "p2c-words-of-the-last-part-alone",
+        "the parts of a workspace do not add up",
+        WORDS,
+        (Change(DP2C_WORDS, "    if ROWS.adds:\n        acc += load_rows", "    if False:\n        acc += load_rows"),),
+    ),
+    Fault(
+        "p2c-words-of-pairs-that-are-hidden",
+        "words are read that nobody has written",
+        WORDS,
+        (Change(DP2C_WORDS, "visible(offs_m, offs_n[None, :], place, call.window) & valid_n", "(offs_m == offs_m) & valid_n"),),
+    ),
+    Fault(
+        "p2c-words-of-other-parts",
+        "words of keys that another part has are read again",
+        WORDS,
+        (Change(DP2C_WORDS, " & (offs_n >= first_key) & (offs_n < stop_key)", ""),),
     ),
     Fault(
         "full-tables-lose-their-ends",
