@@ -371,7 +371,9 @@ class Call:
         if self.inputs.rel_p2c is not None:
             in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
             square = (config.block_n, config.block_n, "registers" if in_registers else "gather", config.num_warps)
-            keys = Tile(*square, fixed.round_terms, None if walks_keys else config.carry, *of_call[1:], shape.head_dim, shape.block_d)
+            keys = Tile(
+                *square, fixed.round_terms, None if walks_keys else config.carry, *of_call[1:], shape.head_dim, shape.block_d
+            )
         return Tile(*of_config, fixed.round_terms, *of_call, shape.rel_dim, shape.block_dr, values, keys)
 
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:

@@ -8,7 +8,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, blocks_before, empty_band, waiting_dtype, whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import add_key_rows, mirrored_table, natural_keys, next_key_terms, reached_by_keys
+from .key_terms import add_key_rows, in_natural_order, mirrored_table, natural_keys, next_key_terms, reached_by_keys
 from .masking import exists, first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table, reached_rows
@@ -187,11 +187,14 @@ def dkv_kernel(
                         column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
                         store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
                     if d_keys is not None:
+                        if inputs.rel_p2c is not None:
+                            d_words = in_natural_order(d_words, TILE)
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
                         if inputs.rel_p2c is not None:
                             if call.scaling.rel_scale is not None:
-                                d_words = (d_scores * tl.cast(call.scaling.rel_scale, tl.float32)).to(query.dtype)
+                                d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)
+                                d_words = in_natural_order(d_scores.to(query.dtype), TILE)
                             d_key, waiting = add_key_rows(d_key, d_words, waiting, reached, relative, TILE)
             if inputs.rel_p2c is not None and d_keys is not None and TILE.keys.carry == "both":
                 behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
@@ -202,7 +205,11 @@ def dkv_kernel(
     if d_keys is not None:
         unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, SHAPE.wide_index)
-        store_rows(d_keys, key_start, tile_n, valid_n, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
+        rows, valid = tile_n, valid_n
+        if inputs.rel_p2c is not None:  # in their natural order
+            rows = tl.arange(0, TILE.block_n)
+            valid = key_start + rows < place.key_rows
+        store_rows(d_keys, key_start, rows, valid, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
     if d_values is not None:
         if call.dropout is not None:
             d_value *= tl.cast(call.dropout.keep_scale, tl.float32)

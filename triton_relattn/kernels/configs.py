@@ -103,10 +103,12 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("dtable", 128): TileConfig(64, 64, 4, 1),
     ("dtable_words", 64): TileConfig(64, 64, 4, 1),
     ("dtable_words", 128): TileConfig(64, 64, 4, 1),
-    ("dp2c", 64): TileConfig(64, 64, 4, 1),
-    ("dp2c", 128): TileConfig(64, 64, 4, 1),
-    ("dp2c_words", 64): TileConfig(64, 64, 4, 1),
-    ("dp2c_words", 128): TileConfig(64, 64, 4, 1),
+    ("dp2c", 64): TileConfig(32, 32, 2, 1),
+    ("dp2c", 64, "wgmma"): TileConfig(64, 64, 4, 1),
+    ("dp2c", 128, "wgmma"): TileConfig(64, 64, 4, 1),
+    ("dp2c_words", 64): TileConfig(64, 32, 4, 1),
+    ("dp2c_words", 128): TileConfig(32, 32, 4, 1),
+    ("dp2c_words", 128, "wgmma"): TileConfig(64, 32, 4, 1),
     ("forward, rel_bias", 64): TileConfig(64, 64, 4, 3, max_registers=168),
     ("dq, rel_key and rel_bias", 64, "mma"): TileConfig(64, 32, 4, 2, "both"),
     ("dq, rel_bias", 64): TileConfig(64, 32, 4, 2, "both"),
@@ -122,6 +124,18 @@ _CONFIGS: dict[tuple[object, ...], TileConfig] = {
     ("forward, rel_value", 128): TileConfig(64, 32, 4, 3),
     ("forward, rel_value", 128, "wgmma", "zero"): TileConfig(64, 32, 4, 1),
     ("dq, rel_value", 64, "wgmma", "zero"): TileConfig(64, 32, 4, 1, "both"),
+    ("forward, rel_p2c", 64): TileConfig(64, 64, 4, 2, None),
+    ("forward, rel_p2c", 64, "wgmma"): TileConfig(64, 64, 4, 1, None, max_registers=168),
+    ("forward, rel_p2c", 128): TileConfig(64, 64, 4, 1),
+    ("forward, rel_p2c", 128, "wgmma"): TileConfig(64, 64, 4, 1, None),
+    ("dq, rel_p2c", 64): TileConfig(64, 64, 4, 1, "both"),
+    ("dq, rel_p2c", 128): TileConfig(64, 32, 4, 1, "both"),
+    ("dq, rel_p2c", 128, "wgmma"): TileConfig(64, 64, 4, 1, "both"),
+    ("dkv, rel_p2c", 64): TileConfig(32, 32, 2, 2, "both"),
+    ("dkv, rel_p2c", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=168),
+    ("dkv, rel_p2c", 128): TileConfig(32, 32, 2, 1, "both"),
+    ("dkv, rel_p2c", 128, "wgmma"): TileConfig(64, 64, 4, 1),
+    ("dtable, rel_p2c", 64): TileConfig(64, 64, 4, 1),
 }
 
 # The same where rotations are gathers: on sm_100, and where registers do not suffice for large tiles. These were chosen by
@@ -143,6 +157,12 @@ _GATHERED: dict[tuple[object, ...], TileConfig] = {
     ("dtable", 64): TileConfig(32, 32, 4, 1),
     ("dtable", 64, "wgmma", "clamp"): TileConfig(32, 32, 4, 2),
     ("dtable", 128): TileConfig(32, 32, 8, 2),
+    ("dtable, rel_p2c", 128): TileConfig(32, 32, 4, 1),
+    ("dp2c", 64): TileConfig(32, 32, 4, 1),
+    ("dp2c", 128): TileConfig(32, 32, 4, 1),
+    ("dp2c_words", 64): TileConfig(64, 32, 4, 1),
+    ("dp2c_words", 128): TileConfig(32, 32, 4, 1),
+    ("dp2c_words", 256): TileConfig(32, 32, 4, 1),
     ("dtable_words", 64): TileConfig(64, 64, 4, 1),
     ("dtable_words", 128): TileConfig(64, 64, 4, 1),
     ("dtable_words", 256): TileConfig(64, 64, 4, 1),
@@ -322,7 +342,7 @@ def _lacks_registers(kernel: str, width: int, unit: str, special: str | None) ->
     if unit == "wgmma":
         return False
     if width == 128:
-        has_large_terms = special is not None and (kernel != "dkv" or special == "rel_value")
+        has_large_terms = special not in (None, "rel_p2c") and (kernel != "dkv" or special == "rel_value")
         return has_large_terms or kernel == "dtable" or unit == "small mma"
     return special == "rel_value" and kernel != "forward"  # two bands
 

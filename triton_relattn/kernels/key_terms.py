@@ -46,11 +46,19 @@ def turned(tile, TILE: tl.constexpr):
 
 
 @triton.jit
+def in_natural_order(tile, TILE: tl.constexpr):
+    """Return a tile [M, N] with its keys in their natural order."""
+    if TILE.rotation == "gather":
+        return tile
+    else:
+        columns = tl.permute(tl.reshape(tile, (TILE.block_m, TILE.block_n // 2, 2)), (0, 2, 1))
+        return tl.reshape(columns, (TILE.block_m, TILE.block_n))
+
+
+@triton.jit
 def turned_back(tile, TILE: tl.constexpr):
-    """Undo turned."""
+    """Return a tile [N, N] of queries and keys, these in their natural order, as a mirrored one."""
     N: tl.constexpr = TILE.block_n
-    if TILE.rotation != "gather":
-        tile = tl.reshape(tl.permute(tl.reshape(tile, (N, N // 2, 2)), (0, 2, 1)), (N, N))
     if TILE.keys.rotation != "gather":
         tile = tl.reshape(tl.permute(tl.reshape(tile, (2, N // 2, N)), (1, 0, 2)), (N, N))
     return tl.trans(tile)
@@ -90,7 +98,7 @@ def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
 @triton.jit
 def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexpr):
     """Add the elements of the next tile of a walk along the queries, each times its row of a mirrored table, to acc [N, D]; return
-    it and the elements that wait. After the last tile the caller passes zeros, see add_terms."""
+    it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros, see add_terms."""
     if TILE.block_m == TILE.block_n:
         acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, TILE.keys)
     else:
