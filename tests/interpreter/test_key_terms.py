@@ -27,9 +27,10 @@ from triton_relattn.testing import (
     with_different_strides,
 )
 
-REGISTERS = {name: TileConfig(32, 16, 2, 1, "scores", "registers") for name in ("forward", "dq", "dkv", "dtable", "dp2c")}
+REGISTERS = {name: TileConfig(32, 16, 2, 1, "scores", "registers") for name in ("forward", "dtable")}
+REGISTERS |= {name: TileConfig(32, 32, 2, 1, "both", "registers") for name in ("dq", "dkv", "dp2c")}
 SMALL = {**features.SMALL, "dp2c": tile(32, 16), "dp2c_words": tile(16, 16)}
-OTHER = {**features.OTHER, "dp2c": tile(32, 32), "dp2c_words": tile(32, 16)}
+OTHER = {**features.OTHER, "dkv": tile(32, 16, "both"), "dp2c": tile(32, 32), "dp2c_words": tile(32, 16)}
 TILES = (SMALL, OTHER, REGISTERS, None)
 WORKSPACES = ("0", "4000", "20000", "")
 """Limits in bytes: none, some keys at a time, some heads, the usual one."""

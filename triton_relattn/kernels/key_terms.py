@@ -98,7 +98,7 @@ def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
 @triton.jit
 def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexpr):
     """Add the elements of the next tile of a walk along the queries, each times its row of a mirrored table, to acc [N, D];
-    return it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros, see add_terms."""
+    return it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros."""
     if TILE.block_m == TILE.block_n:
         acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, TILE.keys)
     else:
