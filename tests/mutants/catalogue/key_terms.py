@@ -89,18 +89,6 @@ OF_KEY_TERMS = (
         (Change(DP2C_WORDS, "    if ROWS.adds:\n        acc += load_rows", "    if False:\n        acc += load_rows"),),
     ),
     Fault(
-        "p2c-words-of-pairs-that-are-hidden",
-        "words are read that nobody has written",
-        WORDS,
-        (Change(DP2C_WORDS, "visible(offs_m, offs_n[None, :], place, call.window) & valid_n", "(offs_m == offs_m) & valid_n"),),
-    ),
-    Fault(
-        "p2c-words-of-other-parts",
-        "words of keys that another part has are read again",
-        WORDS,
-        (Change(DP2C_WORDS, " & (offs_n >= first_key) & (offs_n < stop_key)", ""),),
-    ),
-    Fault(
         "full-tables-lose-their-ends",
         "the gradient of a clamped table's end rows lacks the keys beyond it",
         (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
