@@ -30,8 +30,9 @@ from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.tile_config import OF_TABLES, OF_WORDS
 
-from .cases.configurations import way_of
+from .cases.configurations import has_table_of, way_of
 
 HOOK_IS_IN_KEYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton's caches tell apart what was compiled with a hook in its pipeline."""
@@ -168,9 +169,10 @@ def selected(kernel: str, target: str, tensors: AttentionTensors, spec: Attentio
 
 def is_launched(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     """Whether a call, all of whose gradients are wanted, can need one of configs.KERNELS."""
-    if kernel == "dtable":
-        return tensors.has_table
-    return kernel != "dtable_words" or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
+    if kernel not in OF_TABLES:
+        return True
+    has_words = kernel not in OF_WORDS or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
+    return has_words and has_table_of(kernel, tensors)
 
 
 def compiled(

@@ -21,7 +21,7 @@ import triton
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.tile_config import OF_TABLES
+from triton_relattn.kernels.tile_config import OF_TABLES, OF_WORDS
 
 from .cases.attention import CLIPPED, Case
 from .cases.configurations import kernels_of, shown
@@ -61,7 +61,9 @@ class Kernel:
         if case.key_heads is None:
             case = replace(case, heads=REPRESENTATIVE.heads)
         if not self.has_table:
-            case = replace(case, rows=None, rel_dim=None, outside="clamp")
+            case = replace(case, rows=None, rel_dim=None, outside="clamp", p2c=False)
+        elif case.p2c:  # its kernels know nothing but full tables
+            case = replace(case, rows=None)
         elif case.rows is not None and case.outside == "clamp":
             case = replace(case, rows=CLIPPED)
         return replace(self, case=case)
@@ -132,7 +134,7 @@ def seconds_of(kernel: Kernel, found: Prediction) -> float:
     case, machine, config = kernel.case, MACHINES[TARGET], kernel.config
     length, heads = case.length, case.batch * case.heads
     near = 1.0
-    if kernel.has_table and case.rows is not None:
+    if kernel.has_table and case.rows is not None and not case.p2c:
         last = min(case.positions.last, 0) if case.is_causal else case.positions.last
         keys = length // 2 if case.is_causal else length
         near = near_share(case.positions.first, last, keys, config.block_m, config.block_n)
@@ -145,7 +147,7 @@ def seconds_of(kernel: Kernel, found: Prediction) -> float:
         programs = heads * (columns if kernel.name == "dkv" else rows) / machine.multiprocessors
         uneven = 1.0 if kernel.name in OF_TABLES else math.ceil(programs) / programs
     cycles = near * found.cycles if kernel.name in OF_TABLES else found.mean_cycles(near)
-    if kernel.name == "dtable_words":  # no faster than its words come from memory
+    if kernel.name in OF_WORDS:  # no faster than its words come from memory
         cycles = max(cycles, near * moved(SCORES * WORD, machine))
     return float(heads * scores / SCORES * cycles * uneven / machine.cycles_per_second)
 

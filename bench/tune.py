@@ -137,8 +137,9 @@ def _small_call(task: Task, device: str) -> tuple[Any, ...]:
     inputs, d_out = case.inputs(device)
     tensors, spec = case.resolved(inputs, task.has_table)
     (out, *gradients), _ = timing.golden(case, inputs, d_out, device, task.has_table)
-    names = ("query", "key", "value", "rel_key", "rel_query")
-    exact = [gradient for name, gradient in zip(names, gradients, strict=False) if name in WANTED[task.kernel]]
+    names = ("query", "key", "value", "rel_key", "rel_query", "rel_p2c")
+    given = [name for name, tensor in zip(names, inputs, strict=True) if tensor is not None]
+    exact = [gradient for name, gradient in zip(given, gradients, strict=False) if name in WANTED[task.kernel]]
     return tensors, spec, d_out, forward(tensors, spec)[::2], exact or [out]
 
 

@@ -25,6 +25,8 @@ class Inputs(NamedTuple):
     value: torch.Tensor
     table: torch.Tensor
     rel_query: torch.Tensor | None = None
+    p2c: torch.Tensor | None = None
+    """A second table, which meets the keys."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         return Inputs._make(None if tensor is None else function(tensor) for tensor in self)
@@ -49,6 +51,8 @@ class Case:
     outside: str = "clamp"
     num_queries: int | None = None
     """Queries at the end of a sequence of so many keys; None: as many as keys."""
+    p2c: bool = False
+    """Whether a second table of as many rows meets the keys."""
     group: str = ""
     """The name of its group in GROUPS."""
 
@@ -56,8 +60,9 @@ class Case:
         heads = f"h{self.heads}" if self.key_heads is None else f"h{self.heads}:{self.key_heads}"
         rows = "full" if self.rows is None else f"r{self.rows}" + " zero" * (self.outside == "zero")
         own_query = "" if self.rel_dim is None else f" dr{self.rel_dim}"
+        p2c = " p2c" * self.p2c
         length = f"n{self.length}" if self.num_queries is None else f"n{self.num_queries}:{self.length}"
-        return f"b{self.batch} {heads} {length} d{self.head_dim}{own_query} {rows}{' causal' * self.is_causal} {self.dtype}"
+        return f"b{self.batch} {heads} {length} d{self.head_dim}{own_query} {rows}{p2c}{' causal' * self.is_causal} {self.dtype}"
 
     @property
     def positions(self) -> RelativePositions:
@@ -72,8 +77,8 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what every baseline computes: no grouped heads, the query for the table, clipping, all queries."""
-        return (self.key_heads, self.rel_dim, self.num_queries, self.outside) == (None, None, None, "clamp")
+        """Whether it is what every baseline computes: no grouped heads, the query for the one table, clipping, all queries."""
+        return (self.key_heads, self.rel_dim, self.num_queries, self.outside, self.p2c) == (None, None, None, "clamp", False)
 
     def resized(self, length: int, **changes: Any) -> Case:
         return replace(self, length=length, **changes)
@@ -89,7 +94,7 @@ class Case:
             "seqlen": self.length,
             "head_dim": self.head_dim,
             "rel_dim": self.rel_dim or self.head_dim,
-            "table": "full" if self.rows is None else f"{self.outside} {self.rows}",
+            "table": ("full" if self.rows is None else f"{self.outside} {self.rows}") + " p2c" * self.p2c,
             "is_causal": self.is_causal,
             "dtype": self.dtype,
         }
@@ -97,7 +102,8 @@ class Case:
     def flops(self, direction: str, has_table: bool) -> tuple[float, float]:
         """As FlashAttention counts them (4 B H N^2 D, half if causal, 2.5 times that backward), and with the table's products."""
         pairs = self.batch * self.heads * (self.num_queries or self.length) * self.length / (2 if self.is_causal else 1)
-        term = 2.0 * min(self.length, self.num_rows) / self.length * (self.rel_dim or self.head_dim) * has_table
+        width = (self.rel_dim or self.head_dim) + self.head_dim * self.p2c
+        term = 2.0 * min(self.length, self.num_rows) / self.length * width * has_table
         of_direction = {"forward": (1.0, 1.0), "backward": (2.5, 3.0), "forward+backward": (3.5, 4.0)}
         plain, of_table = of_direction[direction]
         return plain * 4 * pairs * self.head_dim, pairs * (plain * 4 * self.head_dim + of_table * term)
@@ -118,7 +124,8 @@ class Case:
         keys = (self.batch, self.key_heads or self.heads, self.length)
         query, key, value = make(*queries, self.head_dim), make(*keys, self.head_dim), make(*keys, self.head_dim)
         rel_query = None if self.rel_dim is None else make(*queries, self.rel_dim)
-        return Inputs(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query)
+        p2c = make(self.num_rows, self.head_dim) if self.p2c else None
+        return Inputs(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query, p2c)
 
     def terms(self, inputs: Inputs, has_table: bool = True) -> dict[str, Any]:
         """Return the arguments of fused_relative_attention besides query, key and value."""
@@ -126,6 +133,7 @@ class Case:
         options["query_offset"] = self.length - (self.num_queries or self.length)
         if has_table:
             options |= {"rel_key": inputs.table, "rel_query": inputs.rel_query, "positions": self.positions}
+            options["rel_p2c"] = inputs.p2c
         return options
 
     def resolved(self, inputs: Inputs, has_table: bool = True) -> tuple[AttentionTensors, AttentionSpec]:
@@ -160,13 +168,17 @@ GROUPS: dict[str, Sequence[Case]] = {
     "short": [Case(*sizes, dtype="fp32") for sizes in SHORT],
     "decode": [Case(batch, 8, 1024 << k, 64, dtype="fp32", num_queries=1) for batch in (1, 16) for k in (0, 2)],
     "memory": [Case(1, 8, 512 << k, 64) for k in range(8)],
-    "deberta": [Case(2, 12, 8192, 64, rows=rows) for rows in (None, 511)],
+    "deberta": [
+        *(Case(2, 12, 8192, 64, rows=rows) for rows in (None, 511)),
+        *(Case(16384 // n, 12, n, 64, rows=rows, p2c=True) for n, rows in ((512, None), (2048, 1047), (8192, 1047))),
+    ],
     "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
 """cpu: one layer in float32. long, speech: 16k tokens, and batches of short utterances.
 short: short sequences in batches. decode: one query and a cache of keys. memory: one layer, ever longer.
-deberta, inkling: the sizes that others report. small: for trying things out."""
+deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.
+small: for trying things out."""
 
 
 def default_groups(device: str) -> list[str]:

@@ -12,12 +12,14 @@ from triton_relattn import can_run_triton
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
+from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES, OF_WORDS
 
 from .attention import Case
 
 TILE_COLUMNS = tuple(field.name for field in fields(configs.TileConfig))
 """Columns of a configuration."""
 WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
+WANTED |= dict.fromkeys(OF_P2C, ("rel_p2c",))
 """Gradients that make the backward launch a kernel, after the dq kernel if that has to come first."""
 OF_DIRECTION = {
     "forward": configs.KERNELS[:1],
@@ -37,9 +39,15 @@ def shown(config: configs.TileConfig) -> str:
 
 @contextmanager
 def way_of(kernel: str) -> Iterator[None]:
-    """Within, calls use no workspace if this is the dtable kernel, which then makes the tables' gradients."""
-    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel == "dtable" else {}):
+    """Within, calls use no workspace if this is a kernel that makes a table's gradient without one."""
+    with mock.patch.dict(os.environ, {workspace.VARIABLE: "0"} if kernel in OF_TABLES and kernel not in OF_WORDS else {}):
         yield
+
+
+def has_table_of(kernel: str, tensors: AttentionTensors) -> bool:
+    """Whether a call has a table whose gradient one of OF_TABLES computes."""
+    names = ("rel_p2c",) if kernel in OF_P2C else ("rel_key", "rel_value", "rel_bias")
+    return any(getattr(tensors, name) is not None for name in names)
 
 
 def kernels_of(
@@ -52,8 +60,8 @@ def kernels_of(
 ) -> list[str]:
     """Return the kernels that a direction of a call launches, first to last."""
     has_workspace = workspace.plan(call, tensors, spec, tiles, multiprocessors) is not None
-    of_tables = {"dtable": tensors.has_table and not has_workspace, "dtable_words": has_workspace}
-    return [kernel for kernel in OF_DIRECTION[direction] if of_tables.get(kernel, True)]
+    is_launched = {kernel: has_table_of(kernel, tensors) and (kernel in OF_WORDS) == has_workspace for kernel in OF_TABLES}
+    return [kernel for kernel in OF_DIRECTION[direction] if is_launched.get(kernel, True)]
 
 
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:

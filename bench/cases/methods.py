@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -92,10 +92,12 @@ def _flex(case: Case) -> Function:
     def run(inputs: Inputs) -> torch.Tensor:
         rel_query = inputs.query if inputs.rel_query is None else inputs.rel_query
         by_row = (rel_query * case.head_dim**-0.5) @ inputs.table.mT
+        by_key = None if inputs.p2c is None else (inputs.key * case.head_dim**-0.5) @ inputs.p2c.mT
 
         def add_relative(score: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
             row = (j - i).clamp(first, last) - first
             added = score + by_row[batch, head, i, row]
+            added = added if by_key is None else added + by_key[batch, head, j, row]
             return added if case.outside == "clamp" else torch.where(j - i >= first, added, score)
 
         return _compiled_flex_attention()(
@@ -121,12 +123,14 @@ def _disentangled_flash(case: Case) -> Function:
     band, on_gpu = gradient_band(slots, device), slots.to(device)
     mask = torch.ones(case.batch, case.length, dtype=torch.bool, device=device)
 
+    def turned(table: torch.Tensor | None) -> torch.Tensor | None:
+        return None if table is None else pad_position_table(table.flip(0).expand(case.heads, -1, -1))
+
     def run(inputs: Inputs) -> torch.Tensor:
-        pos_key = pad_position_table(inputs.table.flip(0).expand(case.heads, -1, -1))
         out = training_attention(  # (B, N, H D)
             *inputs[:3],
-            pos_key,
-            None,
+            turned(inputs.table),
+            turned(inputs.p2c),
             on_gpu,
             mask,
             score_scale=1 / math.sqrt(case.head_dim),
@@ -155,8 +159,9 @@ def _flashdeberta(case: Case) -> Function:
 
     def run(inputs: Inputs) -> torch.Tensor:
         pos_key, span = flashdeberta_table(_centred(inputs, case), case.heads)
+        pos_query = None if inputs.p2c is None else flashdeberta_table(inputs.p2c, case.heads)[0]
         return flash_attention_with_disentangled(
-            *inputs[:3], lengths, pos_key, None, case.is_causal, max_relative_distance=span, sm_scale=case.head_dim**-0.5
+            *inputs[:3], lengths, pos_key, pos_query, case.is_causal, max_relative_distance=span, sm_scale=case.head_dim**-0.5
         )
 
     return run
@@ -174,7 +179,7 @@ def _plain_terms(case: Case, _device: str) -> str | None:
     return (
         None
         if case.is_plain
-        else "has no grouped heads, no query of its own for the table, no zero outside it, no missing queries"
+        else "has no grouped heads, no query of its own for the table, no second table, no zero outside it, no missing queries"
     )
 
 
@@ -187,7 +192,7 @@ def _peer(case: Case, device: str, causal: bool = True) -> str | None:
         return "head widths 32, 64 and 128 only"
     if case.is_causal and not causal:
         return "no causal attention"
-    return _needs_gpu(case, device) or _plain_terms(case, device)
+    return _needs_gpu(case, device) or _plain_terms(replace(case, p2c=False), device)
 
 
 METHODS: dict[str, Method] = {

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from triton_relattn.kernels.configs import KERNELS, PROGRAMS_PER_MULTIPROCESSOR
-from triton_relattn.kernels.tile_config import OF_TABLES
+from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES, OF_WORDS
 
 from ..compile import KernelCase
 from .machine import Machine
 from .predict import SCORES, Prediction
 
 FORWARD, BACKWARD = KERNELS[:1], KERNELS[1:]
-"""Kernels of a direction. A call with a workspace has the dtable_words kernel instead of the dtable kernel."""
+"""Kernels of a direction. A call with a workspace has OF_WORDS instead of the dtable and dp2c kernels."""
 PRODUCTS = {FORWARD: 2, BACKWARD: 5}
 """Products that FlashAttention counts."""
 WORD, SUM = 2, 4  # bytes of a dS in 16 bits and of an element of a partial sum
@@ -27,21 +27,24 @@ def of_call(
 ) -> float | None:
     """Return the cycles of a direction; None if one of its kernels is not known.
 
-    call: whatever its kernel. far: of scores beyond a bounded table, which neither of the last two kernels visits. dtable_words
-    takes at least as long as its words take from memory.
+    call: whatever its kernel. far: of scores beyond a bounded table, which no kernel of OF_TABLES visits. Those of OF_WORDS take
+    at least as long as their words take from memory.
     """
     total = 0.0
-    has_workspace = replace(call, kernel="dtable_words") in found
+    has_workspace = any(replace(call, kernel=kernel) in found for kernel in OF_WORDS)
+    has_p2c = any(replace(call, kernel=kernel) in found for kernel in OF_P2C)
     for kernel in kernels:
         if kernel in OF_TABLES and (far or call.features.startswith("none")):
             continue
-        if kernel == ("dtable" if has_workspace else "dtable_words"):
+        if kernel in OF_TABLES and (kernel in OF_WORDS) != has_workspace:
+            continue
+        if kernel in OF_P2C and not has_p2c:
             continue
         prediction = found.get(replace(call, kernel=kernel))
         if prediction is None or (far and prediction.far_cycles is None):
             return None
         cycles = prediction.mean_cycles(0.0 if far else 1.0)
-        total += max(cycles, moved(SCORES * WORD, prediction.machine)) if kernel == "dtable_words" else cycles
+        total += max(cycles, moved(SCORES * WORD, prediction.machine)) if kernel in OF_WORDS else cycles
     return total
 
 

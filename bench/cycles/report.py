@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import product
 
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.tile_config import OF_P2C
 
 from ..cases import configurations
 from ..cases.attention import DTYPES
@@ -116,7 +117,9 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
     for case in known:
         if case.kernel != "dtable" or not case.features.startswith("full"):
             continue
-        kernels = {name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD}
+        kernels = {
+            name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD if name not in OF_P2C
+        }
         cycles = {name: found.cycles for name, (_, found) in kernels.items() if found is not None}
         columns_case, columns = kernels["dkv"]
         if len(cycles) < len(kernels) or columns is None:

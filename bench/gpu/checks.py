@@ -22,7 +22,7 @@ from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile_config import OF_TABLES
+from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize
@@ -49,6 +49,8 @@ class Case:
     query_offset: int = 0
     padded: bool = False
     kernel: str = ""
+    p2c: bool = False
+    """Whether the keys have a table, too."""
 
     def positions(self) -> RelativePositions | None:
         """Return the positions of a table with a row for every visible pair, or with fewer."""
@@ -77,6 +79,7 @@ class Case:
             *(self.batch, self.heads, self.num_queries, self.num_keys, self.width, self.value_width),
             num_rows=None if positions is None else positions.num_rows,
             per_head=self.per_head,
+            rel_p2c=self.p2c,
             dtype=getattr(torch, self.dtype),
             device=device,
             seed=1,
@@ -86,7 +89,7 @@ class Case:
 
 def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
-    tensors, spec = validation.resolve(*inputs[:4], **arguments)
+    tensors, spec = validation.resolve(*inputs[:4], **inputs.terms(), **arguments)
     config = Call(tensors, spec).tile(case.kernel)
     out, lse, statistics = forward(tensors, spec)
     if case.kernel == "forward":
@@ -112,7 +115,7 @@ def check_result(
     testing.assert_within_budget(name, actual, golden[name], reference[name], factor=factor, exact_reference=True)
     if gradient and float32:
         testing.assert_gradients_close_fp32(name, actual, golden[name], [golden[other] for other in reference])
-    elif name == "d_rel_key":
+    elif name in ("d_rel_key", "d_rel_p2c"):
         testing.assert_table_gradient(name, actual, inputs, **arguments)
 
 
@@ -177,6 +180,8 @@ def correctness_cases(tiny: bool) -> list[Case]:
     cases = [Case(table, causal, "bfloat16", width) for table, causal, width in main]
     for number, shape in enumerate(shapes):
         cases += [Case(table, causal ^ (number % 2 == 1), "bfloat16", **shape) for table, causal in in_turn]
+    cases += [Case("full", causal, "bfloat16", width, p2c=True) for causal in (False, True) for width in (64, 128)]
+    cases += [Case("clamped", False, "bfloat16", batch=3, padded=True, per_head=True, p2c=True)]
     cases += [Case(table, causal, "float32") for table, causal in in_turn]
     cases += [Case(table, causal, "float16", width) for table, causal, width in main]
     return [*cases, Case("full", True, "float32", 128), Case("clamped", False, "float32", 256)]
@@ -186,13 +191,14 @@ def config_cases(tiny: bool) -> list[Case]:
     """Every call that configs.select distinguishes."""
     length, batch, heads = (45, 1, 1) if tiny else (301, 2, 2)
     return [
-        Case(table, causal, dtype, width, None, batch, heads, length, length, kernel=kernel)
+        Case(table, causal, dtype, width, None, batch, heads, length, length, kernel=kernel, p2c=p2c)
         for dtype in (("float16",) if tiny else ("bfloat16", "float16"))
         for width in ((64,) if tiny else (64, 128, 256))
         for causal in ((True,) if tiny else (False, True))
         for table in TABLES
         for kernel in configs.KERNELS
-        if table != "none" or kernel not in OF_TABLES
+        for p2c in (False, True)
+        if (table == "full" if p2c else kernel not in OF_P2C and (table != "none" or kernel not in OF_TABLES))
     ]
 
 

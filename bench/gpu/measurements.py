@@ -66,6 +66,7 @@ def problems_of(case: Case, has_table: bool, device: str) -> str:
             num_rows=case.num_rows if has_table else None,
             key_heads=case.key_heads,
             rel_width=case.rel_dim if has_table else None,
+            rel_p2c=case.p2c and has_table,
             dtype=DTYPES[case.dtype],
             device=device,
             seed=1,

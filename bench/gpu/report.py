@@ -22,9 +22,9 @@ from bench.verbs.speed import COLUMNS as MEASURED
 
 from .workers import ending, watch
 
-RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_rel_key")
+RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_rel_key", "d_rel_p2c")
 CASE_COLUMNS = [
-    *"part table is_causal dtype width value_width batch heads num_queries num_keys per_head query_offset padded".split(),
+    *"part table is_causal dtype width value_width batch heads num_queries num_keys per_head query_offset padded p2c".split(),
     *("kernel", "config", "sharp", "status", "seconds", *RESULTS, "message"),
 ]
 COLUMNS = {

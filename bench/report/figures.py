@@ -175,7 +175,8 @@ def lines(rows: Sequence[Row], direction: str, column: str) -> dict[str, Points]
 
 def title_of(row: Row) -> str:
     """The kind, in words."""
-    table = "a row for every distance" if row["table"] == "full" else f"table: {row['table']} rows"
+    rows, p2c, _ = row["table"].partition(" p2c")
+    table = ("a row for every distance" if rows == "full" else f"table: {rows} rows") + ", a second one for the keys" * bool(p2c)
     heads = row["heads"] if row["heads"] == row["key_heads"] else f"{row['heads']}:{row['key_heads']}"
     tokens = "16k tokens" if row["group"] == "long" else f"batch {row['batch']}"
     attention = "causal" if row["is_causal"] == "True" else "full"

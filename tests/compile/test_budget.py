@@ -36,7 +36,13 @@ SERIALISED = {
 other configurations of these are serialised, too, or slower."""
 QUICK = {("sm_90", name, 64) for name in features.FEATURES if name.partition(" ")[0] in features.TABLES}
 QUICK |= {("sm_80", name, 128) for name in features.TABLES}
-QUICK |= {("sm_90", "shaw", 64), ("sm_80", "transformer_xl", 64), ("sm_90", "t5", 64), ("sm_90", "inkling causal", 128)}
+QUICK |= {
+    ("sm_90", "deberta", 64),
+    ("sm_90", "shaw", 64),
+    ("sm_80", "transformer_xl", 64),
+    ("sm_90", "t5", 64),
+    ("sm_90", "inkling causal", 128),
+}
 SETS = [
     pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
     for each in itertools.product(("sm_80", "sm_90"), features.FEATURES, (64, 128))

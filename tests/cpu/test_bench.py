@@ -312,7 +312,9 @@ def test_committed_results_of_accuracy() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("case", [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9)], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9), CASE.resized(64, p2c=True)], ids=str
+)
 def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention, which is compiled on a GPU, gives the right result when it is not compiled."""
     monkeypatch.setattr(methods, "_compiled_flex_attention", lambda: flex_attention)
@@ -347,6 +349,10 @@ def test_what_a_case_is() -> None:
     assert plain == 4 * 2 * 64**2 * 16 and useful == 1.5 * plain
     plain, useful = CASE.flops("backward", True)
     assert plain == 10 * 2 * 64**2 * 16 and useful == 1.6 * plain
+    deberta = CASE.resized(64, p2c=True)
+    assert str(deberta) == "b1 h2 n64 d16 full p2c fp32" and not deberta.is_plain
+    assert deberta.flops("forward", True)[1] == 2 * plain / 2.5 and deberta.flops("forward", False)[1] == plain / 2.5
+    assert deberta.columns()["table"] == "full p2c" and deberta.empty().p2c is not None
     assert CASE.flops("forward", False)[0] == CASE.flops("forward", False)[1]
 
 

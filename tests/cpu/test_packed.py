@@ -140,7 +140,7 @@ def test_who_rotates_how(arch: str) -> None:
     """Rotations in registers are for where accumulators lie as quads.py says."""
     found: dict[torch.dtype, set[str]] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for kernel in configs.KERNELS[:-1]:  # the last one has nothing to rotate
+        for kernel in set(configs.KERNELS) - set(configs.OF_WORDS):  # these have nothing to rotate by exchanges
             for width in (64, 128):
                 for coverage in ("full", "clamp", "zero"):
                     config = configs.select(kernel, arch, dtype, width, coverage)

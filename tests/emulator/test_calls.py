@@ -19,6 +19,8 @@ SAMPLE = (
     Subject("sm_90", "float16", 72, "zero varlen", (66, 90)),
     Subject("sm_80", "bfloat16", 64, "clamp causal dropout key_lengths", (65, 80)),
     Subject("sm_80", "float16", 40, "zero unaligned", (67, 70)),
+    Subject("sm_90", "bfloat16", 64, "full rel_p2c per_head", (70, 130)),
+    Subject("sm_80", "bfloat16", 64, "clamp rel_p2c", (130, 70)),
 )
 """A few kernels of every kind of GPU, dtype and width; all kinds of calls are slow."""
 STRIDED_KEYS = Subject("sm_90", "bfloat16", 128, "clamp strided_key", (130, 130))

@@ -39,6 +39,8 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dkv": tile(16, 16),
         "dtable": tile(32, 16),
         "dtable_words": tile(16, 16),
+        "dp2c": tile(32, 16),
+        "dp2c_words": tile(32, 32),
     },
     {
         "forward": tile(16, 16, None),
@@ -46,14 +48,26 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dkv": tile(32, 16),
         "dtable": tile(32, 32),
         "dtable_words": tile(32, 16),
+        "dp2c": tile(16, 16),
+        "dp2c_words": tile(16, 16),
     },
-    {"forward": tile(32, 32), "dq": tile(16, 16), "dkv": tile(32, 32), "dtable": tile(16, 16), "dtable_words": tile(32, 32)},
+    {
+        "forward": tile(32, 32),
+        "dq": tile(16, 16),
+        "dkv": tile(32, 32),
+        "dtable": tile(16, 16),
+        "dtable_words": tile(32, 32),
+        "dp2c": tile(32, 32),
+        "dp2c_words": tile(32, 16),
+    },
     {
         "forward": tile(32, 16, rotation="registers"),
         "dq": tile(32, 32, "both", "registers"),
         "dkv": tile(16, 16, rotation="registers"),
         "dtable": tile(32, 16, rotation="registers"),
         "dtable_words": tile(64, 32),
+        "dp2c": tile(32, 16, rotation="registers"),
+        "dp2c_words": tile(64, 32),
     },
 )
 """Tiles of the kernels that cases choose from; None: the default configurations."""

@@ -96,11 +96,10 @@ def tables(
     offsets: tuple[int, int],
     window: tuple[int, int],
     side: int,
-    every: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Tables and what their rows stand for. offsets: the smallest and the largest query_offset; side: of a tile; every: those
-    that there may be."""
-    names = draw(st.sampled_from([*((name,) for name in every), *itertools.combinations(every, 2), every, every]))
+    """Tables and what their rows stand for. offsets: the smallest and the largest query_offset; side: of a tile."""
+    pairs = itertools.combinations(TABLES, 2)
+    names = draw(st.sampled_from([*((name,) for name in TABLES), *pairs, TABLES[:3], TABLES, TABLES]))
     low, high = -max(longest[0] - 1, 0) - offsets[1], max(longest[1] - 1, 0) - offsets[0]
     low, high = max(low, -window[0]) if window[0] >= 0 else low, min(high, window[1]) if window[1] >= 0 else high
     low, high = min(low, high), max(low, high)
@@ -203,7 +202,7 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     if draw(st.integers(0, 4)):
         right = 0 if fields["is_causal"] else fields["window_size"][1]
         bounds = (min(offsets, default=0), max(offsets, default=0))
-        fields |= draw(tables(case.longest, bounds, (fields["window_size"][0], right), tile, TABLES[: 3 if kernels else 4]))
+        fields |= draw(tables(case.longest, bounds, (fields["window_size"][0], right), tile))
     if {"rel_key", "rel_p2c"} & set(fields.get("tables", ())):
         fields["rel_scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.4, 0.2, 3.0])))
     if "rel_key" in fields.get("tables", ()):

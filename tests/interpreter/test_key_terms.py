@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
+from tests.interpreter import test_features as features
 from tests.interpreter.guard import Launch
 from tests.interpreter.launch import all_gradients, check_every_term, run_backward
-from tests.interpreter.test_features import OTHER, SHORT, SMALL, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
+from tests.interpreter.test_features import SHORT, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import workspace
 from triton_relattn.kernels.configs import TileConfig
@@ -26,8 +27,13 @@ from triton_relattn.testing import (
     with_different_strides,
 )
 
-REGISTERS = {name: TileConfig(32, 16, 2, 1, "scores", "registers") for name in ("forward", "dq", "dkv", "dtable")}
+REGISTERS = {name: TileConfig(32, 16, 2, 1, "scores", "registers") for name in ("forward", "dtable")}
+REGISTERS |= {name: TileConfig(32, 32, 2, 1, "both", "registers") for name in ("dq", "dkv", "dp2c")}
+SMALL = {**features.SMALL, "dp2c": tile(32, 16), "dp2c_words": tile(16, 16)}
+OTHER = {**features.OTHER, "dkv": tile(32, 16, "both"), "dp2c": tile(32, 32), "dp2c_words": tile(32, 16)}
 TILES = (SMALL, OTHER, REGISTERS, None)
+WORKSPACES = ("0", "4000", "20000", "")
+"""Limits in bytes: none, some keys at a time, some heads, the usual one."""
 NUMBERS = [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 120))]
 
 
@@ -43,8 +49,9 @@ def p2c_inputs(sizes: tuple[int, int, int, int] = (2, 2, 37, 41), num_rows: int 
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_random_combination(number: int) -> None:
-    """out, lse and all gradients, with any other term and mask; a fifth in float16."""
+def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """out, lse and all gradients, with any other term and mask; a fifth in float16, and by any way to the tables' gradients."""
+    monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[number // 2 % len(WORKSPACES)])
     inputs, arguments = with_table(random_case, number, dtype=torch.float16 if number % 5 == 4 else torch.float32, **SHORT)
     if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
         arguments["exact_delta"] = True
@@ -86,9 +93,11 @@ def test_sums_of_end_rows_are_float32() -> None:
     assert torch.equal(budgeted, golden) and float((result.double() - golden).abs().max()) <= budget
 
 
+@pytest.mark.parametrize("limit", WORKSPACES[::3])
 @pytest.mark.parametrize("case", UNSEEN)
-def test_nan_that_no_query_sees(case: str) -> None:
+def test_nan_that_no_query_sees(case: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that no visible pair has, keys and values that no query sees, and the storage around them may hold NaN."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
     hiding, seen = UNSEEN[case]
     arguments = {**hiding, "positions": RelativePositions(-50, 50)}
     inputs = p2c_inputs((1, 1, 37, 41))
@@ -114,9 +123,11 @@ def test_nan_in_one_query_stays_there() -> None:
     assert torch.equal(results["d_key"][0, 1], expected["d_key"][0, 1])
 
 
+@pytest.mark.parametrize("limit", WORKSPACES[::3])
 @pytest.mark.parametrize("wanted", ["d_rel_p2c", "d_key", "d_query", "d_rel_key"])
-def test_one_gradient_alone(wanted: str) -> None:
+def test_one_gradient_alone(wanted: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same bits as with the others."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
     inputs = p2c_inputs()
     alone, expected = (
         run_backward(inputs, SMALL, names) for names in ((wanted,), ("d_rel_p2c", "d_key", "d_query", "d_rel_key"))
@@ -127,14 +138,11 @@ def test_one_gradient_alone(wanted: str) -> None:
     assert torch.equal(alone[wanted], expected[wanted])  # type: ignore[arg-type]
 
 
-def test_a_workspace_has_the_words_of_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of rel_key from what the dkv kernel leaves, beside rel_p2c."""
-    monkeypatch.delenv(workspace.VARIABLE)
-    check_every_term(p2c_inputs(), {**SMALL, "dtable_words": tile(32, 16)})
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_what_is_accessed(number: int, guarded_kernels: list[Launch]) -> None:
-    """No access beside the tensors, and no number that another program has written."""
-    all_gradients(p2c_inputs((1, 2, 20, 33), 11, per_head=number == 2), SMALL, window_size=(-1, 9))
-    assert {launch.kernel for launch in guarded_kernels} >= {"forward_kernel", "dp2c_kernel"}
+@pytest.mark.parametrize("limit", WORKSPACES[:3:2])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_what_is_accessed(per_head: bool, limit: str, guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No access beside the tensors, and no number that another program has written. A workspace serves both tables."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
+    all_gradients(p2c_inputs((1, 2, 20, 33), 11, per_head=per_head), SMALL, window_size=(-1, 9))
+    of_tables = {"dtable_kernel", "dp2c_kernel"} if limit == "0" else {"dtable_words_kernel", "dp2c_words_kernel"}
+    assert {launch.kernel for launch in guarded_kernels} == {"forward_kernel", "dq_kernel", "dkv_kernel", *of_tables}

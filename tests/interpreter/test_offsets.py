@@ -27,7 +27,7 @@ from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 
-TABLES = {"rel_key", "rel_value", "rel_bias"}
+TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
 """A number for each row: the rows are always next to each other."""
 SIDES = {"statistics", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
@@ -48,7 +48,7 @@ ROWS_OF = {
     "d_rel_queries",
 }
 """A row for each query or key."""
-NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale", "rel_p2c"}
+NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
 """Arguments that are None or no tensors in these calls. (words would be one with a workspace, but there is none here.)"""
 
 
@@ -112,9 +112,19 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
 
 
 def results(
-    batch: int, heads: int, num_queries: int, num_keys: int, first: int, last: int, offset: int, *, packed: bool, block: int
+    batch: int,
+    heads: int,
+    num_queries: int,
+    num_keys: int,
+    first: int,
+    last: int,
+    offset: int,
+    *,
+    packed: bool,
+    block: int,
+    p2c: bool,
 ) -> list[torch.Tensor]:
-    """out, lse and all gradients of a call that has every tensor that a padded, or a packed, batch can have."""
+    """out, lse and all gradients of a call that has every tensor that a padded, or a packed, batch can have; p2c: rel_p2c too."""
     inputs = make_inputs(
         batch,
         heads,
@@ -126,6 +136,7 @@ def results(
         rel_width=16,
         rel_value=True,
         rel_bias=True,
+        rel_p2c=p2c,
         dtype=torch.float32,
         seed=heads,
     )
@@ -137,7 +148,7 @@ def results(
         tensors |= {"cu_seqlens": starts, "max_seqlens": longest}
     else:
         tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
-    tables = {name: getattr(inputs, name) for name in ("rel_key", "rel_value", "rel_bias")}
+    tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
     tiles = dict.fromkeys(configs.KERNELS, TileConfig(block, block, 4, 1))
     out, lse, statistics = forward(*call, tiles["forward"])
@@ -149,6 +160,7 @@ SMALL = (10, 70, -4, 4, 30)
 """Queries, keys, first and last row, offset: with tiles of 16 there are keys beyond the table on either side."""
 
 
+@pytest.mark.parametrize("p2c", [False, True], ids=["", "p2c"])
 @pytest.mark.parametrize(
     ("apart", "sizes", "packed"),
     [
@@ -162,18 +174,19 @@ SMALL = (10, 70, -4, 4, 30)
     ],
 )
 def test_results_are_the_same(
-    apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, monkeypatch: pytest.MonkeyPatch
+    apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, whatever the strides; the far keys' kernel is launched only where a table is clamped."""
+    """Bit for bit, whatever the strides. The far keys' kernel is launched only where a table is clamped; with rel_p2c none is."""
     monkeypatch.setattr(configs, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
     block = 128 if apart is TILES else 16
-    expected = results(*sizes, packed=packed, block=block)
+    expected = results(*sizes, packed=packed, block=block, p2c=p2c)
     with launched(apart) as kept:
-        found = results(*sizes, packed=packed, block=block)
+        found = results(*sizes, packed=packed, block=block, p2c=p2c)
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
     absent = {"attn_mask", "statistics"} if packed else set()
-    assert len(kept) == (4 if apart in (TILES, TABLE) else 5)
+    absent |= {name for name in SIDES if name.startswith("far_")} if p2c else {"rel_p2c", "d_rel_p2c"}
+    assert len(kept) == (4 if apart in (TILES, TABLE) and not p2c else 5)
     assert all(names <= apart.kept | absent for names in kept.values()), kept
 
 

@@ -34,14 +34,20 @@ def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
 
 IN_REGISTERS: dict[str, Any] = {"rotation": "registers"}
 TILES = {
-    "twice": {"dq": tile(32, 16, carry="both"), "dkv": tile(32, 16), "dtable_words": tile(32, 16)},
-    "square": {"dq": tile(32, 32, carry=None), "dkv": tile(16, 16), "dtable_words": tile(32, 32)},
+    "twice": {"dq": tile(32, 16, carry="both"), "dkv": tile(32, 16), "dtable_words": tile(32, 16), "dp2c_words": tile(16, 16)},
+    "square": {"dq": tile(32, 32, carry=None), "dkv": tile(16, 16), "dtable_words": tile(32, 32), "dp2c_words": tile(32, 32)},
     "registers": {
         "dq": tile(16, 16, carry="both"),
         "dkv": tile(32, 32, **IN_REGISTERS),
         "dtable_words": tile(16, 16),
+        "dp2c_words": tile(32, 16),
     },
-    "long": {"dq": tile(16, 16), "dkv": tile(32, 16, num_warps=2, **IN_REGISTERS), "dtable_words": tile(64, 32)},
+    "long": {
+        "dq": tile(16, 16),
+        "dkv": tile(32, 16, num_warps=2, **IN_REGISTERS),
+        "dtable_words": tile(64, 32),
+        "dp2c_words": tile(64, 32),
+    },
 }
 
 
@@ -90,6 +96,10 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout": ({"rel_bias": True}, {"dropout_p": 0.3}),
     "softcap": ({"rel_width": 8}, {"softcap": 3.0, "exact_delta": True}),
     "negative_scale": ({}, {"scale": -0.3}),
+    "p2c": ({"rel_p2c": True}, {"key_lengths": torch.tensor([43, 17]), "query_offset": -9}),
+    "p2c_alone": ({"rel_p2c": True, "rel_key": False, "per_head": True}, {"is_causal": True, "query_offset": 6}),
+    "p2c_window": ({"rel_p2c": True, "rel_bias": True}, {"window_size": (11, 5), "rel_scale": 0.3}),
+    "p2c_per_head": ({"heads": 4, "key_heads": 2, "per_head": True, "rel_p2c": True}, {"dropout_p": 0.3, "softcap": 3.0}),
 }
 RUNS = [
     pytest.param(
@@ -118,7 +128,7 @@ def test_calls(
     expected = all_gradients(inputs, TILES[tiles], **arguments)
     assert plans[1] is None
     for each, gradient in expected.items():
-        of_table = each in ("d_rel_key", "d_rel_bias")
+        of_table = each in ("d_rel_key", "d_rel_bias", "d_rel_p2c")
         if of_table or (kind == "clamp" and each in ("d_key", "d_value")):  # near tiles come after far ones
             assert_gradients_close_fp32(each, results[each], gradient, [expected[name] for name in GRADIENTS if name in expected])
         else:
@@ -158,18 +168,26 @@ BANDS: dict[str, tuple[RelativePositions, tuple[int, int], dict[str, Any]]] = {
     "zero_past": (RelativePositions(-9, -3, "zero"), (141, 130), {"query_offset": 7}),
     "window": (RelativePositions(-300, 300), (130, 150), {"window_size": (9, 3), "query_offset": -5}),
     "window_of_clamped": (RelativePositions(-4, 6), (131, 260), {"window_size": (20, 30)}),
+    "p2c_window": (RelativePositions(-4, 6), (131, 260), {"window_size": (20, 30), "query_offset": 60}),
 }
 
 
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize(
     ("name", "tiles"),
-    [(name, tiles) for name in BANDS for tiles in ("registers", "long", "square") if tiles != "square" or "clamp" in name],
+    [
+        (name, tiles)
+        for name in BANDS
+        for tiles in ("registers", "long", "square")
+        if tiles != "square" or "clamp" in name or "p2c" in name
+    ],
 )
 def test_bands(name: str, tiles: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace holds a band instead of whole rows if the table or the window is short compared with the keys."""
     positions, lengths, arguments = BANDS[name]
-    inputs = make_inputs(1, 2, *lengths, 8, num_rows=positions.num_rows, rel_bias=True, dtype=torch.float32, seed=2)
+    inputs = make_inputs(
+        1, 2, *lengths, 8, num_rows=positions.num_rows, rel_bias=True, rel_p2c="p2c" in name, dtype=torch.float32, seed=2
+    )
     if tiles == "long":
         monkeypatch.setenv(VARIABLE, str(4 * lengths[0] * 240))  # one head at a time
     check_every_term(inputs, TILES[tiles], positions=positions, **arguments)

@@ -74,6 +74,7 @@ class TableGradients(NamedTuple):
     rel_key: Strided | None
     rel_value: Strided | None
     rel_bias: Strided | None
+    rel_p2c: Strided | None
 
 
 class Common(NamedTuple):
@@ -112,6 +113,7 @@ class Tile(NamedTuple):
     width: int = 0  # of rel_key
     block_width: int = 0  # width, padded
     values: Tile | None = None  # the same for rel_value; its products are not rounded, as gradients may be too small for float16
+    keys: Tile | None = None  # and for rel_p2c, whose tiles are those of N keys and N queries; see key_terms.py
 
 
 class TableRows(NamedTuple):
@@ -364,7 +366,14 @@ class Call:
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
         of_call = (carry, self.coverage, fixed.precision)
         values = Tile(*of_config, False, *of_call, shape.value_dim, shape.block_dv)
-        return Tile(*of_config, fixed.round_terms, *of_call, shape.rel_dim, shape.block_dr, values)
+        keys = None
+        if self.inputs.rel_p2c is not None:
+            in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
+            square = (config.block_n, config.block_n, "registers" if in_registers else "gather", config.num_warps)
+            keys = Tile(
+                *square, fixed.round_terms, None if walks_keys else config.carry, *of_call[1:], shape.head_dim, shape.block_d
+            )
+        return Tile(*of_config, fixed.round_terms, *of_call, shape.rel_dim, shape.block_dr, values, keys)
 
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
         """Return the configuration for one of configs.KERNELS: the given one, or else the one selected for this call.

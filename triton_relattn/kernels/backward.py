@@ -12,6 +12,7 @@ from . import configs, table_sums, workspace
 from .arguments import SMALLEST_SCALE, Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_dkv import launch_dkv
 from .bwd_dp2c import launch_dp2c
+from .bwd_dp2c_words import launch_dp2c_words
 from .bwd_dq import launch_dq
 from .bwd_dtable import launch_dtable
 from .bwd_dtable_words import launch_dtable_words
@@ -106,7 +107,8 @@ def _backward(
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     others = (out, d_out, *(gradients[name] for name in ("query", "rel_query", "key", "value")))
     call = Call(tensors, spec, others)
-    kernels = ("dq", "dkv", "dtable", *["dtable_words"] * (workspace.why_not(call, tensors) is None))
+    has_words, has_p2c = workspace.why_not(call, tensors) is None, tensors.rel_p2c is not None
+    kernels = ("dq", "dkv", "dtable", *["dp2c"] * has_p2c, *configs.OF_WORDS[: (1 + has_p2c) * has_words])
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     # The plan does not depend on whether a table's gradient is wanted, so that the other gradients do not either.
     plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(query.device))
@@ -127,22 +129,27 @@ def _backward(
         else:
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query, is_part)
 
-    if gradients["rel_p2c"] is not None:
-        launch_dp2c(call, tiles["dtable"], per_query, d_out, gradients["rel_p2c"])
     of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
     sums = None
     if any(gradients[name] is not None for name in table_sums.TABLES):
         sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan)
+    wants_p2c = gradients["rel_p2c"] is not None
+    wants_others = any(gradients[name] is not None for name in ("rel_key", "rel_value", "rel_bias"))
     if sums is None or plan is None:
         if gradients["key"] is not None or gradients["value"] is not None:
             launch_dkv(*of_keys)
-        if sums is not None:
+        if sums is not None and wants_others:
             launch_dtable(call, tiles["dtable"], per_query, d_out, sums.arguments, sums.rows, sums.grid)
+        if sums is not None and wants_p2c:
+            launch_dp2c(call, tiles["dp2c"], per_query, d_out, sums.arguments, sums.rows)
     else:
         words = query.new_empty(plan.shape)
         for part in plan.parts:  # always in this order, so that sums repeat
             launch_dkv(*of_keys, words, part)
-            launch_dtable_words(call, tiles["dtable_words"], words, sums.arguments, plan, part, sums.rows, sums.grid)
+            if wants_others:
+                launch_dtable_words(call, tiles["dtable_words"], words, sums.arguments, plan, part, sums.rows, sums.grid)
+            if wants_p2c:
+                launch_dp2c_words(call, tiles["dp2c_words"], words, sums.arguments, plan, part, sums.rows)
     if sums is not None:
         sums.add_far(d_out, far[2], far[3])
         sums.add_up()

@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 
 from .arguments import Call, PerQuery, cdiv, strided
-from .band import whole_tile
+from .band import add_terms, blocks_before, empty_band, waiting_dtype, whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import add_key_rows, key_terms, reached_by_keys
+from .key_terms import add_key_rows, in_natural_order, mirrored_table, natural_keys, next_key_terms, reached_by_keys
 from .masking import exists, first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
-from .table import Table
+from .table import Table, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, first_part, near_keys, part_range, stop_part, walk_position
 from .words import key_of_column, store_words
@@ -90,8 +90,9 @@ def dkv_kernel(
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    if inputs.rel_p2c is not None:  # its rows make the gradient of the key
-        reached_low, reached_high = reached_by_keys(key_start, place, call.window, TILE)
+    if inputs.rel_p2c is not None:
+        natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
+        key_lowest, key_highest = reached_by_keys(key_start, place, call.window, TILE)
     for member in range(SHAPE.group):
         head = key_head * SHAPE.group + member
         head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
@@ -109,7 +110,9 @@ def dkv_kernel(
         )
         if inputs.rel_p2c is not None:
             p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-            key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
+            key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
+            matrix, reached_first, reached_last = reached_rows(key_table, key_lowest, key_highest, TILE.keys)
+            reached = Table(matrix, None, None, None, reached_first, reached_last)  # makes the gradient of the key
         if inputs.rel_value is not None:
             value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
         scale = exponent_scale(call.scaling, mask)
@@ -119,6 +122,10 @@ def dkv_kernel(
 
         for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
+            if inputs.rel_p2c is not None:
+                relative = key_start - start - place.query_offset
+                carried = blocks_before(natural_key, key_table, -relative, TILE.keys)
+                waiting = empty_band(TILE.keys, waiting_dtype(TILE.keys, key.dtype))
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
                 row_start = walk_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
@@ -139,7 +146,8 @@ def dkv_kernel(
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
                     scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
                 if inputs.rel_p2c is not None:
-                    scores += key_terms(key, key_table, relative, TILE, SHAPE)
+                    key_terms, carried = next_key_terms(natural_key, key_table, carried, relative, TILE)
+                    scores += key_terms
                 scores = tile_scores(query, key, scores, TILE)
                 # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
@@ -179,16 +187,29 @@ def dkv_kernel(
                         column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
                         store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
                     if d_keys is not None:
+                        if inputs.rel_p2c is not None:
+                            d_words = in_natural_order(d_words, TILE)
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
                         if inputs.rel_p2c is not None:
-                            d_key = add_key_rows(d_key, d_words, key_table, relative, reached_low, reached_high, TILE, SHAPE)
+                            if call.scaling.rel_scale is not None:
+                                d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)
+                                d_words = in_natural_order(d_scores.to(query.dtype), TILE)
+                            d_key, waiting = add_key_rows(d_key, d_words, waiting, reached, relative, TILE)
+            if inputs.rel_p2c is not None and d_keys is not None and TILE.keys.carry == "both":
+                behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
+                nothing = tl.full([TILE.block_n, TILE.block_n], 0.0, tl.float32)
+                d_key, waiting = add_terms(d_key, nothing, waiting, reached, behind + place.query_offset - key_start, TILE.keys)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:
         unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, SHAPE.wide_index)
-        store_rows(d_keys, key_start, tile_n, valid_n, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
+        rows, valid = tile_n, valid_n
+        if inputs.rel_p2c is not None:  # in their natural order
+            rows = tl.arange(0, TILE.block_n)
+            valid = key_start + rows < place.key_rows
+        store_rows(d_keys, key_start, rows, valid, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
     if d_values is not None:
         if call.dropout.seed is not None:
             d_value *= tl.cast(call.dropout.keep_scale, tl.float32)

@@ -9,12 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from . import configs
-from .arguments import Call, PerQuery, cdiv, strided
+from .arguments import Call, PerQuery, TableGradients, TableRows, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import falling_rows, rotate_columns, scaled
+from .key_terms import key_terms, mirrored_table, natural_keys, rotate_columns
 from .masking import exists, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table
@@ -75,8 +74,7 @@ def dp2c_kernel(
         if inputs.rel_value is not None:
             value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
-        rows = falling_rows(key_table, highest, first, last, TILE, SHAPE)
+        key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
 
         # Keys that a query has at one of these distances.
         start = highest + place.query_offset - (TILE.block_m - 1)
@@ -91,9 +89,7 @@ def dp2c_kernel(
             valid_n = exists(offs_n, place, call.window)
             key = load_rows(head_keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             value = load_rows(head_values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
-            # [M, D] @ [D, N] -> [M, N]; the terms of both tiles, each where its own rows are
-            terms = rotate_columns(tl.dot(rows, tl.trans(key), input_precision=TILE.precision), TILE)
-            terms = scaled(terms, key_table)
+            natural_key = natural_keys(key, head_keys, key_start, place, call.window, TILE, SHAPE)
             d_tile = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             for ahead in tl.static_range(2):
                 row_start = key_start - place.query_offset - highest + ahead * TILE.block_m
@@ -102,7 +98,7 @@ def dp2c_kernel(
                 valid_m = (offs_m >= 0) & (offs_m < place.num_queries)
                 query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
-                scores = terms
+                scores = key_terms(natural_key, key_table, relative, TILE)
                 if HAS_TERM:
                     rel_query = query
                     if inputs.rel_query is not None:
@@ -129,7 +125,7 @@ def dp2c_kernel(
                 if call.scaling.softcap is not None:
                     d_scores *= slope
                 d_tile = tl.where(belongs, d_scores, d_tile)
-            d_band = rotate_columns(d_tile.to(key.dtype), TILE, BACK=True)
+            d_band = rotate_columns(d_tile.to(key.dtype), TILE)
             # [M, N] @ [N, D] -> [M, D]
             acc = tl.dot(d_band, key, acc, input_precision=TILE.precision)
 
@@ -141,25 +137,20 @@ def dp2c_kernel(
     store_rows(d_rel_p2c, highest - first, -tile_m, valid, acc * unit, SHAPE.head_dim, SHAPE.block_d)
 
 
-def launch_dp2c(call: Call, tile: TileConfig, per_query: PerQuery, d_out: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Write the gradient of rel_p2c, (R, D) or (H, R, D): partial sums by dp2c_kernel, in float32, and their total.
-
-    The configuration is one of the dtable kernel.
-    """
-    per_head = gradient.dim() == 3
-    table_heads, row_blocks = call.heads if per_head else 1, cdiv(gradient.shape[-2], tile.block_m)
-    units = call.num_sequences * call.heads // table_heads
-    splits = configs.table_splits(d_out.device, row_blocks * table_heads, units)
-    partial = d_out.new_empty(splits, table_heads, *gradient.shape[-2:], dtype=torch.float32)
+def launch_dp2c(
+    call: Call, tile: TileConfig, per_query: PerQuery, d_out: torch.Tensor, d_tables: TableGradients, rows: TableRows
+) -> None:
+    """Launch dp2c_kernel; see there."""
+    assert d_tables.rel_p2c is not None
+    splits, table_heads, num_rows, _ = d_tables.rel_p2c[0].shape
     call.launch(
-        "dtable",
+        "dp2c",
         dp2c_kernel,
         tile,
-        (row_blocks * table_heads, splits),
+        (cdiv(num_rows, tile.block_m) * table_heads, splits),
         d_outs=strided(d_out),
-        d_rel_p2c=strided(partial),
+        d_rel_p2c=d_tables.rel_p2c,
         per_query=per_query,
         num_sequences=call.num_sequences,
-        PER_HEAD=per_head,
+        PER_HEAD=rows.per_head,
     )
-    gradient.copy_(partial.sum(0).view(gradient.shape))

@@ -12,7 +12,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, blocks_before, empty_band, next_terms, waiting_dtype
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms
+from .key_terms import key_terms, mirrored_table, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
@@ -117,7 +117,7 @@ def dq_kernel(
     )
     if inputs.rel_p2c is not None:
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
+        key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
     if TILE.coverage == "clamp":
         zeros = tl.full([TILE.block_m], 0.0, tl.float32)
         past, past_sum, future, future_sum = zeros, zeros, zeros, zeros
@@ -168,7 +168,8 @@ def dq_kernel(
                 scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             if inputs.rel_p2c is not None:
-                scores += key_terms(key, key_table, relative, TILE, SHAPE)
+                natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
+                scores += key_terms(natural_key, key_table, relative, TILE)
             scores = tile_scores(query, key, scores, TILE)
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:

@@ -23,7 +23,7 @@ from .band import (
 )
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms
+from .key_terms import key_terms, mirrored_table, natural_keys
 from .masking import exists, locate, visible_band
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table, block_of_rows, table_rows
@@ -122,7 +122,7 @@ def dtable_kernel(
             head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
         if inputs.rel_p2c is not None:
             p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-            key_table = Table(p2c_matrix, call.scaling.rel_scale, None, None, first, last)
+            key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         scale = exponent_scale(call.scaling, mask)
 
@@ -155,7 +155,8 @@ def dtable_kernel(
                 key = load_rows(head_keys, first_key, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
                 scores = tile_scores(query, key, terms, TILE)
                 if inputs.rel_p2c is not None:
-                    scores += key_terms(key, key_table, relative + ahead * TILE.block_n, TILE, SHAPE)
+                    natural_key = natural_keys(key, head_keys, first_key, place, call.window, TILE, SHAPE)
+                    scores += key_terms(natural_key, key_table, relative + ahead * TILE.block_n, TILE)
                 scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
                 if WANTS_SCORES:
                     value = load_rows(head_values, first_key, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)

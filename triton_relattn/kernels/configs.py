@@ -20,6 +20,7 @@ from . import profiles
 from .architectures import architecture_of
 from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
 from .tile_config import KERNELS as KERNELS
+from .tile_config import OF_WORDS as OF_WORDS
 
 DEFAULTS = Path(__file__).parent / "defaults.csv"
 CALL_COLUMNS = ("kernel", "precision", "unit", "width", "special", "coverage")

@@ -1,92 +1,132 @@
-"""The terms of a table that meets the keys, rel_p2c: a band whose rows are relative positions, rotated along the queries.
+"""The terms of a table that meets the keys, rel_p2c: the band of rel_key (band.py), with queries and keys exchanged.
 
-Key n and query m of a tile need the row of ``relative_position + n - m``: as seen from a key, the M queries have M successive
-positions, falling. So multiply the keys with the rows of M positions, ``own[a, n] = F[relative_position - a] . k_n``, and with
-the M before these, ``before[a, n] = F[relative_position + M - a] . k_n``. With ``a = (m - n) mod M``
-
-    term[m, n] = own[a, n] where m >= n, which is where a + n < M, else before[a, n]
-
-so a select and a rotation of each column by n give the tile: two products, and nothing to carry, because the next tile has other
-keys. The gradient of the scores goes the same way back. N is at most M. Column n stands for key ``tiles.key_order[n]``, which is
-what columns are rotated by, however rows are.
+As seen from a key, the queries of a tile have successive relative positions, as seen from a query the keys have; only these rise
+where those fall. So with the table upside down, a tile's keys take the place of its queries: ``term[n, m] = k_n . F'[m - n]``.
+What is called mirrored here has that form, [N, N] for each N of the tile's M queries, with the constants TILE.keys. Keys are in
+their natural order there, whatever their order in the tile is.
 """
 
 import triton
 import triton.language as tl
 
+from .band import add_terms, next_terms, whole_tile
+from .masking import exists
+from .table import Table
 from .tiles import key_order, load_rows
 
 
 @triton.jit
-def falling_rows(table, relative_position, low, high, TILE: tl.constexpr, SHAPE: tl.constexpr):
-    """[M, D]: table rows of M relative positions, falling from the given one; zeros where they are not from low to high."""
-    start = relative_position - table.first
-    rows = -tl.arange(0, TILE.block_m)
-    positions = relative_position + rows
-    return load_rows(table.matrix, start, rows, (positions >= low) & (positions <= high), SHAPE.head_dim, SHAPE.block_d)
+def mirrored_table(matrix, scale, first, last):
+    """Return the table whose row for relative position -r is the given matrix's row for r; both have rows from first to last."""
+    pointer, row_stride, column_stride = matrix
+    start = pointer + tl.cast(last - first, tl.int64) * row_stride
+    return Table((start, -row_stride, column_stride), scale, None, None, -last, -first)
 
 
 @triton.jit
-def is_own(TILE: tl.constexpr):
-    """[M, N]: where the row of a band column belongs to a query of the same tile, not the next."""
-    return tl.arange(0, TILE.block_m)[:, None] + key_order(TILE)[None, :] < TILE.block_m
-
-
-@triton.jit
-def rotate_columns(tile, TILE: tl.constexpr, BACK: tl.constexpr = False):
-    """Column n by n places: ``rotated[m, n] = tile[(m - n) mod M, n]``. BACK undoes it."""
-    M: tl.constexpr = TILE.block_m
-    m = tl.arange(0, M)[:, None]
-    n = key_order(TILE)[None, :]
-    index = (m + n) % M if BACK else (m - n + M) % M
-    return tl.gather(tile, tl.broadcast_to(index, (M, TILE.block_n)), axis=0)
-
-
-@triton.jit
-def scaled(terms, table):
-    """Products with a table's rows, times its factor."""
-    if table.scale is not None:
-        terms *= tl.cast(table.scale, tl.float32)
-    return terms
-
-
-@triton.jit
-def key_terms(key, table, relative_position, TILE: tl.constexpr, SHAPE: tl.constexpr):
-    """[M, N]: the terms of a tile's keys, [N, D]."""
-    own = falling_rows(table, relative_position, table.first, table.last, TILE, SHAPE)
-    before = falling_rows(table, relative_position + TILE.block_m, table.first, table.last, TILE, SHAPE)
-    # [M, D] @ [D, N] -> [M, N], twice
-    band = tl.dot(own, tl.trans(key), input_precision=TILE.precision)
-    band_before = tl.dot(before, tl.trans(key), input_precision=TILE.precision)
-    return scaled(rotate_columns(tl.where(is_own(TILE), band, band_before), TILE), table)
-
-
-@triton.jit
-def add_key_rows(acc, tile, table, relative_position, low, high, TILE: tl.constexpr, SHAPE: tl.constexpr):
-    """[N, D]: acc and each element of the tile, [M, N], times its table row; of rows, those from low to high are read."""
-    own = falling_rows(table, relative_position, low, high, TILE, SHAPE)
-    before = falling_rows(table, relative_position + TILE.block_m, low, high, TILE, SHAPE)
-    band = rotate_columns(tile, TILE, BACK=True)
-    nothing = tl.zeros_like(band)
-    # [N, M] @ [M, D] -> [N, D], twice
-    of_own = tl.trans(tl.where(is_own(TILE), band, nothing))
-    of_before = tl.trans(tl.where(is_own(TILE), nothing, band))
-    if table.scale is None:
-        acc = tl.dot(of_own, own, acc, input_precision=TILE.precision)
-        return tl.dot(of_before, before, acc, input_precision=TILE.precision)
+def natural_keys(key, keys, key_start, place, window, TILE: tl.constexpr, SHAPE: tl.constexpr):
+    """Return a tile's keys [N, D] in their natural order: those given, if they are in it, or else loaded once more."""
+    if TILE.rotation == "gather":
+        return key
     else:
-        sums = tl.dot(of_own, own, input_precision=TILE.precision)
-        sums = tl.dot(of_before, before, sums, input_precision=TILE.precision)
-        return acc + scaled(sums, table)
+        rows = tl.arange(0, TILE.block_n)
+        return load_rows(keys, key_start, rows, exists(key_start + rows, place, window), SHAPE.head_dim, SHAPE.block_d)
+
+
+@triton.jit
+def turned(tile, TILE: tl.constexpr):
+    """Return a mirrored tile [N, N] as one [N, N] of queries and keys, in the tile's order of keys."""
+    N: tl.constexpr = TILE.block_n
+    tile = tl.trans(tile)
+    if TILE.keys.rotation != "gather":  # its queries are in tiles.key_order
+        tile = tl.reshape(tl.permute(tl.reshape(tile, (N // 2, 2, N)), (1, 0, 2)), (N, N))
+    if TILE.rotation != "gather":
+        tile = tl.reshape(tl.permute(tl.reshape(tile, (N, 2, N // 2)), (0, 2, 1)), (N, N))
+    return tile
+
+
+@triton.jit
+def in_natural_order(tile, TILE: tl.constexpr):
+    """Return a tile [M, N] with its keys in their natural order."""
+    if TILE.rotation == "gather":
+        return tile
+    else:
+        columns = tl.permute(tl.reshape(tile, (TILE.block_m, TILE.block_n // 2, 2)), (0, 2, 1))
+        return tl.reshape(columns, (TILE.block_m, TILE.block_n))
+
+
+@triton.jit
+def turned_back(tile, TILE: tl.constexpr):
+    """Return a tile [N, N] of queries and keys, these in their natural order, as a mirrored one."""
+    N: tl.constexpr = TILE.block_n
+    if TILE.keys.rotation != "gather":
+        tile = tl.reshape(tl.permute(tl.reshape(tile, (2, N // 2, N)), (1, 0, 2)), (N, N))
+    return tl.trans(tile)
+
+
+@triton.jit
+def whole(halves, TILE: tl.constexpr):
+    """Return a tile [M, N] of one or two [N, N], the queries of the first before those of the second."""
+    if len(halves) == 1:
+        return halves[0]
+    else:
+        return tl.reshape(tl.permute(tl.join(halves[0], halves[1]), (2, 0, 1)), (TILE.block_m, TILE.block_n))
+
+
+@triton.jit
+def key_terms(key, table, relative_position, TILE: tl.constexpr):
+    """Compute the terms [M, N] of a tile's keys in their natural order, [N, D], without carried state; table: a mirrored one."""
+    DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
+    halves = ()
+    for half in tl.static_range(TILE.block_m // TILE.block_n):
+        terms = whole_tile(key, table, half * TILE.block_n - relative_position, TILE.keys)
+        halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005 - Triton's compiler has no starred elements in tuples
+    return whole(halves, TILE).to(tl.float32)
+
+
+@triton.jit
+def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
+    """Return the same of the next tile of a walk along the queries, and the state to carry on."""
+    DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
+    halves = ()
+    for half in tl.static_range(TILE.block_m // TILE.block_n):
+        terms, carried = next_terms(key, table, carried, half * TILE.block_n - relative_position, TILE.keys)
+        halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005
+    return whole(halves, TILE).to(tl.float32), carried
+
+
+@triton.jit
+def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexpr):
+    """Add the elements of the next tile of a walk along the queries, each times its row of a mirrored table, to acc [N, D];
+    return it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros."""
+    if TILE.block_m == TILE.block_n:
+        acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, TILE.keys)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(tile, (2, TILE.block_n, TILE.block_n)), (1, 2, 0)))
+        acc, waiting = add_terms(acc, turned_back(first, TILE).to(tl.float32), waiting, table, -relative_position, TILE.keys)
+        behind = TILE.block_n - relative_position
+        acc, waiting = add_terms(acc, turned_back(second, TILE).to(tl.float32), waiting, table, behind, TILE.keys)
+    return acc, waiting
 
 
 @triton.jit
 def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
-    """(lowest, highest) relative position of the pairs that a tile of keys and some query are."""
+    """Return the (lowest, highest) relative position, as seen from them, of the queries that a tile of keys has pairs with."""
     lowest = tl.maximum(key_start, place.first_key) - (place.num_queries - 1) - place.query_offset
     highest = tl.minimum(key_start + TILE.block_n, place.num_keys) - 1 - place.query_offset
     if window[0] is not None:
         lowest = tl.maximum(lowest, -window[0])
     if window[1] is not None:
         highest = tl.minimum(highest, window[1])
-    return lowest, highest
+    return -highest, -lowest
+
+
+# The kernels of the table's gradient own rows of it, which fall along the queries, and walk the keys.
+
+
+@triton.jit
+def rotate_columns(tile, TILE: tl.constexpr):
+    """Rotate column n by n places back: ``rotated[m, n] = tile[(m + n) mod M, n]``; n is the place of its key."""
+    M: tl.constexpr = TILE.block_m
+    index = (tl.arange(0, M)[:, None] + key_order(TILE)[None, :]) % M
+    return tl.gather(tile, tl.broadcast_to(index, (M, TILE.block_n)), axis=0)

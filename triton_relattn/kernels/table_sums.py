@@ -13,7 +13,7 @@ from .bwd_dtable_ends import launch_ends
 from .walk import clamp_margin
 from .workspace import Plan
 
-TABLES = ("rel_key", "rel_value", "rel_bias")
+TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 
 
 class TableSums:

@@ -6,9 +6,13 @@ from dataclasses import dataclass, replace
 
 from .architectures import architecture_of
 
-KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words")
+KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dp2c", "dp2c_words")
 OF_TABLES = KERNELS[3:]
 """Kernels that own rows of a table, and see nothing beyond it."""
+OF_P2C = KERNELS[5:]
+"""Kernels of rel_p2c alone."""
+OF_WORDS = ("dtable_words", "dp2c_words")
+"""Kernels that read a workspace, in place of those named before."""
 COVERAGES = ("no table", "full", "clamp", "zero")
 """The pairs that a table has rows for; see AttentionSpec.coverage."""
 MAX_BLOCK = 256

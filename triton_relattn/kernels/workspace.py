@@ -73,7 +73,7 @@ def why_not(call: Call, tensors: AttentionTensors) -> str | None:
 
     The reason must not depend on which gradients are wanted, so that a gradient has the same bits with others and alone.
     """
-    if tensors.rel_key is None and tensors.rel_bias is None:
+    if tensors.rel_key is None and tensors.rel_bias is None and tensors.rel_p2c is None:
         return "there is no table for the scores"
     if tensors.rel_value is not None:
         return "a table for the values needs probabilities by relative position"

@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BACKWARD, DKV, DP2C, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS
+from .places import BACKWARD, DKV, DP2C, DP2C_WORDS, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS, ON_WORKSPACE
 
 RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
+WORDS = (f"{ON_WORKSPACE}::test_calls",)
 
 OF_KEY_TERMS = (
     Fault(
-        "key-terms-rotated-the-wrong-way",
-        "columns of the keys' band move up, and on the way back down",
+        "key-terms-of-the-next-rows",
+        "the table that is turned upside down is off by one row",
         RANDOM,
-        (Change(KEY_TERMS, "(m + n) % M if BACK else (m - n + M) % M", "(m - n + M) % M if BACK else (m + n) % M"),),
+        (Change(KEY_TERMS, "None, None, -last, -first)", "None, None, 1 - last, 1 - first)"),),
     ),
     Fault(
-        "key-terms-of-the-own-rows-alone",
-        "queries before the diagonal of a tile have the rows of those behind it",
+        "key-terms-of-queries-in-another-order",
+        "a mirrored tile that was rotated in registers is turned as if its queries stood in order",
         RANDOM,
-        (Change(KEY_TERMS, "tl.where(is_own(TILE), band, band_before)", "band"),),
+        (Change(KEY_TERMS, 'if TILE.keys.rotation != "gather":  # its queries', "if False:  # its queries"),),
     ),
     Fault(
-        "key-terms-off-by-one-where-they-wrap",
-        "the element where a column's rows begin again has the row of M positions on",
+        "key-terms-of-the-first-half-alone",
+        "the second half of a tile's queries has the terms of the first",
         RANDOM,
-        (Change(KEY_TERMS, "key_order(TILE)[None, :] < TILE.block_m", "key_order(TILE)[None, :] <= TILE.block_m"),),
+        (Change(KEY_TERMS, "whole_tile(key, table, half * TILE.block_n - relative", "whole_tile(key, table, -relative"),),
     ),
     Fault(
         "key-terms-without-rel-scale-in-the-gradient",
         "d_key has k . F's part as if rel_scale were scale",
         RANDOM,
-        (Change(KEY_TERMS, "return acc + scaled(sums, table)", "return acc + sums"),),
+        (Change(DKV, "                                d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)\n", ""),),
     ),
     Fault(
         "key-terms-of-rows-that-no-pair-has",
         "d_key is NaN where a row is that no query reaches",
         (f"{ON_KEY_TERMS}::test_nan_that_no_query_sees",),
-        (Change(DKV, "relative, reached_low, reached_high, TILE", "relative, first, last, TILE"),),
+        (Change(DKV, "key_table, key_lowest, key_highest, TILE.keys", "key_table, -last, -first, TILE.keys"),),
+    ),
+    Fault(
+        "key-terms-in-the-order-of-the-tile",
+        "d_key is stored as if its keys stood in the order of the tile's columns",
+        RANDOM,
+        (Change(DKV, "rows = tl.arange(0, TILE.block_n)", "rows = tile_n"),),
+    ),
+    Fault(
+        "key-terms-still-wait-at-the-end",
+        "the last elements that wait for their rows are forgotten",
+        RANDOM,
+        (Change(DKV, 'd_keys is not None and TILE.keys.carry == "both"', "d_keys is not None and False"),),
     ),
     Fault(
         "p2c-gradient-of-both-tiles-everywhere",
@@ -52,6 +65,28 @@ OF_KEY_TERMS = (
         "the first keys that a block of rows meets are left out",
         (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
         (Change(DP2C, "place.query_offset - (TILE.block_m - 1)\n", "place.query_offset\n"),),
+    ),
+    Fault(
+        "p2c-words-of-the-wrong-tile",
+        "on the diagonal, a pair of a row and a key is the query one tile on",
+        WORDS,
+        (
+            Change(
+                DP2C_WORDS, "tile_m[:, None] < tile_n[None, :], TILE.block_m", "tile_m[:, None] <= tile_n[None, :], TILE.block_m"
+            ),
+        ),
+    ),
+    Fault(
+        "p2c-words-begin-a-tile-late",
+        "the first keys that a block of rows meets are left out",
+        WORDS,
+        (Change(DP2C_WORDS, "place.query_offset - (TILE.block_m - 1), ", "place.query_offset, "),),
+    ),
+    Fault(
+        "p2c-words-of-the-last-part-alone",
+        "the parts of a workspace do not add up",
+        WORDS,
+        (Change(DP2C_WORDS, "    if ROWS.adds:\n        acc += load_rows", "    if False:\n        acc += load_rows"),),
     ),
     Fault(
         "full-tables-lose-their-ends",
