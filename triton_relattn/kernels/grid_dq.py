@@ -1,0 +1,145 @@
+"""Backward on a grid, first kernel: a program owns a block of queries and walks all keys, as the forward does.
+
+It computes d_query and sums of dS over the rows and over the columns of the grid, which are the gradients of the queries' terms, and
+stores the exact delta of each query for the other kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import PerQuery, cdiv, strided
+from .bwd_dq import rounded_delta
+from .configs import TileConfig
+from .dropout import kept
+from .grid_call import GridCall, Sums
+from .grid_tiles import (
+    column_mask,
+    column_pointers,
+    first_strip,
+    lines_of,
+    load_column_terms,
+    on_grid,
+    row_mask,
+    row_pointers,
+    strip_at,
+    sums_by_place,
+    tile_keys,
+    tile_terms,
+)
+from .masking import locate_queries
+from .scores import LN_2, exponent_scale, load_normaliser, probabilities, settled, tile_scores
+from .tiles import head_matrix, load_rows, row_vector, store_rows
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def grid_dq_kernel(
+    inputs,
+    outs,
+    d_outs,
+    d_queries,
+    sums,
+    per_query,
+    call,
+    grid,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute d_query, sums and per_query.deltas (``sum_j P dP``) for BLOCK_M queries of one head. d_queries or sums may be None.
+
+    sums: grid_call.Sums. Those of dS are as the rounded delta leaves them; less ``corrections`` times those of P they are exact.
+    Grid: (query blocks * batch * heads,), query blocks fastest.
+    """
+    LINES: tl.constexpr = lines_of(TILE, COLUMNS)
+    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
+    tile_m = tl.arange(0, TILE.block_m)
+    offs_m = row_start + tile_m
+    valid_m = offs_m < place.num_queries
+    keys = head_matrix(inputs.key, place.entry, head, 0, SHAPE.wide_index)
+    values = head_matrix(inputs.value, place.entry, head, 0, SHAPE.wide_index)
+    queries = head_matrix(inputs.query, place.entry, head, 0, SHAPE.wide_index)
+    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+    d_outs = head_matrix(d_outs, place.entry, head, 0, SHAPE.wide_index)
+    d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
+    out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    delta = rounded_delta(out, d_out, tile_m, TILE)
+    row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+    places, exist = on_grid(offs_m, valid_m, grid)
+
+    total = tl.full([TILE.block_m], 0.0, tl.float32)
+    acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+    scale = exponent_scale(call.scaling, None)
+
+    for number in range(first_strip(grid), grid.strips):
+        strip = strip_at(number, grid, place.num_keys, COLUMNS)
+        of_columns = load_column_terms(grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
+        d_columns = tl.full([TILE.block_m, COLUMNS], 0.0, tl.float32)
+        p_columns = tl.full([TILE.block_m, COLUMNS], 0.0, tl.float32)
+        for line in tl.range(0, strip.lines, LINES):
+            start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
+            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            terms = tile_terms(of_columns, grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
+            scores = tile_scores(query, key, terms, TILE.precision)
+            probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
+            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+            d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+            if call.dropout is not None:
+                offs_n = start + rows
+                stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+            d_scores = probs * (d_probs - delta[:, None])
+            d_rows, d_tile = sums_by_place(d_scores, LINES, COLUMNS)
+            total += tl.sum(d_rows, axis=1)
+            if sums is not None:
+                p_rows, p_tile = sums_by_place(probs, LINES, COLUMNS)
+                d_columns += d_tile
+                p_columns += p_tile
+                wanted = row_mask(strip, line, exist, LINES)
+                row = number * grid.height + line
+                tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, LINES), d_rows, mask=wanted)
+                tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, LINES), p_rows, mask=wanted)
+            if d_queries is not None:
+                # [M, N] @ [N, D] -> [M, D]
+                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
+
+        if sums is not None:
+            wanted = column_mask(strip, exist, COLUMNS)
+            tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, COLUMNS), d_columns, mask=wanted)
+            tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, COLUMNS), p_columns, mask=wanted)
+
+    correction = settled(total, TILE.block_n)  # exact delta - delta
+    tl.store(row_vector(per_query.deltas, place.entry, head, 0) + offs_m, delta + correction, mask=valid_m)
+    if sums is not None:
+        tl.store(row_vector(sums.corrections, place.entry, head, 0) + offs_m, correction, mask=valid_m)
+    if d_queries is not None:
+        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        d_queries = head_matrix(d_queries, place.entry, head, 0, SHAPE.wide_index)
+        store_rows(d_queries, row_start, tile_m, valid_m, acc * unit, SHAPE.head_dim, SHAPE.block_d)
+
+
+def launch_grid_dq(
+    call: GridCall,
+    tile: TileConfig,
+    per_query: PerQuery,
+    out: torch.Tensor,
+    d_out: torch.Tensor,
+    d_query: torch.Tensor | None,
+    sums: Sums | None,
+) -> None:
+    """Launch grid_dq_kernel for all queries; see there."""
+    programs = cdiv(call.common.sequences.max_seqlen_q, tile.block_m) * call.num_sequences * call.heads
+    call.launch(
+        "dq",
+        grid_dq_kernel,
+        tile,
+        (programs,),
+        outs=strided(out),
+        d_outs=strided(d_out),
+        d_queries=strided(d_query),
+        sums=None if sums is None else Sums(*map(strided, sums)),
+        per_query=per_query,
+    )
