@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from triton_relattn.kernels.configs import KERNELS, PROGRAMS_PER_MULTIPROCESSOR
 from triton_relattn.kernels.tile_config import OF_TABLES
 
+from ..cases.features import GRIDS
 from ..compile import KernelCase
 from .machine import Machine
 from .predict import SCORES, Prediction
@@ -33,7 +34,7 @@ def of_call(
     total = 0.0
     has_workspace = replace(call, kernel="dtable_words") in found
     for kernel in kernels:
-        if kernel in OF_TABLES and (far or call.features.startswith("none")):
+        if kernel in OF_TABLES and (far or call.features in GRIDS or call.features.startswith("none")):
             continue
         if kernel == ("dtable" if has_workspace else "dtable_words"):
             continue

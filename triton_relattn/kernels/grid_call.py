@@ -35,7 +35,7 @@ def columns_of(height: int, width: int, block_n: int) -> int:
 
 
 class GridCall(Call):
-    """One call. Its kernels get ``grid``, grid_tiles.Grid, and COLUMNS in place of a table's limits."""
+    """One call. Its kernels get ``key_grid``, grid_tiles.Grid, and COLUMNS in place of a table's limits."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GridCall(Call):
         return cdiv(cdiv(self.prefix, columns), lines) + cdiv(self.height, lines) * self.strips(block_n)
 
     def new_sums(self, block_n: int) -> Sums:
-        """Allocate the sums of a dq kernel with tiles of block_n keys. Those of P correct: 16 bits will do where inputs have 16."""
+        """Allocate the sums of a dq kernel with tiles of block_n keys. 16 bits do for those of P, which correct the others."""
         query, _ = self.inputs.query  # type: ignore[misc]
         batch, heads, height, on_grid = self.of_rows.shape
         shapes = (batch, heads, self.strips(block_n) * height, on_grid), self.of_columns.shape
@@ -87,4 +87,4 @@ class GridCall(Call):
             self.strips(config.block_n),
         )
         columns = columns_of(self.height, self.width, config.block_n)
-        super().launch(name, kernel, config, programs, grid=grid, COLUMNS=columns, **arguments)
+        super().launch(name, kernel, config, programs, key_grid=grid, COLUMNS=columns, **arguments)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import PerQuery, cdiv, strided
+from .arguments import PerQuery, strided
 from .configs import TileConfig
 from .dropout import kept
 from .grid_call import GridCall
@@ -22,7 +22,7 @@ def grid_dkv_kernel(
     d_values,
     per_query,
     call,
-    grid,
+    key_grid,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -33,11 +33,11 @@ def grid_dkv_kernel(
     Grid: (tiles of keys * batch * heads,), tiles fastest.
     """
     LINES: tl.constexpr = lines_of(TILE, COLUMNS)
-    num_blocks = key_blocks(grid, LINES, COLUMNS)
+    num_blocks = key_blocks(key_grid, LINES, COLUMNS)
     head = tl.program_id(0) // num_blocks % num_heads
     place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
-    number, line = block_at(tl.program_id(0) % num_blocks, grid, LINES, COLUMNS)
-    strip = strip_at(number, grid, place.num_keys, COLUMNS)
+    number, line = block_at(tl.program_id(0) % num_blocks, key_grid, LINES, COLUMNS)
+    strip = strip_at(number, key_grid, place.num_keys, COLUMNS)
     start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
     offs_n = start + rows
 
@@ -59,8 +59,8 @@ def grid_dkv_kernel(
         offs_m = row_start + tile_m
         valid_m = offs_m < place.num_queries
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
-        of_columns = load_column_terms(grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
-        terms = tile_terms(of_columns, grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
+        terms = tile_terms(of_columns, key_grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
         row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
         scores = tile_scores(query, key, terms, TILE.precision)
         probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)

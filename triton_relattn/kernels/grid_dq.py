@@ -1,7 +1,7 @@
 """Backward on a grid, first kernel: a program owns a block of queries and walks all keys, as the forward does.
 
-It computes d_query and sums of dS over the rows and over the columns of the grid, which are the gradients of the queries' terms, and
-stores the exact delta of each query for the other kernel.
+It computes d_query, and sums of dS over the rows and over the columns of the grid: the gradients of the queries' terms. It stores
+the exact delta of each query for the other kernel.
 """
 
 import torch
@@ -41,7 +41,7 @@ def grid_dq_kernel(
     sums,
     per_query,
     call,
-    grid,
+    key_grid,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -67,21 +67,21 @@ def grid_dq_kernel(
     out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     delta = rounded_delta(out, d_out, tile_m, TILE)
     row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
-    places, exist = on_grid(offs_m, valid_m, grid)
+    places, exist = on_grid(offs_m, valid_m, key_grid)
 
     total = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, None)
 
-    for number in range(first_strip(grid), grid.strips):
-        strip = strip_at(number, grid, place.num_keys, COLUMNS)
-        of_columns = load_column_terms(grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
+    for number in range(first_strip(key_grid), key_grid.strips):
+        strip = strip_at(number, key_grid, place.num_keys, COLUMNS)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
         d_columns = tl.full([TILE.block_m, COLUMNS], 0.0, tl.float32)
         p_columns = tl.full([TILE.block_m, COLUMNS], 0.0, tl.float32)
         for line in tl.range(0, strip.lines, LINES):
             start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            terms = tile_terms(of_columns, grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
+            terms = tile_terms(of_columns, key_grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
             scores = tile_scores(query, key, terms, TILE.precision)
             probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
@@ -99,7 +99,7 @@ def grid_dq_kernel(
                 d_columns += d_tile
                 p_columns += p_tile
                 wanted = row_mask(strip, line, exist, LINES)
-                row = number * grid.height + line
+                row = number * key_grid.height + line
                 tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, LINES), d_rows, mask=wanted)
                 tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, LINES), p_rows, mask=wanted)
             if d_queries is not None:

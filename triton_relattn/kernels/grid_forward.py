@@ -20,7 +20,7 @@ def grid_forward_kernel(
     outs,
     statistics,
     call,
-    grid,
+    key_grid,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -45,13 +45,13 @@ def grid_forward_kernel(
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, None)
 
-    for number in range(first_strip(grid), grid.strips):
-        strip = strip_at(number, grid, place.num_keys, COLUMNS)
-        of_columns = load_column_terms(grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
+    for number in range(first_strip(key_grid), key_grid.strips):
+        strip = strip_at(number, key_grid, place.num_keys, COLUMNS)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
         for line in tl.range(0, strip.lines, LINES):
             start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            terms = tile_terms(of_columns, grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
+            terms = tile_terms(of_columns, key_grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
             scores = tile_scores(query, key, terms, TILE.precision)
             scores = tl.where(valid_n[None, :], scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)

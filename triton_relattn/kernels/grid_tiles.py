@@ -1,7 +1,7 @@
 """Tiles of keys on a grid, and the terms of a tile: one number for each of its rows of the grid, one for each of its columns.
 
-The grid is cut into strips of COLUMNS columns. A tile is LINES lines of a strip, ``BLOCK_N == LINES * COLUMNS`` keys line by line, so
-that the terms of all tiles of a strip by column are the same [M, COLUMNS]. What comes before the grid (class tokens) is strip
+The grid is cut into strips of COLUMNS columns. A tile is LINES lines of a strip, ``BLOCK_N == LINES * COLUMNS`` keys, line by
+line. So the terms of all tiles of a strip by column are the same [M, COLUMNS]. The keys before the grid (class tokens) are strip
 -1: its lines are COLUMNS successive keys, and have no terms.
 """
 
