@@ -13,9 +13,10 @@ import torch
 from tests.interpreter.guard import Order, guarded, in_poisoned_storage, programs_in_order
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._core.grids import GridTensors
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, grids
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.grid_call import GridCall, columns_of
+from triton_relattn.kernels.grid_call import GridCall, cut_of
+from triton_relattn.kernels.grid_dkv import launch_grid_dkv
 from triton_relattn.kernels.grids import backward, forward
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
 
@@ -139,28 +140,46 @@ def test_float16(name: str) -> None:
     check(CASES[name], tensors(CASES[name], torch.float16))
 
 
-def rounded_once(case: Case, given: Tensors) -> Tensors:
-    """Gradients of both tables, of a dS that is computed in float64, rounded once to the inputs' dtype, and summed exactly."""
+def dense_backward(case: Case, given: Tensors) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """P, dP, both tables, and logits that can be differentiated by these, in float64."""
     query, key, value, *tables, d_out = in_float64(given)
     leaves = [table.requires_grad_() for table in tables]
     wide = append(query, key, *leaves, **case.arguments)
     logits = wide[0] @ wide[1].mT
-    probs = logits.detach().softmax(-1)
-    d_probs = d_out @ value.mT
-    d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True))
-    return torch.autograd.grad(logits, leaves, d_scores.to(given[0].dtype).double())
+    return logits.detach().softmax(-1), d_out @ value.mT, leaves, logits
 
 
 @pytest.mark.parametrize("name", ["a window", "class tokens and strips", "pooled keys"])
 @pytest.mark.parametrize("sharp", [1, 8])
 def test_table_gradients_in_float16(name: str, sharp: int) -> None:
-    """At most 1.5 times as far off as a dS that is rounded once: for that the sums need the exact delta."""
+    """At most 1.5 times as far off as a dS that is rounded once and summed exactly: for that the sums need the exact delta."""
     case = CASES[name]
     given = tensors(case, torch.float16, sharp=sharp)
-    golden, ours = results(case, in_float64(given), "reference")[4:], results(case, given)[4:]
-    for exact, inexact, actual in zip(golden, rounded_once(case, given), ours, strict=True):
+    probs, d_probs, leaves, logits = dense_backward(case, given)
+    d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdim=True))
+    golden = torch.autograd.grad(logits, leaves, d_scores, retain_graph=True)
+    rounded = torch.autograd.grad(logits, leaves, d_scores.half().double())
+    for exact, inexact, actual in zip(golden, rounded, results(case, given)[4:], strict=True):
         unavoidable = (inexact - exact).abs().max() + (exact.half().double() - exact).abs().max()
         assert 0 < float((actual.double() - exact).abs().max()) <= 1.5 * float(unavoidable)
+
+
+def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dkv kernel gets sums of P dP that have float32's precision, which those of out, rounded to float16, have not."""
+    case, stored = CASES["class tokens and strips"], []
+
+    def launch(call: Any, tile: Any, per_query: Any, *others: Any) -> None:
+        stored.append(per_query.deltas[0].double())
+        launch_grid_dkv(call, tile, per_query, *others)
+
+    monkeypatch.setattr(grids, "launch_grid_dkv", launch)
+    given = tensors(case, torch.float16, sharp=8)
+    out, *_ = results(case, given)
+    probs, d_probs, _, _ = dense_backward(case, given)
+    delta, precision = (probs * d_probs).sum(-1), 2**-18 * (probs * d_probs.abs()).sum(-1)
+    assert ((stored[0] - delta).abs() <= precision).all()
+    rounded = (out.double() * given[5].double()).sum(-1)
+    assert ((rounded - delta).abs() > 4 * precision).double().mean() > 0.5
 
 
 ORDERS: tuple[Order, ...] = ("reversed", "shuffled")
@@ -249,14 +268,14 @@ def test_what_the_kernels_refuse() -> None:
 def test_columns_of_a_tile(block_n: int) -> None:
     """As many as give the fewest tiles, and no fewer than eight."""
     for height, width in itertools.product((1, 2, 7, 14, 64), (1, 7, 9, 14, 24, 33, 48, 64, 96, 200)):
-        columns = columns_of(height, width, block_n)
+        columns = cut_of(height, width, 0, block_n).columns
 
         def tiles(columns: int, height: int = height, width: int = width) -> int:
             return math.ceil(width / columns) * math.ceil(height / (block_n // columns))
 
         others = [2**power for power in range(3, 8) if 2**power <= block_n]
         assert columns in others and all(tiles(columns) <= tiles(each) for each in others)
-    assert [columns_of(*sides, 64) for sides in ((64, 64), (14, 14), (32, 32), (48, 48), (7, 7))] == [64, 16, 32, 16, 8]
+    assert [cut_of(*sides, 0, 64)[0] for sides in ((64, 64), (14, 14), (32, 32), (48, 48), (7, 7))] == [64, 16, 32, 16, 8]
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 70])
@@ -271,6 +290,6 @@ def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
     with guarded():
         _, d_key, d_value, _, _ = backward(d_out, out, statistics, given, 1.0, 0.0, tiles=tiles)
     assert d_key is not None and d_value is not None and d_key.isfinite().all() and d_value.isfinite().all()
-    columns = columns_of(3, 21, block_n)
+    columns = cut_of(3, 21, prefix, block_n).columns
     on_grid = math.ceil(21 / columns) * math.ceil(3 / (block_n // columns))
     assert GridCall(given, 1.0, 0.0).key_tiles(block_n) == on_grid + math.ceil(prefix / block_n)

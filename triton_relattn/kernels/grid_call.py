@@ -12,7 +12,7 @@ from .._core.grids import GridTensors, grid_terms
 from .._core.spec import AttentionSpec, AttentionTensors
 from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
 from .configs import TileConfig
-from .grid_tiles import Grid
+from .grid_tiles import Cut, Grid
 
 FEWEST_COLUMNS = 8
 
@@ -28,14 +28,16 @@ class Sums(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def columns_of(height: int, width: int, block_n: int) -> int:
-    """Return how many columns of a grid a tile of block_n keys has: those that take the fewest tiles, and of these the most."""
-    columns = [FEWEST_COLUMNS << power for power in range((block_n // FEWEST_COLUMNS).bit_length())]
-    return min(reversed(columns), key=lambda each: cdiv(width, each) * cdiv(height, block_n // each))
+def cut_of(height: int, width: int, prefix: int, block_n: int) -> Cut:
+    """Return how tiles of block_n keys cut a grid: into the fewest tiles, and of such cuts into the widest strips."""
+    widths = (FEWEST_COLUMNS << power for power in range((block_n // FEWEST_COLUMNS).bit_length()))
+    _, _, columns = min((cdiv(width, each) * cdiv(height, block_n // each), -each, each) for each in widths)
+    lines = block_n // columns
+    return Cut(columns, lines, prefix == width % columns == height % lines == 0)
 
 
 class GridCall(Call):
-    """One call. Its kernels get ``key_grid``, grid_tiles.Grid, and COLUMNS in place of a table's limits."""
+    """One call. Its kernels get ``key_grid``, grid_tiles.Grid, and its CUT, in place of a table's limits."""
 
     def __init__(
         self,
@@ -52,19 +54,22 @@ class GridCall(Call):
         super().__init__(with_aligned_operands(operands), spec, others, arch)
         self.kind, self.limits = self.kind._replace(special="grid"), {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
-        unit = self.common.scaling.bias_scale
+        unit = -self.common.scaling.bias_scale  # negated: see grid_tiles.py
         of_rows, of_columns = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)
         self.of_rows = of_rows.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
         self.of_columns = of_columns.flatten(2, 3).contiguous()
 
+    def cut(self, block_n: int) -> Cut:
+        """Return how tiles of block_n keys cut the grid."""
+        return cut_of(self.height, self.width, self.prefix, block_n)
+
     def strips(self, block_n: int) -> int:
         """Return into how many strips tiles of block_n keys cut the grid."""
-        return cdiv(self.width, columns_of(self.height, self.width, block_n))
+        return cdiv(self.width, self.cut(block_n).columns)
 
     def key_tiles(self, block_n: int) -> int:
         """Return how many tiles of block_n keys there are, as grid_tiles.key_blocks counts them."""
-        columns = columns_of(self.height, self.width, block_n)
-        lines = block_n // columns
+        columns, lines, _ = self.cut(block_n)
         return cdiv(cdiv(self.prefix, columns), lines) + cdiv(self.height, lines) * self.strips(block_n)
 
     def new_sums(self, block_n: int) -> Sums:
@@ -86,5 +91,4 @@ class GridCall(Call):
             self.prefix or None,
             self.strips(config.block_n),
         )
-        columns = columns_of(self.height, self.width, config.block_n)
-        super().launch(name, kernel, config, programs, key_grid=grid, COLUMNS=columns, **arguments)
+        super().launch(name, kernel, config, programs, key_grid=grid, CUT=self.cut(config.block_n), **arguments)

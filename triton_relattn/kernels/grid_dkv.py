@@ -8,7 +8,7 @@ from .arguments import PerQuery, strided
 from .configs import TileConfig
 from .dropout import kept
 from .grid_call import GridCall
-from .grid_tiles import block_at, key_blocks, lines_of, load_column_terms, strip_at, tile_keys, tile_terms
+from .grid_tiles import block_at, key_blocks, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 from .masking import locate
 from .scores import LN_2, exponent_scale, load_normaliser, probabilities, tile_scores
 from .tiles import head_matrix, load_rows, row_vector, store_rows
@@ -26,19 +26,18 @@ def grid_dkv_kernel(
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Compute d_key and d_value of a tile of keys of one head. d_keys or d_values may be None.
 
     Grid: (tiles of keys * batch * heads,), tiles fastest.
     """
-    LINES: tl.constexpr = lines_of(TILE, COLUMNS)
-    num_blocks = key_blocks(key_grid, LINES, COLUMNS)
+    num_blocks = key_blocks(key_grid, CUT)
     head = tl.program_id(0) // num_blocks % num_heads
     place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
-    number, line = block_at(tl.program_id(0) % num_blocks, key_grid, LINES, COLUMNS)
-    strip = strip_at(number, key_grid, place.num_keys, COLUMNS)
-    start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
+    number, line = block_at(tl.program_id(0) % num_blocks, key_grid, CUT)
+    strip = strip_at(number, key_grid, place.num_keys, CUT)
+    start, rows, valid_n = tile_keys(strip, line, CUT)
     offs_n = start + rows
 
     tile_m = tl.arange(0, TILE.block_m)
@@ -53,23 +52,24 @@ def grid_dkv_kernel(
         d_key = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
     if d_values is not None:
         d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, None)
 
     for row_start in tl.range(0, place.num_queries, TILE.block_m):
         offs_m = row_start + tile_m
         valid_m = offs_m < place.num_queries
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
-        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
-        terms = tile_terms(of_columns, key_grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
         row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
-        scores = tile_scores(query, key, terms, TILE.precision)
+        scores = tile_scores(query, key, nothing, TILE.precision)
+        scores = with_terms(scores, of_rows, of_columns, CUT)
         probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
         if call.dropout is not None:
             stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
         d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
         if d_keys is not None:
-            d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-            d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+            d_probs = tile_scores(d_out, value, nothing, TILE.precision)
         # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
         if d_values is not None:
             kept_probs = probs if call.dropout is None else tl.where(stays, probs, 0.0)

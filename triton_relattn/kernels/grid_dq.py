@@ -17,15 +17,15 @@ from .grid_tiles import (
     column_mask,
     column_pointers,
     first_strip,
-    lines_of,
     load_column_terms,
+    load_row_terms,
     on_grid,
     row_mask,
     row_pointers,
     strip_at,
     sums_by_place,
     tile_keys,
-    tile_terms,
+    with_terms,
 )
 from .masking import locate_queries
 from .scores import LN_2, exponent_scale, load_normaliser, probabilities, settled, tile_scores
@@ -45,14 +45,13 @@ def grid_dq_kernel(
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Compute d_query, sums and per_query.deltas (``sum_j P dP``) for BLOCK_M queries of one head. d_queries or sums may be None.
 
     sums: grid_call.Sums. Those of dS are as the rounded delta leaves them; less ``corrections`` times those of P they are exact.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    LINES: tl.constexpr = lines_of(TILE, COLUMNS)
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
@@ -71,45 +70,46 @@ def grid_dq_kernel(
 
     total = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, None)
 
     for number in range(first_strip(key_grid), key_grid.strips):
-        strip = strip_at(number, key_grid, place.num_keys, COLUMNS)
-        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
-        d_columns = tl.full([TILE.block_m, COLUMNS], 0.0, tl.float32)
-        p_columns = tl.full([TILE.block_m, COLUMNS], 0.0, tl.float32)
-        for line in tl.range(0, strip.lines, LINES):
-            start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
+        strip = strip_at(number, key_grid, place.num_keys, CUT)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        d_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
+        p_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
+        for line in tl.range(0, strip.lines, CUT.lines):
+            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            start, rows, valid_n = tile_keys(strip, line, CUT)
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            terms = tile_terms(of_columns, key_grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
-            scores = tile_scores(query, key, terms, TILE.precision)
+            scores = tile_scores(query, key, nothing, TILE.precision)
+            scores = with_terms(scores, of_rows, of_columns, CUT)
             probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
-            d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-            d_probs = tile_scores(d_out, value, d_probs, TILE.precision)
+            d_probs = tile_scores(d_out, value, nothing, TILE.precision)
             if call.dropout is not None:
                 offs_n = start + rows
                 stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
             d_scores = probs * (d_probs - delta[:, None])
-            d_rows, d_tile = sums_by_place(d_scores, LINES, COLUMNS)
+            d_rows, d_tile = sums_by_place(d_scores, CUT)
             total += tl.sum(d_rows, axis=1)
             if sums is not None:
-                p_rows, p_tile = sums_by_place(probs, LINES, COLUMNS)
+                p_rows, p_tile = sums_by_place(probs, CUT)
                 d_columns += d_tile
                 p_columns += p_tile
-                wanted = row_mask(strip, line, exist, LINES)
+                wanted = row_mask(strip, line, exist, CUT)
                 row = number * key_grid.height + line
-                tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, LINES), d_rows, mask=wanted)
-                tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, LINES), p_rows, mask=wanted)
+                tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, CUT), d_rows, mask=wanted)
+                tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, CUT), p_rows, mask=wanted)
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
 
         if sums is not None:
-            wanted = column_mask(strip, exist, COLUMNS)
-            tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, COLUMNS), d_columns, mask=wanted)
-            tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, COLUMNS), p_columns, mask=wanted)
+            wanted = column_mask(strip, exist, CUT)
+            tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, CUT), d_columns, mask=wanted)
+            tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, CUT), p_columns, mask=wanted)
 
     correction = settled(total, TILE.block_n)  # exact delta - delta
     tl.store(row_vector(per_query.deltas, place.entry, head, 0) + offs_m, delta + correction, mask=valid_m)

@@ -8,7 +8,7 @@ from .arguments import cdiv, strided
 from .configs import TileConfig
 from .dropout import kept
 from .grid_call import GridCall
-from .grid_tiles import first_strip, lines_of, load_column_terms, strip_at, tile_keys, tile_terms
+from .grid_tiles import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 from .masking import locate_queries
 from .scores import exponent_scale, softmax_update, tile_scores
 from .tiles import head_matrix, load_rows, store_rows, store_sides
@@ -24,13 +24,12 @@ def grid_forward_kernel(
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: grid_tiles.Grid.
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    LINES: tl.constexpr = lines_of(TILE, COLUMNS)
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
@@ -43,17 +42,21 @@ def grid_forward_kernel(
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, None)
 
     for number in range(first_strip(key_grid), key_grid.strips):
-        strip = strip_at(number, key_grid, place.num_keys, COLUMNS)
-        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, COLUMNS)
-        for line in tl.range(0, strip.lines, LINES):
-            start, rows, valid_n = tile_keys(strip, line, TILE, COLUMNS)
+        strip = strip_at(number, key_grid, place.num_keys, CUT)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        for line in tl.range(0, strip.lines, CUT.lines):
+            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            start, rows, valid_n = tile_keys(strip, line, CUT)
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            terms = tile_terms(of_columns, key_grid, place.entry, head, strip, line, offs_m, valid_m, LINES)
-            scores = tile_scores(query, key, terms, TILE.precision)
-            scores = tl.where(valid_n[None, :], scores, -float("inf"))
+            scores = tile_scores(query, key, nothing, TILE.precision)
+            scores = with_terms(scores, of_rows, of_columns, CUT)
+            if not CUT.is_even:
+                scores = tl.where(valid_n[None, :], scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if call.dropout is not None:
                 offs_n = start + rows
