@@ -190,6 +190,23 @@ _GATHERED: dict[tuple[object, ...], TileConfig] = {
 }
 
 
+# Attention on a grid, whose terms need no rotation, likewise; a grid 64 wide decides.
+_ON_GRIDS: dict[tuple[object, ...], TileConfig] = {
+    ("forward", 64): TileConfig(64, 64, 4, 3, max_registers=168),
+    ("forward", 64, "wgmma"): TileConfig(128, 64, 8, 3, max_registers=128),
+    ("forward", 128): TileConfig(128, 64, 8, 2),
+    ("forward", 128, "wgmma"): TileConfig(64, 64, 4, 2),
+    ("dq", 64): TileConfig(64, 32, 4, 3, max_registers=168),
+    ("dq", 64, "wgmma"): TileConfig(64, 64, 4, 1),
+    ("dq", 128): TileConfig(128, 32, 8, 2),
+    ("dq", 128, "wgmma"): TileConfig(64, 64, 4, 1),
+    ("dkv", 64): TileConfig(64, 64, 4, 2),
+    ("dkv", 64, "wgmma"): TileConfig(64, 64, 4, 1, max_registers=168),
+    ("dkv", 128): TileConfig(32, 64, 4, 1),
+    ("dkv", 128, "wgmma"): TileConfig(64, 64, 4, 1),
+}
+
+
 class Kind(NamedTuple):
     """Properties of a call that ``select`` depends on besides kernel and length; ``select`` explains them."""
 
@@ -265,9 +282,9 @@ def select(
     Args:
         width: the largest width of a head: of query, value or rel_query.
         coverage: see AttentionSpec.coverage; "no table" if there is none.
-        special: "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else "rel_query" if the call
-            has one ("narrow rel_query" if it is narrower than the query); else "rel_key and rel_bias", or "rel_bias" if that is
-            the only term; else None.
+        special: "grid" on a grid; else "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else
+            "rel_query" if the call has one ("narrow rel_query" if it is narrower than the query); else "rel_key and rel_bias", or
+            "rel_bias" if that is the only term; else None.
         length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
     """
     if arch == "interpreter":
@@ -300,6 +317,9 @@ def _select_16_bits(kernel: str, kind: Kind) -> TileConfig:
         if width == 256 and kernel != "forward":
             return TileConfig(16, 16, 4, 1)
         return TileConfig(64 if kernel == "forward" else 32, 32, 4, 2 if width <= 128 else 1)
+    on_grid = _find(_ON_GRIDS, [(kernel, width, unit)]) if special == "grid" else None
+    if on_grid is not None:
+        return on_grid
     names = [kernel] if special is None else [f"{kernel}, {special}", kernel]
     calls: list[tuple[object, ...]] = [(name, width, unit, coverage) for name in names]
     if architecture_of(arch).rotates_in_registers and not _lacks_registers(kernel, width, unit, special):

@@ -76,8 +76,9 @@ def grid_dq_kernel(
     for number in range(first_strip(key_grid), key_grid.strips):
         strip = strip_at(number, key_grid, place.num_keys, CUT)
         of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
-        d_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
-        p_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
+        if sums is not None:
+            d_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
+            p_columns = tl.full([TILE.block_m, CUT.columns], 0.0, sums.p_columns[0].dtype.element_ty)
         for line in tl.range(0, strip.lines, CUT.lines):
             of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
             start, rows, valid_n = tile_keys(strip, line, CUT)
@@ -97,7 +98,7 @@ def grid_dq_kernel(
             if sums is not None:
                 p_rows, p_tile = sums_by_place(probs, CUT)
                 d_columns += d_tile
-                p_columns += p_tile
+                p_columns += p_tile.to(p_columns.dtype)
                 wanted = row_mask(strip, line, exist, CUT)
                 row = number * key_grid.height + line
                 tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, CUT), d_rows, mask=wanted)
