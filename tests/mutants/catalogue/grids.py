@@ -30,7 +30,7 @@ OF_GRID_KERNELS = (
         "columns of a tile beyond the last of the grid are the next row's keys",
         on_kernels("odd sides"),
         KERNEL_TILES,
-        " & (tile_n % COLUMNS < strip.columns)",
+        " & (tile_n % CUT.columns < strip.columns)",
         "",
     ),
     fault(
@@ -38,15 +38,15 @@ OF_GRID_KERNELS = (
         "the last line of a strip counts as missing",
         on_kernels("odd sides"),
         KERNEL_TILES,
-        "(tile_n // COLUMNS < strip.lines - line)",
-        "(tile_n // COLUMNS < strip.lines - line - 1)",
+        "(tile_n // CUT.columns < strip.lines - line)",
+        "(tile_n // CUT.columns < strip.lines - line - 1)",
     ),
     fault(
         "kernels-lines-follow-without-padding",
         "lines of a tile lie as if rows of the grid were as wide as the tile",
         on_kernels("odd sides"),
         KERNEL_TILES,
-        "tile_n // COLUMNS * strip.pitch + tile_n % COLUMNS",
+        "tile_n // CUT.columns * strip.pitch + tile_n % CUT.columns",
         "tile_n",
     ),
     fault(
@@ -144,6 +144,14 @@ OF_GRID_KERNELS = (
         LAUNCHERS,
         'on_grid += torch.einsum("bgyxk,xkd->bgyxd"',
         'on_grid + torch.einsum("bgyxk,xkd->bgyxd"',
+    ),
+    fault(
+        "kernels-tiles-beyond-the-grid-are-even",
+        "grids whose height is no multiple of a tile's lines count as full",
+        on_kernels("a window"),
+        KERNEL_CALL,
+        "prefix == width % columns == height % lines == 0",
+        "prefix == width % 2 == 0",
     ),
     fault(
         "kernels-values-miss-dropout",
