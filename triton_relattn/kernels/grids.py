@@ -78,7 +78,8 @@ def _of_terms(
     """Return d_query with the part of the terms, which is added to it, in query's dtype, and the gradients of both tables."""
     by_place = tensors.by_place(tensors.query).float()
     height, corrections = tensors.rel_h.shape[1], sums.corrections[:, :, tensors.prefix :]
-    d_rows, p_rows = (each.unflatten(2, (-1, height)).sum(2) for each in (sums.d_rows, sums.p_rows))
+    of_strips = (each.unflatten(2, (-1, height)) for each in (sums.d_rows, sums.p_rows))
+    d_rows, p_rows = (each[:, :, 0] if each.shape[2] == 1 else each.sum(2) for each in of_strips)
     d_rows = d_rows.addcmul_(corrections[:, :, None], p_rows, value=-1).unflatten(3, by_place.shape[2:4])
     d_columns = sums.d_columns.addcmul_(corrections[..., None], sums.p_columns, value=-1).unflatten(2, by_place.shape[2:4])
     if d_query is not None:

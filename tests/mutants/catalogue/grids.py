@@ -92,7 +92,7 @@ OF_GRID_KERNELS = (
     fault(
         "kernels-sums-of-the-last-tile",
         "the gradient of terms by column is that of the last tile of a strip",
-        on_kernels("several strips", tile="square-"),
+        on_kernels("a window"),
         DQ,
         "d_columns += d_tile",
         "d_columns = d_tile",
