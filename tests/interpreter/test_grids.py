@@ -259,6 +259,17 @@ def test_empty() -> None:
         assert out.numel() == 0 and not any(each.abs().sum() for each in gradients)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_operator(dropout_p: float) -> None:
+    """Its fakes, its derivative, and what it says of itself to torch.compile are those of the kernels."""
+    case = CASES["pooled keys"]
+    query, key, value, *_ = tensors(case, heads=1)
+    leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
+    seed = torch.tensor([5]) if dropout_p else None
+    arguments = (*(each.requires_grad_() for each in leaves), seed, 0.3, dropout_p, "triton")
+    torch.library.opcheck(torch.ops.triton_relattn.grid_attention_forward.default, arguments)
+
+
 def test_what_the_kernels_refuse() -> None:
     case = Case((2, 3), width=257)
     with pytest.raises(NotImplementedError, match="head widths up to 256, got 257 "):
