@@ -166,8 +166,9 @@ def _of_pairs(table: torch.Tensor, query_side: int, key_side: int) -> torch.Tens
         table = torch.nn.functional.interpolate(table.mT[None], size=length, mode="linear")[0].mT
     # In float32, as the models: where the ratio of the sides is no whole number, its rounding decides on rows.
     query_step, key_step = max(key_side / query_side, 1.0), max(query_side / key_side, 1.0)
-    queries = torch.arange(query_side, device=table.device)[:, None] * query_step
-    keys = torch.arange(key_side, device=table.device)[None, :] * key_step
+    # Made by the table, they are DTensors if it is one.
+    queries, keys = (table.new_ones(side, dtype=torch.int64).cumsum(0) - 1 for side in (query_side, key_side))
+    queries, keys = queries[:, None] * query_step, keys[None, :] * key_step
     # An embedding's gradient, unlike that of indexing, is a sum in an order that repeats.
     return torch.nn.functional.embedding((queries - keys + (key_side - 1) * key_step).long(), table)
 
