@@ -43,33 +43,34 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted.
 
-    Memory beyond the gradients: for each query three numbers, d_query in float32, and twice as many sums as it has terms.
+    Memory beyond the gradients: for each query two numbers, d_query in float32, its terms, and twice as many sums.
 
     Args:
         statistics: as the forward returns them.
         tiles: configurations by the names of kernels, in place of the selected ones.
     """
-    gradients = [tensor.new_empty(tensor.shape) if want else None for tensor, want in zip(tensors, wanted, strict=False)]
     if d_out.numel() == 0:
-        return tuple(None if gradient is None else gradient.zero_() for gradient in gradients)
-    d_query, d_key, d_value, *d_tables = gradients
-    if d_query is not None:  # to which the gradients of the terms are added
-        d_query = d_query.float()
+        return tuple(tensor.new_zeros(tensor.shape) if want else None for tensor, want in zip(tensors, wanted, strict=False))
+    query, key, value = tensors[:3]
+    d_query = query.new_empty(query.shape, dtype=torch.float32) if wanted[0] else None  # gradients of the terms are added
+    d_key = key.new_empty(key.shape) if wanted[1] else None
+    d_value = value.new_empty(value.shape) if wanted[2] else None
     d_out = aligned(d_out)
-    call = GridCall(tensors, scale, dropout_p, (out, d_out))
+    call = GridCall(tensors, scale, dropout_p, (out, d_out, d_query))
     of_dq, of_dkv = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
-    deltas = d_out.new_empty(d_out.shape[:3], dtype=torch.float32)
+    deltas = query.new_empty(query.shape[:3], dtype=torch.float32)
     per_query = PerQuery(*map(strided, (statistics, deltas)))  # type: ignore[arg-type]
-    sums = call.new_sums(of_dq.block_n) if d_query is not None or any(table is not None for table in d_tables) else None
+    sums = call.new_sums(of_dq.block_n) if wanted[0] or wanted[3] or wanted[4] else None
     if sums is not None or d_key is not None:
         launch_grid_dq(call, of_dq, per_query, out, d_out, d_query, sums)
     if d_key is not None or d_value is not None:
         launch_grid_dkv(call, of_dkv, per_query, d_out, d_key, d_value)
-    if sums is not None:
-        if d_query is not None and scale < 0:  # the kernels had the query negated
-            d_query.neg_()
-        d_query, *d_tables = _of_terms(tensors, sums, d_query, [table is not None for table in d_tables])
-    return d_query, d_key, d_value, *d_tables
+    if sums is None:
+        return None, d_key, d_value, None, None
+    if d_query is not None and scale < 0:  # the kernels had the query negated
+        d_query.neg_()
+    d_query, d_rel_h, d_rel_w = _of_terms(tensors, sums, d_query, wanted[3:])
+    return d_query, d_key, d_value, d_rel_h, d_rel_w
 
 
 def _of_terms(
