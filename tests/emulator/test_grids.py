@@ -11,7 +11,7 @@ from tests.emulator.device import Emulated, emulated
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.grids import _reference
 from triton_relattn.kernels.grids import backward, forward
-from triton_relattn.testing import assert_within_budget
+from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
 
 SCALE = 0.2
 CASES: dict[str, dict[str, Any]] = {
@@ -55,3 +55,18 @@ def test_error_rule(name: str, target: str) -> None:
     for field, actual, exact, inexact in zip(("out", *given._fields), (out, *gradients), golden, plain, strict=False):
         assert actual is not None
         assert_within_budget(field, actual, exact, inexact.to(actual.dtype), factor=2 if field == "out" else 3)
+
+
+@pytest.mark.parametrize("name", ["as wide as a tile", "class token"])
+def test_lanes_agree_in_float32(name: str) -> None:
+    """Without matrix units lanes share rows: those that hold copies of a sum store the same bits."""
+    call, d_out = tensors(**CASES[name])
+    given = GridTensors(*(each.float() for each in call[:5]))
+    with emulated("sm_80") as launches:
+        out, statistics = forward(given, SCALE, 0.0)
+        gradients = backward(d_out.float(), out, statistics, given, SCALE, 0.0)
+    assert not [error for launch in launches for error in launch.report.errors]
+    golden = by_reference(given, d_out, torch.float64)
+    for field, actual, exact in zip(given._fields, gradients, golden[1:], strict=False):
+        assert actual is not None
+        assert_gradients_close_fp32(field, actual, exact, golden[1:])

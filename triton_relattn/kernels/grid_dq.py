@@ -22,6 +22,7 @@ from .grid_tiles import (
     on_grid,
     row_mask,
     row_pointers,
+    settled_columns,
     strip_at,
     sums_by_place,
     tile_keys,
@@ -109,6 +110,7 @@ def grid_dq_kernel(
 
         if sums is not None:
             wanted = column_mask(strip, exist, CUT)
+            d_columns = settled_columns(d_columns, CUT)
             tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, CUT), d_columns, mask=wanted)
             tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, CUT), p_columns, mask=wanted)
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .scores import settled
+
 
 class Cut(NamedTuple):
     """Constants: how tiles cut the grid."""
@@ -174,9 +176,19 @@ def with_terms(products, of_rows, of_columns, CUT: tl.constexpr):
 
 @triton.jit
 def sums_by_place(tile, CUT: tl.constexpr):
-    """Sum up a tile [M, N] by its lines, [M, lines], and by its columns, [M, columns]."""
+    """Sum up a tile [M, N] by its lines, [M, lines], and by its columns, [M, columns]. The first are settled: see scores.py."""
     if CUT.lines == 1:
-        return tl.sum(tile, axis=1)[:, None], tile
+        return settled(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
     else:
         by_place = tl.reshape(tile, [tile.shape[0], CUT.lines, CUT.columns])
-        return tl.sum(by_place, axis=2), tl.sum(by_place, axis=1)
+        of_lines = tl.sum(by_place, axis=2)
+        return tl.max(tl.broadcast_to(of_lines[:, :, None], by_place.shape), axis=2), tl.sum(by_place, axis=1)
+
+
+@triton.jit
+def settled_columns(sums, CUT: tl.constexpr):
+    """Make all lanes that hold a copy of sums by the columns of tiles, [M, columns], agree on its bits."""
+    if CUT.lines == 1:
+        return sums
+    else:
+        return tl.max(tl.broadcast_to(sums[:, None, :], (sums.shape[0], CUT.lines, CUT.columns)), axis=1)

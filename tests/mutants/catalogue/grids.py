@@ -154,6 +154,14 @@ OF_GRID_KERNELS = (
         "prefix == width % 2 == 0",
     ),
     fault(
+        "kernels-lanes-disagree",
+        "lanes that hold copies of a sum store what each has rounded",
+        ("tests/emulator/test_grids.py::test_lanes_agree_in_float32",),
+        KERNEL_TILES,
+        "settled(tl.sum(tile, axis=1), CUT.columns)[:, None]",
+        "tl.sum(tile, axis=1)[:, None]",
+    ),
+    fault(
         "kernels-values-miss-dropout",
         "the gradient of the value is that of all probabilities",
         on_kernels("dropout"),
