@@ -134,8 +134,8 @@ OF_GRID_KERNELS = (
         "with a negative scale the gradient of the query has the other sign",
         on_kernels("negative scale"),
         LAUNCHERS,
-        "            d_query.neg_()\n",
-        "            d_query\n",
+        "        d_query.neg_()\n",
+        "        d_query.abs()\n",
     ),
     fault(
         "kernels-query-lacks-terms-by-column",
