@@ -129,7 +129,7 @@ def row(case: KernelCase) -> dict[str, Any]:
     """The columns of COLUMNS; of a kernel that does not compile the first ones, and why."""
     result: dict[str, Any] = {**asdict(case), "status": "ok"}
     try:
-        config, rel_key = case.config, case.call[0].rel_key
+        config, rel_key = case.config, getattr(case.call[0], "rel_key", None)
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}

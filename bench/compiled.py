@@ -24,12 +24,14 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels import configs, workspace
+from triton_relattn._core.grids import GridTensors
+from triton_relattn._core.spec import AttentionTensors
+from triton_relattn.kernels import configs, grids, workspace
 from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.grid_call import GridCall
 from triton_relattn.kernels.tile_config import OF_TABLES, OF_WORDS
 
 from .cases.configurations import has_table_of, way_of
@@ -162,29 +164,44 @@ def recorded_launches(
                 setattr(CompiledKernel, name, original)
 
 
-def selected(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> configs.TileConfig:
+def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> configs.TileConfig:
     """The configuration of one of configs.KERNELS that a call gets on the target; its tensors may be on "meta"."""
+    if isinstance(tensors, GridTensors):
+        return GridCall(tensors, *spec, arch=target).tile(kernel)
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
-def is_launched(kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
+def is_launched(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> bool:
     """Whether a call, all of whose gradients are wanted, can need one of configs.KERNELS."""
     if kernel not in OF_TABLES:
         return True
+    if isinstance(tensors, GridTensors):
+        return False
     has_words = kernel not in OF_WORDS or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
     return has_words and has_table_of(kernel, tensors)
 
 
 def compiled(
-    kernel: str, target: str, tensors: AttentionTensors, spec: AttentionSpec, config: configs.TileConfig | None = None
+    kernel: str,
+    target: str,
+    tensors: AttentionTensors | GridTensors,
+    spec: Any,
+    config: configs.TileConfig | None = None,
 ) -> CompiledKernel:
-    """One of configs.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one."""
-    with recorded_launches(target, only=kernel) as launches, way_of(kernel):
+    """One of configs.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
+
+    tensors, spec: as cases.features.call returns them.
+    """
+    of_grid = isinstance(tensors, GridTensors)
+    tiles = None if config is None else {kernel: config}
+    with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches, way_of(kernel):
+        out, statistics = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
         if kernel == "forward":
-            forward(tensors, spec, config)
+            grids.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
+        elif of_grid:
+            grids.backward(out, out, statistics, tensors, *spec, tiles=tiles)
         else:
-            out, statistics = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
-            backward(out, None, out, statistics, tensors, spec, tiles=None if config is None else {kernel: config})
+            backward(out, None, out, statistics, tensors, spec, tiles=tiles)
     return launches[0].kernel
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ._blockwise.grids import GridTensors
 from ._core.dropout import draw_seed, keep_mask, keep_scale
 from ._core.dtypes import compute_dtype, without_autocast
+from ._core.grids import GridTensors, grid_terms
 from ._core.implementations import choose_implementation
 from ._core.validation import check_operand
 from ._operators.grids import grid_attention
-from .functional import _autocast, fused_relative_attention
+from .functional import _autocast
 
 Grid = tuple[int, int]
 """Height and width."""
@@ -59,22 +59,20 @@ def decomposed_relative_attention(
             rows.
         dropout_p: dropout probability of the attention weights, as in :func:`fused_relative_attention`.
         scale: factor of q.k, ``D ** -0.5`` by default.
-        implementation: ``"blockwise"`` (plain torch: terms are broadcast into blocks of scores), ``"triton"`` (the kernels of
-            :func:`fused_relative_attention` with what :func:`append_decomposed_positions` makes) or ``"reference"`` (dense).
-            By default triton on a GPU that can run it, else blockwise.
+        implementation: ``"triton"`` (kernels) or ``"blockwise"`` (plain torch), which both broadcast terms into blocks of scores,
+            or ``"reference"`` (dense). By default triton on a GPU that can run it, else blockwise.
 
     Returns:
         out (B, H, Nq, Dv) in the dtype of query; differentiable once (with ``"reference"`` any number of times) in query, key,
         value and both tables.
 
     All tensors share one dtype and device; any strides. Scores and sums are float32 (float64 for float64), also under
-    ``torch.autocast``, which casts float32 inputs; ``"triton"`` rounds terms and their gradients to the inputs' dtype. Results
-    and gradients repeat bit for bit on the same machine and settings.
+    ``torch.autocast``, which casts float32 inputs. Results and gradients repeat bit for bit on the same machine and settings.
 
     Raises:
         ValueError: wrong ranks, shapes, devices or values; a grid that does not fit.
         TypeError: wrong types or dtypes.
-        NotImplementedError: ``implementation="triton"`` where it cannot run, or D + height + width of the key's grid exceeds 256.
+        NotImplementedError: ``implementation="triton"`` where it cannot run.
 
     Sources: Li et al., "MViTv2", 2022; Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022;
     Kirillov et al., "Segment Anything", 2023.
@@ -91,19 +89,16 @@ def decomposed_relative_attention(
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    wide = query[..., :1].expand(*query.shape[:3], query.shape[-1] + sum(key_grid))
-    implementation = choose_implementation(implementation, wide, value)
-    if implementation == "triton":
-        query, key = append_decomposed_positions(query, key, rel_pos_h, rel_pos_w, grid, key_grid=key_grid, scale=scale)
-        return fused_relative_attention(query, key, value, scale=1.0, dropout_p=dropout_p, implementation="triton")
+    implementation = choose_implementation(implementation, query, value)
     seed = draw_seed(query.device) if dropout_p > 0 else None
-    attend = _reference if implementation == "reference" else grid_attention
-    if implementation == "blockwise":
+    if implementation != "reference":
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.
         rel_pos_h, rel_pos_w = (each.to(compute_dtype(query.dtype)) for each in (rel_pos_h, rel_pos_w))
     with without_autocast(query.device):
-        rel_h, rel_w = _tables(rel_pos_h, rel_pos_w, grid, key_grid)
-        return attend(GridTensors(query, key, value, rel_h, rel_w, seed), scale, dropout_p)
+        tensors = GridTensors(query, key, value, *_tables(rel_pos_h, rel_pos_w, grid, key_grid), seed)
+        if implementation == "reference":
+            return _reference(tensors, scale, dropout_p)
+        return grid_attention(tensors, scale, dropout_p, implementation)
 
 
 def append_decomposed_positions(
@@ -144,9 +139,9 @@ def append_decomposed_positions(
     key_grid = grid if key_grid is None else key_grid
     _check(query, key, key, rel_pos_h, rel_pos_w, grid, key_grid)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rel_h, rel_w = _tables(rel_pos_h, rel_pos_w, grid, key_grid)
-    prefix = query.shape[2] - grid[0] * grid[1]
-    of_rows, of_columns = (torch.nn.functional.pad(each.flatten(2, 3), (0, 0, prefix, 0)) for each in _terms(query, rel_h, rel_w))
+    tensors = GridTensors(query, key, key, *_tables(rel_pos_h, rel_pos_w, grid, key_grid))
+    prefix, terms = tensors.prefix, grid_terms(tensors.by_place(query), tensors.rel_h, tensors.rel_w)
+    of_rows, of_columns = (torch.nn.functional.pad(each.flatten(2, 3), (0, 0, prefix, 0)) for each in terms)
     (height, width), options = key_grid, {"dtype": key.dtype, "device": key.device}
     place = torch.cat(
         [
@@ -157,13 +152,6 @@ def append_decomposed_positions(
     )
     place = torch.nn.functional.pad(place, (0, 0, prefix, 0)).expand(*key.shape[:2], -1, -1)
     return torch.cat([scale * query, of_rows, of_columns], -1), torch.cat([key, place], -1)
-
-
-def _terms(query: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Terms of each query on the grid, (B, H, query height, query width, key height or key width)."""
-    height, width = rel_h.shape[0], rel_w.shape[0]
-    by_place = query[:, :, query.shape[2] - height * width :].unflatten(2, (height, width))
-    return torch.einsum("bgyxd,ykd->bgyxk", by_place, rel_h), torch.einsum("bgyxd,xkd->bgyxk", by_place, rel_w)
 
 
 def _tables(rel_pos_h: torch.Tensor, rel_pos_w: torch.Tensor, grid: Grid, key_grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,8 +166,9 @@ def _of_pairs(table: torch.Tensor, query_side: int, key_side: int) -> torch.Tens
         table = torch.nn.functional.interpolate(table.mT[None], size=length, mode="linear")[0].mT
     # In float32, as the models: where the ratio of the sides is no whole number, its rounding decides on rows.
     query_step, key_step = max(key_side / query_side, 1.0), max(query_side / key_side, 1.0)
-    queries = torch.arange(query_side, device=table.device)[:, None] * query_step
-    keys = torch.arange(key_side, device=table.device)[None, :] * key_step
+    # Made by the table, they are DTensors if it is one.
+    queries, keys = (table.new_ones(side, dtype=torch.int64).cumsum(0) - 1 for side in (query_side, key_side))
+    queries, keys = queries[:, None] * query_step, keys[None, :] * key_step
     # An embedding's gradient, unlike that of indexing, is a sum in an order that repeats.
     return torch.nn.functional.embedding((queries - keys + (key_side - 1) * key_step).long(), table)
 
@@ -188,7 +177,7 @@ def _reference(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Te
     """out as :func:`decomposed_relative_attention` defines it, densely."""
     query, key, value, rel_h, rel_w, seed = tensors
     prefix, batch, num_heads = tensors.prefix, *query.shape[:2]
-    of_rows, of_columns = _terms(query, rel_h, rel_w)
+    of_rows, of_columns = grid_terms(tensors.by_place(query), rel_h, rel_w)
     terms = (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4, 5).flatten(2, 3)
     logits = scale * (query @ key.mT) + torch.nn.functional.pad(terms, (prefix, 0, prefix, 0))
     probs = logits.softmax(-1)

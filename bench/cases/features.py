@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
-from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn._core.grids import GridTensors
 
-Resolved = tuple[AttentionTensors, AttentionSpec]
+Resolved = tuple[Any, Any]
+"""Tensors and scalars of a call: AttentionTensors and AttentionSpec; on a grid GridTensors, and (scale, dropout_p)."""
 LENGTH = 4096
 HALF = 64  # a bounded table ends so far from its middle
 INKLING_REL_DIM = 16
@@ -19,10 +21,13 @@ TABLES = ("none", "full", "clamp", "zero")
 """Table for the keys, shared by the heads: none, a row for every pair, or a bounded one and what lies beyond it."""
 MODELS = ("shaw", "vits", "transformer_xl", "own_query", "inkling", "inkling_window", "t5", "t5_clamped", "deberta")
 """With a table for the values too, with a bias, with a query of its own, with a table that meets the keys, ..."""
+GRIDS = {"grid": (64, 64), "window": (14, 14)}
+"""Attention on a grid of keys, with terms by row and by column: the sides of SAM's, in all of the image and in windows."""
 FEATURES = (
     *(f"{name}{causal}" for name in TABLES for causal in ("", " causal")),
     *(f"{name}{causal}" for name in ("shaw", "transformer_xl", "t5") for causal in ("", " causal")),
     *("vits", "own_query", "t5_clamped", "inkling causal", "inkling_window causal", "deberta"),
+    *GRIDS,
 )
 """The feature sets that are reported on; "causal" is part of the name."""
 
@@ -61,6 +66,12 @@ def arguments(name: str, query: torch.Tensor, per_head: bool) -> dict[str, Any]:
     raise ValueError(f"there is no feature set {name!r}")
 
 
+def on_grid(sides: tuple[int, int], query: torch.Tensor) -> Resolved:
+    """Return a call of attention on a grid with these sides, with this query."""
+    rel_h, rel_w = (query.new_empty(side, side, query.shape[3], dtype=torch.float32) for side in sides)
+    return GridTensors(query, query, query, rel_h, rel_w), (query.shape[3] ** -0.5, 0.0)
+
+
 def call(
     features: str,
     dtype: torch.dtype,
@@ -76,10 +87,13 @@ def call(
     Args:
         has_lengths: whether the batch is padded.
         per_head: whether the table of TABLES is one for each head.
+        has_lengths, per_head, length: not on a grid.
         heads: except for "inkling", which has eight for one of the keys; more than eight take no memory.
     """
     name, _, causal = features.partition(" ")
     heads, key_heads = (8, 1) if name == "inkling" else (heads, heads)
+    if name in GRIDS:
+        return on_grid(GRIDS[name], torch.empty(1, heads, math.prod(GRIDS[name]), head_dim, dtype=dtype))
     query = torch.empty(1, min(heads, 8), length, head_dim, dtype=dtype)
     if heads > 8:
         query = query[:, :1, :1, :1].expand(1, heads, length, head_dim)

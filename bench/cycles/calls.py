@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from triton_relattn.kernels.configs import KERNELS, PROGRAMS_PER_MULTIPROCESSOR
 from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES, OF_WORDS
 
+from ..cases.features import GRIDS
 from ..compile import KernelCase
 from .machine import Machine
 from .predict import SCORES, Prediction
@@ -34,7 +35,7 @@ def of_call(
     has_workspace = any(replace(call, kernel=kernel) in found for kernel in OF_WORDS)
     has_p2c = any(replace(call, kernel=kernel) in found for kernel in OF_P2C)
     for kernel in kernels:
-        if kernel in OF_TABLES and (far or call.features.startswith("none")):
+        if kernel in OF_TABLES and (far or call.features in GRIDS or call.features.startswith("none")):
             continue
         if kernel in OF_TABLES and (kernel in OF_WORDS) != has_workspace:
             continue

@@ -27,8 +27,8 @@ ALLOWED = 1.03
 ALLOWED_CYCLES = 1.05
 """Largest allowed ratio to the budget's cycles by the model, whose noise is below 2 %."""
 SERIALISED = {
-    ("forward", 64): ("vits",),
-    ("forward", 128): ("zero", "zero causal"),
+    ("forward", 64): ("vits", "window"),
+    ("forward", 128): ("zero", "zero causal", "window"),
     ("dq", 64): ("zero causal",),
     ("dtable", 128): ("shaw", "shaw causal", "vits"),
 }
@@ -42,6 +42,7 @@ QUICK |= {
     ("sm_80", "transformer_xl", 64),
     ("sm_90", "t5", 64),
     ("sm_90", "inkling causal", 128),
+    ("sm_90", "grid", 64),
 }
 SETS = [
     pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)

@@ -8,9 +8,9 @@ import torch
 
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.architectures import ARCHITECTURES, architecture_of
-from triton_relattn.kernels.tile_config import COVERAGES, KERNELS
+from triton_relattn.kernels.tile_config import COVERAGES, KERNELS, OF_TABLES
 
-SPECIALS = (None, "rel_value", "rel_p2c", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
+SPECIALS = (None, "rel_value", "rel_p2c", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias", "grid")
 ARCHS = (*ARCHITECTURES, "interpreter", "sm_70")
 CALLS = tuple(itertools.product(KERNELS, ("16 bits", "ieee", "tf32"), ARCHS, (64, 128, 256), SPECIALS, COVERAGES))
 
@@ -20,7 +20,7 @@ def test_calls_are_served() -> None:
     for kernel, precision, arch, width, special, coverage in CALLS:
         unit = architecture_of(arch).unit
         config = configs._default(kernel, precision, unit, width, special, coverage)
-        is_call = coverage != "no table" or (special is None and not kernel.startswith("dtable"))
+        is_call = coverage != "no table" or (special in (None, "grid") and kernel not in OF_TABLES)
         if is_call and unit != "interpreter":
             reason = config.why_invalid(arch, coverage != "no table")
             assert reason is None, (kernel, precision, arch, width, special, coverage, config)

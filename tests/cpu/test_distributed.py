@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from triton_relattn import RelativePositions, fused_relative_attention, merge_attention
+from triton_relattn import (
+    RelativePositions,
+    decomposed_relative_attention,
+    fused_relative_attention,
+    merge_attention,
+)
 from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -150,6 +155,30 @@ def check_dtensor(rank: int) -> None:
             close(result.full_tensor(), exact)
 
 
+def check_grid(rank: int) -> None:
+    """Attention on a grid, sharded by batch and by heads; gradients of both tables are summed."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    generator = torch.Generator().manual_seed(4)
+    shapes = (*[(BATCH, HEADS, 13, 8)] * 3, (7, 8), (5, 8), (BATCH, HEADS, 13, 8))
+    *tensors, d_out = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+
+    def run(leaves: list[torch.Tensor], d_out: torch.Tensor) -> list[torch.Tensor]:
+        query, key, value, *tables = (leaf.detach().requires_grad_() for leaf in leaves)
+        out = decomposed_relative_attention(query, key, value, tables[0], tables[1], (4, 3))
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value, *tables), d_out)]
+
+    expected = run(tensors, d_out)
+    for way in (Shard(0), Shard(1)):
+        placed: Any = [distribute_tensor(tensor, mesh, [way if tensor.dim() == 4 else Replicate()]) for tensor in tensors]
+        results: Any = run(placed, distribute_tensor(d_out, mesh, [way]))
+        assert [each.placements[0] for each in results] == [*[way] * 4, *[Partial()] * 2], "nothing is gathered on the way"
+        for result, exact in zip(results, expected, strict=True):
+            close(result.full_tensor(), exact)
+
+
 def check_ring(rank: int) -> None:
     """Each process has a part of the sequence; keys and values go round, and the parts are merged. Full and causal."""
     from torch.distributed.nn.functional import all_gather
@@ -189,6 +218,7 @@ CHECKS = {
     "fsdp": check_fsdp,
     "tensor_parallel": check_tensor_parallel,
     "dtensor": check_dtensor,
+    "grid": check_grid,
     "ring": check_ring,
 }
 

@@ -225,7 +225,7 @@ def test_the_operator() -> None:
     rel_h, rel_w = torch.randn(4, 2, 6), torch.randn(6, 3, 6)
     leaves = [each.requires_grad_() for each in (query, key, value, rel_h, rel_w)]
     for seed, dropout_p in ((None, 0.0), (torch.tensor([5]), 0.3)):
-        torch.library.opcheck(getattr(torch.ops.triton_relattn, FORWARD).default, (*leaves, seed, 0.3, dropout_p))
+        torch.library.opcheck(getattr(torch.ops.triton_relattn, FORWARD).default, (*leaves, seed, 0.3, dropout_p, "blockwise"))
 
 
 def test_torch() -> None:

@@ -193,6 +193,19 @@ def test_rounding_to_16_bits(dtype: torch.dtype) -> None:
     assert_same_bits(back, every_half()[: len(values)].short().view(dtype).float())
 
 
+def test_sums_in_16_bits() -> None:
+    """Rounded once, as torch's."""
+    left, right = every_half(), every_half().roll(1)
+    total = left.short().view(torch.float16) + right.short().view(torch.float16)
+    result = torch.zeros(len(left), dtype=torch.float16)
+    apply("cvt.u16.u32 %h1, %r11; cvt.u16.u32 %h2, %r12; add.f16 %h10, %h1, %h2", [left, right], result)
+    assert_same_bits(result, total)
+    pairs = torch.zeros(len(left) // 2, dtype=torch.int32)
+    both = [each.short().view(torch.int32) for each in (left, right)]
+    apply("add.f16x2 %r10, %r11, %r12", both, pairs)
+    assert_same_bits(pairs.view(torch.float16), total)
+
+
 def every_half() -> torch.Tensor:
     """All 16-bit patterns, in some order, in 32 bits."""
     return torch.randperm(65536, generator=torch.Generator().manual_seed(0)).int()

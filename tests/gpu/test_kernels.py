@@ -9,8 +9,8 @@ import torch
 
 from tests.cases import random_case
 from tests.interpreter.launch import check_every_term
-from triton_relattn import RelativePositions, fused_relative_attention
-from triton_relattn.testing import make_inputs
+from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
+from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget, make_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +29,31 @@ def test_random_combination(seed: int, dtype: torch.dtype) -> None:
     if dtype != torch.float32:
         arguments["exact_delta"] = True  # else with a table of values delta is further off than plain torch's
     check_every_term(inputs.to(dtype, DEVICE), None, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("grid", [(14, 14), (64, 64), (5, 70)])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_grid(grid: tuple[int, int], prefix: int, dtype: torch.dtype) -> None:
+    """out and all gradients of attention on a grid, which repeat bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, prefix + grid[0] * grid[1], 64)] * 4 + [(2 * side - 1, 64) for side in grid]
+    d_out, *given = (torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes)
+
+    def results(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        query, key, value, *tables = leaves = [each.to(dtype).requires_grad_() for each in given]
+        out = decomposed_relative_attention(query, key, value, tables[0], tables[1], grid, implementation=implementation)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
+
+    golden, plain = results("reference", torch.float64), results("reference", dtype)
+    ours, again = results("triton", dtype), results("triton", dtype)
+    for number, each in enumerate(zip(ours, golden, plain, strict=True)):
+        if dtype == torch.float32 and number > 0:
+            assert_gradients_close_fp32(f"gradient {number}", each[0], each[1], golden[1:])
+        else:
+            factor = 3 if number else 4 if dtype == torch.float32 else 2
+            assert_within_budget(f"result {number}", *each, factor=factor, exact_reference=True)
+    assert all(map(torch.equal, ours, again))
 
 
 def test_graph_capture() -> None:

@@ -17,24 +17,9 @@ import torch
 
 from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype
+from .._core.grids import GridTensors
 from . import partition
 from .attention import softmax_backward
-
-
-class GridTensors(NamedTuple):
-    """One call. Positions before those of the grid (class tokens) have no terms: as many queries as keys."""
-
-    query: torch.Tensor  # (B, H, prefix + query height * query width, D)
-    key: torch.Tensor  # (B, H, prefix + key height * key width, D)
-    value: torch.Tensor  # (B, H, prefix + key height * key width, Dv)
-    rel_h: torch.Tensor  # (query height, key height, D), also in the compute dtype
-    rel_w: torch.Tensor  # (query width, key width, D), also in the compute dtype
-    dropout_seed: torch.Tensor | None = None
-
-    @property
-    def prefix(self) -> int:
-        """Positions before those of the grid."""
-        return self.query.shape[2] - self.rel_h.shape[0] * self.rel_w.shape[0]
 
 
 class Block(NamedTuple):

@@ -54,7 +54,7 @@ def _grid_forward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def _grid_backward_flops(*arguments: Any, **_: Any) -> int:
-    scores, values, tables = _grid_operations(*arguments[1:6])
+    scores, values, tables = _grid_operations(*arguments[3:8])
     return 3 * scores + 2 * values + 3 * tables
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from .._core.grids import GridTensors
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors, is_per_head
 from . import OPERATORS
 
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
+_GRID_TENSORS = len(GridTensors._fields)
 
 
 def shards_positions(query: torch.Tensor) -> bool:
@@ -90,9 +92,37 @@ def register() -> None:
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
+    def on_grid(tensors: GridTensors) -> list[tuple[Any, list[Any]]]:
+        """Return the placement of results and those of the tensors, for each way to distribute a call on a grid."""
+        seed = None if tensors.dropout_seed is None else Replicate()
+        return [(way, [way, way, way, Replicate(), Replicate(), seed]) for way in (Replicate(), Shard(0), Shard(1))]
+
+    def grid_forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        tensors, others = GridTensors(*arguments[:_GRID_TENSORS]), arguments[_GRID_TENSORS:]
+        has_statistics = others[-1] == "triton"
+        return [
+            ([way, way if has_statistics else Replicate()], [*placements, *(None for _ in others)])
+            for way, placements in on_grid(tensors)
+        ]
+
+    def grid_backward(d_out: Any, out: Any, statistics: Any, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        tensors, others = GridTensors(*arguments[:_GRID_TENSORS]), arguments[_GRID_TENSORS:]
+        wanted, ways = others[-1], []
+        for way, placements in on_grid(tensors):
+            of_results = [way, None if out is None else way, Replicate() if out is None else way]
+            of_tables = way if isinstance(way, Replicate) else Partial()
+            gradients = [
+                placement if want else Replicate()
+                for placement, want in zip((way, way, way, of_tables, of_tables), wanted, strict=True)
+            ]
+            ways.append((gradients, [*of_results, *placements, *(None for _ in others)]))
+        return ways
+
     strategies: dict[Any, Callable[..., Any]] = {
         OPERATORS.attention_forward.default: forward,
         OPERATORS.attention_backward.default: backward,
+        OPERATORS.grid_attention_forward.default: grid_forward,
+        OPERATORS.grid_attention_backward.default: grid_backward,
     }
     for operator, strategy in strategies.items():
         register_sharding(operator)(strategy)

@@ -330,10 +330,10 @@ class Call:
             origins = contiguous(tensors.dropout_origins)
             dropout = Dropout(tensors.dropout_seed, of_call.largest_dropped, of_call.keep_scale, origins)
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
-        self.first, self.last = spec.first, spec.last
+        self.limits = {"first": spec.first, "last": spec.last}
 
-    def launch(self, name: str, kernel: Any, config: configs.TileConfig, grid: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of configs.KERNELS, in a grid of programs, with the arguments that all kernels share.
+    def launch(self, name: str, kernel: Any, config: configs.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
+        """Launch one of configs.KERNELS, in so many programs, with the arguments that all kernels share.
 
         Raises:
             DoesNotFit: a selected configuration does not fit the GPU.
@@ -341,11 +341,10 @@ class Call:
         """
         limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         try:
-            kernel[grid](
+            kernel[programs](
                 inputs=self.inputs,
                 call=self.common,
-                first=self.first,
-                last=self.last,
+                **self.limits,
                 num_heads=self.heads,
                 SHAPE=self.shape,
                 TILE=self.compiled_tile(config, walks_keys=name in ("forward", "dq")),

@@ -147,9 +147,9 @@ def select(
     Args:
         width: the largest width of a head: of query, value or rel_query.
         coverage: see AttentionSpec.coverage; "no table" if there is none.
-        special: "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else "rel_query" if the call
-            has one ("narrow rel_query" if it is narrower than the query); else "rel_key and rel_bias", or "rel_bias" if that is
-            the only term; else None.
+        special: "grid" on a grid; else "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else
+            "rel_query" if the call has one ("narrow rel_query" if it is narrower than the query); else "rel_key and rel_bias", or
+            "rel_bias" if that is the only term; else None.
         length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
     """
     if length is not None and profiles.exist(arch):

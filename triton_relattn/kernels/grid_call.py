@@ -1,0 +1,94 @@
+"""A call of attention on a grid as the launchers see it: the terms of its queries, and the cut of its keys into tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .._core.grids import GridTensors, grid_terms
+from .._core.spec import AttentionSpec, AttentionTensors
+from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
+from .configs import TileConfig
+from .grid_tiles import Cut, Grid
+
+FEWEST_COLUMNS = 8
+
+
+class Sums(NamedTuple):
+    """Sums of dS and of P that the dq kernel stores for each query on the grid."""
+
+    d_rows: Any  # (B, H, strips * height, queries on the grid): over the columns of a strip
+    d_columns: Any  # (B, H, queries on the grid, width): over the rows
+    p_rows: Any
+    p_columns: Any
+    corrections: Any  # (B, H, N): exact delta less the rounded one
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_of(height: int, width: int, prefix: int, block_n: int) -> Cut:
+    """Return how tiles of block_n keys cut a grid: into the fewest tiles, and of such cuts into the widest strips."""
+    widths = (FEWEST_COLUMNS << power for power in range((block_n // FEWEST_COLUMNS).bit_length()))
+    _, _, columns = min((cdiv(width, each) * cdiv(height, block_n // each), -each, each) for each in widths)
+    lines = block_n // columns
+    return Cut(columns, lines, prefix == width % columns == height % lines == 0)
+
+
+class GridCall(Call):
+    """One call. Its kernels get ``key_grid``, grid_tiles.Grid, and its CUT, in place of a table's limits."""
+
+    def __init__(
+        self,
+        tensors: GridTensors,
+        scale: float,
+        dropout_p: float,
+        others: Iterable[torch.Tensor | None] = (),
+        arch: str | None = None,
+    ) -> None:
+        """Collect the arguments of a call, as Call does, and compute the terms: in float32, whatever the inputs."""
+        query, key, value, rel_h, rel_w, seed = tensors
+        spec = AttentionSpec(scale, 1.0, 0, 0, False, -1, -1, 0, query.shape[2], key.shape[2], dropout_p=dropout_p)
+        operands, spec = with_positive_scale(AttentionTensors(query, key, value, dropout_seed=seed), spec)
+        super().__init__(with_aligned_operands(operands), spec, others, arch)
+        self.kind, self.limits = self.kind._replace(special="grid"), {}
+        self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
+        unit = -self.common.scaling.bias_scale  # negated: see grid_tiles.py
+        of_rows, of_columns = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)
+        self.of_rows = of_rows.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
+        self.of_columns = of_columns.flatten(2, 3).contiguous()
+
+    def cut(self, block_n: int) -> Cut:
+        """Return how tiles of block_n keys cut the grid."""
+        return cut_of(self.height, self.width, self.prefix, block_n)
+
+    def strips(self, block_n: int) -> int:
+        """Return into how many strips tiles of block_n keys cut the grid."""
+        return cdiv(self.width, self.cut(block_n).columns)
+
+    def key_tiles(self, block_n: int) -> int:
+        """Return how many tiles of block_n keys there are, as grid_tiles.key_blocks counts them."""
+        columns, lines, _ = self.cut(block_n)
+        return cdiv(cdiv(self.prefix, columns), lines) + cdiv(self.height, lines) * self.strips(block_n)
+
+    def new_sums(self, block_n: int) -> Sums:
+        """Allocate the sums of a dq kernel with tiles of block_n keys. 16 bits do for those of P, which correct the others."""
+        query, _ = self.inputs.query  # type: ignore[misc]
+        batch, heads, height, on_grid = self.of_rows.shape
+        shapes = (batch, heads, self.strips(block_n) * height, on_grid), self.of_columns.shape
+        of_p = torch.float32 if query.dtype == torch.float32 else torch.float16
+        tensors = (query.new_empty(shape, dtype=dtype) for dtype in (torch.float32, of_p) for shape in shapes)
+        return Sums(*tensors, query.new_empty(query.shape[:3], dtype=torch.float32))
+
+    def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
+        """Launch a kernel of attention on a grid; see Call.launch."""
+        grid = Grid(
+            strided(self.of_rows),
+            strided(self.of_columns),
+            self.height,
+            self.width,
+            self.prefix or None,
+            self.strips(config.block_n),
+        )
+        super().launch(name, kernel, config, programs, key_grid=grid, CUT=self.cut(config.block_n), **arguments)

@@ -1,0 +1,79 @@
+"""The forward kernel of attention on a grid: online softmax over tiles of keys, whose scores begin with their terms."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import cdiv, strided
+from .configs import TileConfig
+from .dropout import kept
+from .grid_call import GridCall
+from .grid_tiles import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
+from .masking import locate_queries
+from .scores import exponent_scale, softmax_update, tile_scores
+from .tiles import head_matrix, load_rows, store_rows, store_sides
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def grid_forward_kernel(
+    inputs,
+    outs,
+    statistics,
+    call,
+    key_grid,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: grid_tiles.Grid.
+
+    Grid: (query blocks * batch * heads,), query blocks fastest.
+    """
+    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
+    tile_m = tl.arange(0, TILE.block_m)
+    offs_m = row_start + tile_m
+    valid_m = offs_m < place.num_queries
+    keys = head_matrix(inputs.key, place.entry, head, 0, SHAPE.wide_index)
+    values = head_matrix(inputs.value, place.entry, head, 0, SHAPE.wide_index)
+    queries = head_matrix(inputs.query, place.entry, head, 0, SHAPE.wide_index)
+    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+
+    row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
+    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+    acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+    scale = exponent_scale(call.scaling, None)
+
+    for number in range(first_strip(key_grid), key_grid.strips):
+        strip = strip_at(number, key_grid, place.num_keys, CUT)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        for line in tl.range(0, strip.lines, CUT.lines):
+            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            start, rows, valid_n = tile_keys(strip, line, CUT)
+            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores = tile_scores(query, key, nothing, TILE)
+            scores = with_terms(scores, of_rows, of_columns, CUT)
+            if not CUT.is_even:
+                scores = tl.where(valid_n[None, :], scores, -float("inf"))
+            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
+            if call.dropout.seed is not None:
+                offs_n = start + rows
+                probs = tl.where(kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
+            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            # [M, N] @ [N, Dv] -> [M, Dv]
+            acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
+
+    acc /= row_sum[:, None]
+    if call.dropout.seed is not None:
+        acc *= tl.cast(call.dropout.keep_scale, tl.float32)
+    outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
+    store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
+    store_sides(statistics, place, head, offs_m, valid_m, row_max, tl.log2(row_sum))
+
+
+def launch_grid_forward(call: GridCall, tile: TileConfig, out: torch.Tensor, statistics: torch.Tensor) -> None:
+    """Launch grid_forward_kernel for all queries; see there."""
+    programs = cdiv(call.common.sequences.max_seqlen_q, tile.block_m) * call.num_sequences * call.heads
+    call.launch("forward", grid_forward_kernel, tile, (programs,), outs=strided(out), statistics=strided(statistics))
