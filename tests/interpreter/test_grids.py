@@ -261,7 +261,7 @@ def test_empty() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_the_operator(dropout_p: float) -> None:
-    """Its fakes, its derivative, and what it says of itself to torch.compile are those of the kernels."""
+    """Fakes, derivative, and the description for torch.compile agree with what the kernels do."""
     case = CASES["pooled keys"]
     query, key, value, *_ = tensors(case, heads=1)
     leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
