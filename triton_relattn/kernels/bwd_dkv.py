@@ -192,14 +192,21 @@ def dkv_kernel(
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
                         if inputs.rel_p2c is not None:
-                            if call.scaling.rel_scale is not None:
-                                d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)
-                                d_words = in_natural_order(d_scores.to(query.dtype), TILE)
-                            d_key, waiting = add_key_rows(d_key, d_words, waiting, reached, relative, TILE)
+                            if call.scaling.rel_scale is None:
+                                d_key, waiting = add_key_rows(d_key, d_words, waiting, reached, relative, TILE)
+                            else:  # in float32, since float16 may not hold rel_scale * dS
+                                key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
+                                key_sums, waiting = add_key_rows(key_sums, d_words, waiting, reached, relative, TILE)
+                                d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)
             if inputs.rel_p2c is not None and d_keys is not None and TILE.keys.carry == "both":
                 behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
                 nothing = tl.full([TILE.block_n, TILE.block_n], 0.0, tl.float32)
-                d_key, waiting = add_terms(d_key, nothing, waiting, reached, behind + place.query_offset - key_start, TILE.keys)
+                key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
+                behind += place.query_offset - key_start
+                key_sums, waiting = add_terms(key_sums, nothing, waiting, reached, behind, TILE.keys)
+                if call.scaling.rel_scale is not None:
+                    key_sums *= tl.cast(call.scaling.rel_scale, tl.float32)
+                d_key += key_sums
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:

@@ -31,7 +31,7 @@ OF_KEY_TERMS = (
         "key-terms-without-rel-scale-in-the-gradient",
         "d_key has k . F's part as if rel_scale were scale",
         RANDOM,
-        (Change(DKV, "                                d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)\n", ""),),
+        (Change(DKV, "d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)", "d_key += key_sums"),),
     ),
     Fault(
         "key-terms-of-rows-that-no-pair-has",
