@@ -89,7 +89,8 @@ class Case:
 
 def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
-    tensors, spec = validation.resolve(*inputs[:4], **inputs.terms(), **arguments)
+    query, key, value, rel_key = inputs[:4]
+    tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
     config = Call(tensors, spec).tile(case.kernel)
     out, lse, statistics = forward(tensors, spec)
     if case.kernel == "forward":

@@ -490,6 +490,24 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
     check_compiled(target, kernels_for(target), lambda launch: launch.name)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_kernels_of_rel_p2c_compile(target: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded calls have a workspace on NVIDIA's GPUs, packed ones have none."""
+    monkeypatch.setattr(implementations, "choose_implementation", lambda *_: "triton")
+    shape = (2 * 64, 2, 64) if packed else (2, 2, 64, 64)
+    query, table = (torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_() for sizes in (shape, (127, 64)))
+    starts = torch.tensor([0, 64, 128])
+    packing = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 64, "max_seqlen_k": 64} if packed else {}
+    attend: Any = fused_relative_attention_varlen if packed else fused_relative_attention
+    with recorded_launches(target, assembled=False) as launches:
+        attend(query, query, query, table, rel_p2c=table, **packing).sum().backward()
+    has_words = not packed and architecture_of(target).is_nvidia
+    of_tables = ["dtable_words", "dp2c_words"] if has_words else ["dtable", "dp2c"]
+    assert [launch.name for launch in launches] == ["forward", "dq", "dkv", *of_tables]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_table_and_dtype_compile_and_fit(target: str) -> None:

@@ -144,7 +144,7 @@ def test_heads_that_share_a_key_in_blocks_of_their_own(is_causal: bool, monkeypa
     """The gradients of the key and the value are the sum over the heads, though each block has all queries and all keys."""
     cut_blocks(monkeypatch, 64, 1, 64)
     inputs = make_inputs(2, 8, 9, 13, 8, num_rows=15, key_heads=1, dtype=torch.float64, seed=5)
-    arguments = {"enable_gqa": True, "is_causal": is_causal, "query_offset": 2}
+    arguments: dict[str, Any] = {"enable_gqa": True, "is_causal": is_causal, "query_offset": 2}
     results = forward_backward(attend, inputs, **arguments)
     expected = dense_gradients(inputs, **{name: each for name, each in arguments.items() if name != "enable_gqa"})._asdict()
     for name, result in results.items():

@@ -8,7 +8,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, blocks_before, empty_band, waiting_dtype, whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import add_key_rows, in_natural_order, mirrored_table, natural_keys, next_key_terms, reached_by_keys
+from .key_terms import add_key_rows, in_natural_order, mirrored, natural_keys, next_key_terms, reached_by_keys
 from .masking import exists, first_query, last_query, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table, reached_rows
@@ -47,6 +47,7 @@ def dkv_kernel(
     the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
     """
     VALUE_TILE: tl.constexpr = TILE.values
+    KEY_TILE: tl.constexpr = TILE.keys
     num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
     program = tl.program_id(0)
     if words is not None:
@@ -110,8 +111,8 @@ def dkv_kernel(
         )
         if inputs.rel_p2c is not None:
             p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-            key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
-            matrix, reached_first, reached_last = reached_rows(key_table, key_lowest, key_highest, TILE.keys)
+            key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
+            matrix, reached_first, reached_last = reached_rows(key_table, key_lowest, key_highest, KEY_TILE)
             reached = Table(matrix, None, None, None, reached_first, reached_last)  # makes the gradient of the key
         if inputs.rel_value is not None:
             value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
@@ -124,8 +125,8 @@ def dkv_kernel(
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
             if inputs.rel_p2c is not None:
                 relative = key_start - start - place.query_offset
-                carried = blocks_before(natural_key, key_table, -relative, TILE.keys)
-                waiting = empty_band(TILE.keys, waiting_dtype(TILE.keys, key.dtype))
+                carried = blocks_before(natural_key, key_table, -relative, KEY_TILE)
+                waiting = empty_band(KEY_TILE, waiting_dtype(KEY_TILE, key.dtype))
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
                 row_start = walk_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
@@ -198,12 +199,12 @@ def dkv_kernel(
                                 key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
                                 key_sums, waiting = add_key_rows(key_sums, d_words, waiting, reached, relative, TILE)
                                 d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)
-            if inputs.rel_p2c is not None and d_keys is not None and TILE.keys.carry == "both":
+            if inputs.rel_p2c is not None and d_keys is not None and KEY_TILE.carry == "both":
                 behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
                 nothing = tl.full([TILE.block_n, TILE.block_n], 0.0, tl.float32)
                 key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
                 behind += place.query_offset - key_start
-                key_sums, waiting = add_terms(key_sums, nothing, waiting, reached, behind, TILE.keys)
+                key_sums, waiting = add_terms(key_sums, nothing, waiting, reached, behind, KEY_TILE)
                 if call.scaling.rel_scale is not None:
                     key_sums *= tl.cast(call.scaling.rel_scale, tl.float32)
                 d_key += key_sums

@@ -13,7 +13,7 @@ from .arguments import Call, PerQuery, TableGradients, TableRows, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, mirrored_table, natural_keys, rotate_columns
+from .key_terms import key_terms, mirrored, natural_keys, rotate_columns
 from .masking import exists, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table
@@ -74,7 +74,7 @@ def dp2c_kernel(
         if inputs.rel_value is not None:
             value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
+        key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
 
         # Keys that a query has at one of these distances.
         start = highest + place.query_offset - (TILE.block_m - 1)

@@ -12,7 +12,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, blocks_before, empty_band, next_terms, waiting_dtype
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, mirrored_table, natural_keys
+from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
@@ -117,7 +117,7 @@ def dq_kernel(
     )
     if inputs.rel_p2c is not None:
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
+        key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
     if TILE.coverage == "clamp":
         zeros = tl.full([TILE.block_m], 0.0, tl.float32)
         past, past_sum, future, future_sum = zeros, zeros, zeros, zeros

@@ -23,7 +23,7 @@ from .band import (
 )
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, mirrored_table, natural_keys
+from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate, visible_band
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
 from .table import Table, block_of_rows, table_rows
@@ -122,7 +122,7 @@ def dtable_kernel(
             head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
         if inputs.rel_p2c is not None:
             p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-            key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
+            key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         scale = exponent_scale(call.scaling, mask)
 

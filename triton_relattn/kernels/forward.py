@@ -13,7 +13,7 @@ from .dropout import kept
 from .fitting import until_it_fits
 from .full_tables import with_full_tables
 from .key_splits import launch_merge, number_of_splits, split_range
-from .key_terms import key_terms, mirrored_table, natural_keys
+from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
 from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
@@ -78,7 +78,7 @@ def forward_kernel(
     )
     if inputs.rel_p2c is not None:
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = mirrored_table(p2c_matrix, call.scaling.rel_scale, first, last)
+        key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
     if HAS_TERM and TILE.coverage == "clamp":
         far_past, far_future = far_terms(rel_query, term, TILE)
     if inputs.rel_value is not None:

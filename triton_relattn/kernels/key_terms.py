@@ -11,16 +11,14 @@ import triton.language as tl
 
 from .band import add_terms, next_terms, whole_tile
 from .masking import exists
-from .table import Table
 from .tiles import key_order, load_rows
 
 
 @triton.jit
-def mirrored_table(matrix, scale, first, last):
-    """Return the table whose row for relative position -r is the given matrix's row for r; both have rows from first to last."""
+def mirrored(matrix, first, last):
+    """Return a table's matrix upside down: its rows, of first to last, are then those of -last to -first."""
     pointer, row_stride, column_stride = matrix
-    start = pointer + tl.cast(last - first, tl.int64) * row_stride
-    return Table((start, -row_stride, column_stride), scale, None, None, -last, -first)
+    return pointer + tl.cast(last - first, tl.int64) * row_stride, -row_stride, column_stride
 
 
 @triton.jit
@@ -76,10 +74,11 @@ def whole(halves, TILE: tl.constexpr):
 @triton.jit
 def key_terms(key, table, relative_position, TILE: tl.constexpr):
     """Compute the terms [M, N] of a tile's keys in their natural order, [N, D], without carried state; table: a mirrored one."""
+    KEY_TILE: tl.constexpr = TILE.keys
     DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
     halves = ()
     for half in tl.static_range(TILE.block_m // TILE.block_n):
-        terms = whole_tile(key, table, half * TILE.block_n - relative_position, TILE.keys)
+        terms = whole_tile(key, table, half * TILE.block_n - relative_position, KEY_TILE)
         halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005 - Triton's compiler has no starred elements in tuples
     return whole(halves, TILE).to(tl.float32)
 
@@ -87,10 +86,11 @@ def key_terms(key, table, relative_position, TILE: tl.constexpr):
 @triton.jit
 def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
     """Return the same of the next tile of a walk along the queries, and the state to carry on."""
+    KEY_TILE: tl.constexpr = TILE.keys
     DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
     halves = ()
     for half in tl.static_range(TILE.block_m // TILE.block_n):
-        terms, carried = next_terms(key, table, carried, half * TILE.block_n - relative_position, TILE.keys)
+        terms, carried = next_terms(key, table, carried, half * TILE.block_n - relative_position, KEY_TILE)
         halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005
     return whole(halves, TILE).to(tl.float32), carried
 
@@ -99,13 +99,14 @@ def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
 def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexpr):
     """Add the elements of the next tile of a walk along the queries, each times its row of a mirrored table, to acc [N, D];
     return it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros."""
+    KEY_TILE: tl.constexpr = TILE.keys
     if TILE.block_m == TILE.block_n:
-        acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, TILE.keys)
+        acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, KEY_TILE)
     else:
         first, second = tl.split(tl.permute(tl.reshape(tile, (2, TILE.block_n, TILE.block_n)), (1, 2, 0)))
-        acc, waiting = add_terms(acc, turned_back(first, TILE).to(tl.float32), waiting, table, -relative_position, TILE.keys)
+        acc, waiting = add_terms(acc, turned_back(first, TILE).to(tl.float32), waiting, table, -relative_position, KEY_TILE)
         behind = TILE.block_n - relative_position
-        acc, waiting = add_terms(acc, turned_back(second, TILE).to(tl.float32), waiting, table, behind, TILE.keys)
+        acc, waiting = add_terms(acc, turned_back(second, TILE).to(tl.float32), waiting, table, behind, KEY_TILE)
     return acc, waiting
 
 

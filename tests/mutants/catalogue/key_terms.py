@@ -37,7 +37,7 @@ OF_KEY_TERMS = (
         "key-terms-of-rows-that-no-pair-has",
         "d_key is NaN where a row is that no query reaches",
         (f"{ON_KEY_TERMS}::test_nan_that_no_query_sees",),
-        (Change(DKV, "key_table, key_lowest, key_highest, TILE.keys", "key_table, -last, -first, TILE.keys"),),
+        (Change(DKV, "key_table, key_lowest, key_highest, KEY_TILE", "key_table, -last, -first, KEY_TILE"),),
     ),
     Fault(
         "key-terms-in-the-order-of-the-tile",
@@ -49,7 +49,7 @@ OF_KEY_TERMS = (
         "key-terms-still-wait-at-the-end",
         "the last elements that wait for their rows are forgotten",
         RANDOM,
-        (Change(DKV, 'd_keys is not None and TILE.keys.carry == "both"', "d_keys is not None and False"),),
+        (Change(DKV, 'd_keys is not None and KEY_TILE.carry == "both"', "d_keys is not None and False"),),
     ),
     Fault(
         "p2c-gradient-of-both-tiles-everywhere",
