@@ -134,6 +134,8 @@ class Call:
 
     def key_splits(self, target: str, programs: int, block_m: int) -> int:
         """Return how many programs have to share the keys of a block of queries: they fill the GPU, with 1,024 keys each."""
+        if self.sizes()[3] > block_m:  # more than a block of queries for each head
+            return 1
         keys, (left, right) = self.sizes()[4], self.arguments.get("window_size") or (-1, -1)
         right = 0 if self.arguments["is_causal"] else right
         if left >= 0 and right >= 0:

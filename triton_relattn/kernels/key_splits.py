@@ -84,8 +84,10 @@ def merge_kernel(
 
 
 def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
-    """Return how many programs share the keys of a block of queries: as many as the multiprocessors have room for beside
-    ``programs`` blocks."""
+    """Return how many programs share the keys of a block of queries. If all queries of a head are one block, they are as many as
+    the multiprocessors have room for beside ``programs`` blocks."""
+    if spec.max_seqlen_q > tile.block_m:
+        return 1
     keys = spec.max_seqlen_k
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + tile.block_m)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BACKWARD, DKV, DP2C, DP2C_WORDS, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS, ON_WORKSPACE
+from .places import BACKWARD, DKV, DP2C, DP2C_WORDS, FORWARD, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS, ON_WORKSPACE
 
 RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
 WORDS = (f"{ON_WORKSPACE}::test_calls",)
@@ -13,7 +13,7 @@ OF_KEY_TERMS = (
         "key-terms-of-the-next-rows",
         "the table that is turned upside down is off by one row",
         RANDOM,
-        (Change(KEY_TERMS, "None, None, -last, -first)", "None, None, 1 - last, 1 - first)"),),
+        (Change(FORWARD, "None, None, -last, -first)", "None, None, 1 - last, 1 - first)"),),
     ),
     Fault(
         "key-terms-of-queries-in-another-order",
