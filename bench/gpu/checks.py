@@ -117,7 +117,7 @@ def check_result(
     if gradient and float32:
         testing.assert_gradients_close_fp32(name, actual, golden[name], [golden[other] for other in reference])
     elif name in ("d_rel_key", "d_rel_p2c"):
-        testing.assert_table_gradient(name, actual, inputs, **arguments)
+        testing.assert_table_gradient(name, actual, inputs, table=name.removeprefix("d_"), **arguments)
 
 
 def judge(results: dict[str, torch.Tensor], inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,8 @@ def correctness_cases(tiny: bool) -> list[Case]:
         small = partial(Case, batch=1, heads=1, num_queries=50, num_keys=61)
         uneven = partial(Case, batch=3, heads=1, num_queries=40, num_keys=70, padded=True, query_offset=30, width=40)
         cases = [small(table, causal, "float16") for table, causal in in_turn]
-        return [*cases, uneven("clamped", True, "float16"), small("full", False, "float32", width=16)]
+        small_p2c = small("full", True, "float16", p2c=True)
+        return [*cases, uneven("clamped", True, "float16"), small("full", False, "float32", width=16), small_p2c]
     shapes: list[dict[str, Any]] = [
         {"batch": 3, "padded": True},
         {"num_queries": 129, "num_keys": 523, "query_offset": 394},

@@ -75,9 +75,14 @@ def test_all_parts(tmp_path: Path) -> None:
     assert [row["sharp"] for row in rows["correctness.csv"] if row["part"] == "smoke"] == ["False", "True"]
     assert {row["table"] for row in correctness} == {"full", "clamped", "zero", "none"}
     assert {row["dtype"] for row in correctness} == {"float16", "float32"}
-    assert all(bool(row[name]) == (name != "d_rel_key" or row["table"] != "none") for row in correctness for name in RESULTS)
+    for row in correctness:
+        absent = {
+            name for name, there in (("d_rel_key", row["table"] != "none"), ("d_rel_p2c", row["p2c"] == "True")) if not there
+        }
+        assert {name for name in RESULTS if not row[name]} == absent
+    assert {row["p2c"] for row in correctness} == {"True", "False"}
     kernels = Counter(row["kernel"] for row in rows["configs.csv"])
-    assert kernels == {"forward": 8, "dq": 8, "dkv": 8, "dtable": 6, "dtable_words": 6}
+    assert kernels == {"forward": 10, "dq": 10, "dkv": 10, "dtable": 8, "dtable_words": 8, "dp2c": 2, "dp2c_words": 2}
     assert all(row["config"] for row in rows["configs.csv"])
     assert Counter(row["part"] for row in rows["checks.csv"]) == {"repeats": 4, "host": 6}
     assert all(float(row["value"]) > 0 for row in rows["checks.csv"])
@@ -164,7 +169,7 @@ def test_a_case_is_verified_by_a_short_call(name: str) -> None:
     """With grouped heads and a query of its own, or a second table, too."""
     case = choose([name])[-1]
     case = replace(measurements.small(case), length=48, heads=8 if case.key_heads else 1, dtype="fp16", head_dim=16, batch=1)
-    case = replace(case, key_heads=2 if case.key_heads else None, rows=case.rows and 20)
+    case = replace(case, key_heads=2 if case.key_heads else None, rows=case.rows and 21)
     assert measurements.verified(case, "cpu") == {}
 
 
