@@ -289,7 +289,7 @@ def test_sanitizer(
         assert "racecheck cannot work here: ========= Error: device not supported" in capsys.readouterr().out
         assert set(rows) == {finding}
     else:
-        assert (rows["memcheck"]["status"], rows["memcheck"]["value"]) == ("ok", "6")
+        assert (rows["memcheck"]["status"], rows["memcheck"]["value"]) == ("ok", "7")
 
 
 def test_a_slow_sanitizer_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
