@@ -130,17 +130,15 @@ def _backward(
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query, is_part)
 
     of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
-    sums = None
-    if any(gradients[name] is not None for name in table_sums.TABLES):
-        sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan)
-    wants_p2c = gradients["rel_p2c"] is not None
-    wants_others = any(gradients[name] is not None for name in ("rel_key", "rel_value", "rel_bias"))
+    of_tables = {name for name in TABLES if gradients[name] is not None}
+    sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan) if of_tables else None
+    wants_p2c, wants_others = "rel_p2c" in of_tables, bool(of_tables - {"rel_p2c"})
     if sums is None or plan is None:
         if gradients["key"] is not None or gradients["value"] is not None:
             launch_dkv(*of_keys)
-        if sums is not None and wants_others:
+        if wants_others:
             launch_dtable(call, tiles["dtable"], per_query, d_out, sums.arguments, sums.rows, sums.grid)
-        if sums is not None and wants_p2c:
+        if wants_p2c:
             launch_dp2c(call, tiles["dp2c"], per_query, d_out, sums.arguments, sums.rows)
     else:
         words = query.new_empty(plan.shape)

@@ -13,9 +13,9 @@ from .arguments import Call, PerQuery, TableGradients, TableRows, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, mirrored, natural_keys, rotate_columns
+from .key_terms import key_terms, keys_at, mirrored, natural_keys, rotate_columns
 from .masking import exists, locate, visible
-from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
+from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, tile_scores
 from .table import Table
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
 
@@ -76,14 +76,7 @@ def dp2c_kernel(
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
         key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
 
-        # Keys that a query has at one of these distances.
-        start = highest + place.query_offset - (TILE.block_m - 1)
-        start = tl.maximum(start, place.first_key) // TILE.block_n * TILE.block_n
-        stop = tl.minimum(place.num_keys, place.num_queries + place.query_offset + highest)
-        if call.window[1] is not None:
-            stop = tl.where(highest - (TILE.block_m - 1) > call.window[1], 0, stop)
-        if call.window[0] is not None:
-            stop = tl.where(highest < -call.window[0], 0, stop)
+        start, stop = keys_at(highest, place.first_key, place.num_keys, place, call.window, TILE)
         for key_start in tl.range(start, stop, TILE.block_n):
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
@@ -129,12 +122,9 @@ def dp2c_kernel(
             # [M, N] @ [N, D] -> [M, D]
             acc = tl.dot(d_band, key, acc, input_precision=TILE.precision)
 
-    unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
-    if call.scaling.rel_scale is not None:
-        unit *= tl.cast(call.scaling.rel_scale, tl.float32)
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
     valid = highest - tile_m >= first
-    store_rows(d_rel_p2c, highest - first, -tile_m, valid, acc * unit, SHAPE.head_dim, SHAPE.block_d)
+    store_rows(d_rel_p2c, highest - first, -tile_m, valid, acc * rel_unit(call.scaling), SHAPE.head_dim, SHAPE.block_d)
 
 
 def launch_dp2c(

@@ -10,11 +10,11 @@ import triton.language as tl
 
 from .arguments import Call, TableGradients, TableRows, cdiv, strided
 from .configs import TileConfig
-from .key_terms import rotate_columns
+from .key_terms import keys_at, rotate_columns
 from .masking import exists, locate, visible
-from .scores import LN_2
+from .scores import rel_unit
 from .tiles import head_matrix, load_rows, store_rows
-from .words import key_of_column
+from .words import items_of, key_of_column
 from .workspace import Part, Plan
 
 
@@ -50,22 +50,12 @@ def dp2c_words_kernel(
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
 
-    item_start, item_step = first_item, 1
-    if ROWS.per_head:
-        item_start = first_item + (table_head + num_heads - first_item % num_heads) % num_heads
-        item_step = num_heads
+    item_start, item_step = items_of(table_head, first_item, num_heads, ROWS.per_head)
     for item in tl.range(item_start, stop_item, item_step):
         place = locate(call.sequences, call.window, item // num_heads)
         matrix = head_matrix(words, 0, item - first_item, 0, False)
         head_keys = head_matrix(inputs.key, place.entry, item % num_heads // SHAPE.group, place.key_start, SHAPE.wide_index)
-        # Keys of the workspace that a query has at one of these distances.
-        start = tl.maximum(highest + place.query_offset - (TILE.block_m - 1), tl.maximum(first_key, place.first_key))
-        start = start // TILE.block_n * TILE.block_n
-        stop = tl.minimum(tl.minimum(place.num_keys, stop_key), place.num_queries + place.query_offset + highest)
-        if call.window[1] is not None:
-            stop = tl.where(highest - (TILE.block_m - 1) > call.window[1], 0, stop)
-        if call.window[0] is not None:
-            stop = tl.where(highest < -call.window[0], 0, stop)
+        start, stop = keys_at(highest, first_key, stop_key, place, call.window, TILE)
         for key_start in tl.range(start + split * TILE.block_n, stop, num_splits * TILE.block_n):
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window) & (offs_n >= first_key) & (offs_n < stop_key)
@@ -81,10 +71,7 @@ def dp2c_words_kernel(
             # [M, N] @ [N, D] -> [M, D]
             acc = tl.dot(rotate_columns(d_tile, TILE), key, acc, input_precision=TILE.precision)
 
-    unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
-    if call.scaling.rel_scale is not None:
-        unit *= tl.cast(call.scaling.rel_scale, tl.float32)
-    acc *= unit
+    acc *= rel_unit(call.scaling)
     row, valid = highest - first, highest - tile_m >= first
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
     if ROWS.adds:

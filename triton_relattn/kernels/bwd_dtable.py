@@ -25,7 +25,7 @@ from .configs import TileConfig
 from .dropout import kept
 from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate, visible_band
-from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
+from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, tile_scores
 from .table import Table, block_of_rows, table_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
 from .walk import clamp_margin, near_keys
@@ -212,15 +212,12 @@ def dtable_kernel(
     valid = relative + tile_n <= last + MARGIN
     row = row + 1 if TILE.coverage == "clamp" else row
     if d_tables.rel_key is not None:
-        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
-        if call.scaling.rel_scale is not None:
-            unit *= tl.cast(call.scaling.rel_scale, tl.float32)
         store_rows(
             head_matrix(d_tables.rel_key, split, table_head, 0, SHAPE.wide_index),
             row,
             tile_n,
             valid,
-            acc * unit,
+            acc * rel_unit(call.scaling),
             SHAPE.rel_dim,
             SHAPE.block_dr,
         )

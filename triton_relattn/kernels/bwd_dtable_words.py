@@ -11,10 +11,10 @@ import triton.language as tl
 from .arguments import Call, TableGradients, TableRows, strided
 from .configs import TileConfig
 from .masking import locate
-from .scores import LN_2
+from .scores import rel_unit
 from .tiles import head_matrix, load_rows, row_vector, store_rows
 from .walk import clamp_margin, near_keys
-from .words import key_of_column, load_words
+from .words import items_of, key_of_column, load_words
 from .workspace import Part, Plan
 
 
@@ -66,10 +66,7 @@ def dtable_words_kernel(
     if call.window[0] is not None:
         valid_n = valid_n & (position >= -call.window[0])
 
-    item_start, item_step = first_item, 1
-    if ROWS.per_head:
-        item_start = first_item + (table_head + num_heads - first_item % num_heads) % num_heads
-        item_step = num_heads
+    item_start, item_step = items_of(table_head, first_item, num_heads, ROWS.per_head)
     queries = inputs.query
     if inputs.rel_query is not None:
         queries = inputs.rel_query
@@ -116,10 +113,7 @@ def dtable_words_kernel(
     valid = relative + tile_n <= last + MARGIN
     row = row + 1 if TILE.coverage == "clamp" else row
     if d_tables.rel_key is not None:
-        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
-        if call.scaling.rel_scale is not None:
-            unit *= tl.cast(call.scaling.rel_scale, tl.float32)
-        acc *= unit
+        acc *= rel_unit(call.scaling)
         d_rel_keys = head_matrix(d_tables.rel_key, split, table_head, 0, SHAPE.wide_index)
         if ROWS.adds:
             acc += load_rows(d_rel_keys, row, tile_n, valid, SHAPE.rel_dim, SHAPE.block_dr)

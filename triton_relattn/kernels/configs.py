@@ -25,6 +25,7 @@ from .tile_config import OF_WORDS as OF_WORDS
 DEFAULTS = Path(__file__).parent / "defaults.csv"
 CALL_COLUMNS = ("kernel", "precision", "unit", "width", "special", "coverage")
 """Columns of defaults.csv that describe a call. The others have the fields of a TileConfig."""
+LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
 
 
@@ -39,9 +40,9 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def padded_width(width: int) -> int:
+def padded_width(width: int, least: int = 16) -> int:
     """Return the width of a tile that holds so many columns: a power of two, and at least the 16 that matrix units need."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(least, 1 << (width - 1).bit_length())
 
 
 def input_precision(dtype: torch.dtype, arch: str) -> str:
@@ -88,11 +89,6 @@ class Kind(NamedTuple):
     special: str | None
 
 
-def _tile_width(width: int) -> int:
-    """Return padded_width, but at least the 64 that configurations begin with."""
-    return max(64, 1 << (width - 1).bit_length())
-
-
 def profile_key(
     kernel: str,
     arch: str,
@@ -107,7 +103,7 @@ def profile_key(
     precision = input_precision(dtype, arch)
     dtype_name = str(dtype).removeprefix("torch.") if precision == "ieee" else precision
     bucket = profiles.length_bucket(length)
-    return profiles.Key(kernel, arch, dtype_name, _tile_width(width), coverage, is_causal, special, bucket)
+    return profiles.Key(kernel, arch, dtype_name, padded_width(width, LEAST_WIDTH), coverage, is_causal, special, bucket)
 
 
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
@@ -157,7 +153,7 @@ def select(
         if tuned is not None:
             return tuned
     precision = input_precision(dtype, arch) if dtype == torch.float32 else "16 bits"
-    return _default(kernel, precision, architecture_of(arch).unit, _tile_width(width), special, coverage)
+    return _default(kernel, precision, architecture_of(arch).unit, width, special, coverage)
 
 
 @functools.cache
@@ -165,7 +161,13 @@ def _default(kernel: str, precision: str, unit: str, width: int, special: str | 
     """Return the configuration of the first row of defaults.csv that fits a call."""
     if coverage not in COVERAGES:
         raise ValueError(f"coverage must be one of {COVERAGES}, got {coverage!r}")
-    call = dict(zip(CALL_COLUMNS, (kernel, precision, unit, str(width), special or "none", coverage), strict=True))
+    call = dict(
+        zip(
+            CALL_COLUMNS,
+            (kernel, precision, unit, str(padded_width(width, LEAST_WIDTH)), special or "none", coverage),
+            strict=True,
+        )
+    )
     return next(config for wanted, config in _defaults() if wanted.items() <= call.items())
 
 

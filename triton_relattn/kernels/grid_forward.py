@@ -50,7 +50,6 @@ def grid_forward_kernel(
         of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
         for line in tl.range(0, strip.lines, CUT.lines):
             of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
-            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
             start, rows, valid_n = tile_keys(strip, line, CUT)
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
             scores = tile_scores(query, key, nothing, TILE)

@@ -126,6 +126,19 @@ def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
 
 
 @triton.jit
+def keys_at(highest, first_key, stop_key, place, window, TILE: tl.constexpr):
+    """Return (start, stop) of the keys, of those from first_key to stop_key, that some query has at one of M distances, the
+    farthest of which is highest; start is rounded down to a tile."""
+    start = tl.maximum(highest + place.query_offset - (TILE.block_m - 1), tl.maximum(first_key, place.first_key))
+    stop = tl.minimum(tl.minimum(place.num_keys, stop_key), place.num_queries + place.query_offset + highest)
+    if window[1] is not None:
+        stop = tl.where(highest - (TILE.block_m - 1) > window[1], 0, stop)
+    if window[0] is not None:
+        stop = tl.where(highest < -window[0], 0, stop)
+    return start // TILE.block_n * TILE.block_n, stop
+
+
+@triton.jit
 def rotate_columns(tile, TILE: tl.constexpr):
     """Rotate column n by n places back: ``rotated[m, n] = tile[(m + n) mod M, n]``; n is the place of its key."""
     M: tl.constexpr = TILE.block_m

@@ -50,6 +50,15 @@ def exponent_scale(scaling, mask):
         return LOG2_E
 
 
+@triton.jit
+def rel_unit(scaling):
+    """Return the factor that turns a sum of dS times vectors into the gradient of a table that meets them."""
+    unit = tl.cast(scaling.base_2_scale, tl.float32) * LN_2
+    if scaling.rel_scale is not None:
+        unit *= tl.cast(scaling.rel_scale, tl.float32)
+    return unit
+
+
 @triton.constexpr_function
 def is_linear(softcap, mask):
     """Return whether logits are just scale * scores: there is no softcap, and no mask of numbers."""

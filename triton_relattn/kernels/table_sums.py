@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from .._core.spec import AttentionSpec, AttentionTensors
+from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from . import configs
 from .arguments import Call, TableGradients, TableRows, cdiv, strided
 from .bwd_dtable_ends import launch_ends
 from .walk import clamp_margin
 from .workspace import Plan
-
-TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 
 
 class TableSums:
@@ -37,9 +35,8 @@ class TableSums:
     ) -> None:
         self.call, self.spec, self.gradients = call, spec, gradients
         # If any table has a matrix for each head, all get a sum for each head, also those that the heads share.
-        ranks = {name: 1 + (name != "rel_bias") for name in TABLES}
-        tables = {name: getattr(tensors, name) for name in TABLES}
-        per_head = any(table.dim() > ranks[name] for name, table in tables.items() if table is not None)
+        tables = {name: table for name in TABLES if (table := getattr(tensors, name)) is not None}
+        per_head = any(is_per_head(name, table) for name, table in tables.items())
         table_heads = call.heads if per_head else 1
         self.num_rows = spec.last - spec.first + 1
         is_clamped = call.coverage == "clamp"
@@ -59,14 +56,15 @@ class TableSums:
         self.grid = row_blocks * table_heads, splits
 
         sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name, rank in ranks.items():
+        for name in tables:
             gradient = gradients[name]
             if gradient is None:
                 continue
-            if splits == 1 and self.padding == 0 and (gradient.dim() > rank) == per_head and not adds:
-                sums[name] = gradient.view(1, table_heads, *gradient.shape[-rank:])  # there is nothing to add up afterwards
+            width = gradient.shape[1 + is_per_head(name, gradient) :]  # rel_bias has none
+            if splits == 1 and self.padding == 0 and is_per_head(name, gradient) == per_head and not adds:
+                sums[name] = gradient.view(1, table_heads, self.num_rows, *width)  # there is nothing to add up afterwards
             else:
-                shape = (splits, table_heads, self.num_rows + 2 * self.padding, *gradient.shape[gradient.dim() + 1 - rank :])
+                shape = (splits, table_heads, self.num_rows + 2 * self.padding, *width)
                 new = gradient.new_zeros if adds else gradient.new_empty
                 sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
         self.arguments = TableGradients(*(strided(sums.get(name)) for name in TABLES))

@@ -12,6 +12,15 @@ ALIGNMENT = tl.constexpr(16)
 
 
 @triton.jit
+def items_of(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
+    """Return (first, step) of the workspace's items that use a table: all of them, or those of its head."""
+    if PER_HEAD:
+        return first_item + (table_head + num_heads - first_item % num_heads) % num_heads, num_heads
+    else:
+        return first_item, 1
+
+
+@triton.jit
 def key_of_column(row_start, query_offset, first_key, lowest, SKEW: tl.constexpr):
     """Return the key whose words are in column 0 of the workspace, for a block of queries from row_start on.
 

@@ -63,8 +63,8 @@ OF_KEY_TERMS = (
     Fault(
         "p2c-gradient-begins-a-tile-late",
         "the first keys that a block of rows meets are left out",
-        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
-        (Change(DP2C, "place.query_offset - (TILE.block_m - 1)\n", "place.query_offset\n"),),
+        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16", *WORDS),
+        (Change(KEY_TERMS, "place.query_offset - (TILE.block_m - 1), ", "place.query_offset, "),),
     ),
     Fault(
         "p2c-words-of-the-wrong-tile",
@@ -75,12 +75,6 @@ OF_KEY_TERMS = (
                 DP2C_WORDS, "tile_m[:, None] < tile_n[None, :], TILE.block_m", "tile_m[:, None] <= tile_n[None, :], TILE.block_m"
             ),
         ),
-    ),
-    Fault(
-        "p2c-words-begin-a-tile-late",
-        "the first keys that a block of rows meets are left out",
-        WORDS,
-        (Change(DP2C_WORDS, "place.query_offset - (TILE.block_m - 1), ", "place.query_offset, "),),
     ),
     Fault(
         "p2c-words-of-the-last-part-alone",

@@ -64,7 +64,7 @@ OF_WORKSPACE = (
         "items-of-a-part",
         "with a table for each head the first part's heads are taken for those of all parts",
         (f"{ON_WORKSPACE}::test_calls[per_head-clamp-long-10000]",),
-        (Change(DTABLE_WORDS, "(table_head + num_heads - first_item % num_heads) % num_heads", "table_head"),),
+        (Change(WORDS, "(table_head + num_heads - first_item % num_heads) % num_heads", "table_head"),),
     ),
     Fault(
         "margin-is-not-stored",
