@@ -312,6 +312,16 @@ def add_terms(
 
 
 @triton.jit
+def add_waiting(acc, waiting, table, relative_position, TILE: tl.constexpr):
+    """Add the elements that wait after the last tile of a walk, each times its table row, to acc [M, D]. relative_position is
+    that of the tile that would come next."""
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+    for ahead in tl.static_range(TILE.block_m // TILE.block_n):
+        acc, waiting = add_terms(acc, nothing, waiting, table, relative_position + ahead * TILE.block_n, TILE)
+    return acc
+
+
+@triton.jit
 def band_column(TILE: tl.constexpr):
     """Return the column [M, N] that each element has in the table block after rotating back: its key is that many keys after the
     first key of its query."""

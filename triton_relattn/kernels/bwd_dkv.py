@@ -5,15 +5,15 @@ import triton
 import triton.language as tl
 
 from .arguments import Call, PerQuery, cdiv, strided
-from .band import add_terms, blocks_before, empty_band, waiting_dtype, whole_tile
+from .band import add_waiting, blocks_before, empty_band, waiting_dtype, whole_tile
 from .configs import TileConfig
 from .dropout import kept
 from .key_terms import add_key_rows, in_natural_order, mirrored, natural_keys, next_key_terms, reached_by_keys
-from .masking import exists, first_query, last_query, locate, visible
-from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, tile_scores
+from .masking import exists, locate, visible
+from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, score_gradients, tile_scores
 from .table import Table, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
-from .walk import FAR, NEAR, first_part, near_keys, part_range, stop_part, walk_position
+from .walk import FAR, NEAR, first_part, part_range, query_range, stop_part, walk_position
 from .words import key_of_column, store_words
 from .workspace import Part, Plan
 
@@ -76,19 +76,10 @@ def dkv_kernel(
         d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
 
     # Along the queries the relative position falls: keys in the future of the table come first.
-    row_first = first_query(key_start, place, call.window, TILE.block_m)
-    row_stop = tl.where(key_start < place.num_keys, last_query(key_start + TILE.block_n - 1, place, call.window), 0)
-    near_start = row_first
-    near_stop = row_first if TILE.coverage == "no table" else row_stop
-    if TILE.coverage == "clamp" or TILE.coverage == "zero":
-        # As seen from the keys: i - j has the sign and the limits turned round.
-        near_first, near_last = first, last
-        if lowest is not None and TILE.coverage == "clamp":  # far tiles leave no words
-            near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
-        near_start, near_stop = near_keys(
-            key_start, -near_last, -near_first, -place.query_offset, TILE.block_n, TILE.block_m, TILE
-        )
-        near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
+    near_first, near_last = first, last
+    if lowest is not None and TILE.coverage == "clamp":  # far tiles leave no words
+        near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
+    row_first, row_stop, near_start, near_stop = query_range(key_start, near_first, near_last, place, call.window, TILE)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
     if inputs.rel_p2c is not None:
@@ -154,6 +145,7 @@ def dkv_kernel(
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
+                stays = None
                 if call.dropout.seed is not None:
                     stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
@@ -173,13 +165,9 @@ def dkv_kernel(
                     # [N, M] @ [M, Dv] -> [N, Dv]
                     d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
                 if WANTS_SCORES:
-                    if call.dropout.seed is not None:
-                        d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                    if inputs.rel_value is not None:
-                        d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
-                    d_scores = probs * (d_probs - delta[:, None])
+                    d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, inputs.rel_value is not None)
                     if call.scaling.softcap is not None:
                         d_scores *= slope
                     d_words = d_scores.to(query.dtype)
@@ -201,10 +189,8 @@ def dkv_kernel(
                                 d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)
             if inputs.rel_p2c is not None and d_keys is not None and KEY_TILE.carry == "both":
                 behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
-                nothing = tl.full([TILE.block_n, TILE.block_n], 0.0, tl.float32)
                 key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
-                behind += place.query_offset - key_start
-                key_sums, waiting = add_terms(key_sums, nothing, waiting, reached, behind, KEY_TILE)
+                key_sums = add_waiting(key_sums, waiting, reached, behind + place.query_offset - key_start, KEY_TILE)
                 if call.scaling.rel_scale is not None:
                     key_sums *= tl.cast(call.scaling.rel_scale, tl.float32)
                 d_key += key_sums

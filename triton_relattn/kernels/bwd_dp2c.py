@@ -15,7 +15,7 @@ from .configs import TileConfig
 from .dropout import kept
 from .key_terms import key_terms, keys_at, mirrored, natural_keys, rotate_columns
 from .masking import exists, locate, visible
-from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, tile_scores
+from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, score_gradients, tile_scores
 from .table import Table
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
 
@@ -107,14 +107,12 @@ def dp2c_kernel(
                 if inputs.rel_value is not None:
                     d_probs = whole_tile(d_out, value_table, relative, VALUE_TILE)
                 d_probs = tile_scores(d_out, value, d_probs, TILE)
+                stays = None
                 if call.dropout.seed is not None:
                     stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-                    d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
-                if inputs.rel_value is not None:
-                    d_probs = tl.where(seen, d_probs, 0.0)  # the row of a pair that nobody sees may be NaN
                 delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                 delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                d_scores = probs * (d_probs - delta[:, None])
+                d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, inputs.rel_value is not None)
                 if call.scaling.softcap is not None:
                     d_scores *= slope
                 d_tile = tl.where(belongs, d_scores, d_tile)

@@ -9,14 +9,24 @@ import triton
 import triton.language as tl
 
 from .arguments import Call, PerQuery, cdiv, strided
-from .band import add_terms, blocks_before, empty_band, next_terms, waiting_dtype
+from .band import add_terms, add_waiting, blocks_before, empty_band, next_terms, waiting_dtype
 from .configs import TileConfig
 from .dropout import kept
 from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
-from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, settled, tile_scores
-from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows, store_sides
+from .scores import (
+    LN_2,
+    exponent_scale,
+    finished,
+    load_normaliser,
+    probabilities,
+    rel_unit,
+    score_gradients,
+    settled,
+    tile_scores,
+)
+from .table import Table, add_end_rows, add_far_tile, far_terms, far_tile, reached_positions, reached_rows
+from .tiles import head_matrix, head_vector, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
 
 
@@ -33,6 +43,21 @@ def rounded_delta(out, d_out, tile_m, TILE: tl.constexpr):
         # The sum along axis 0 of the transposed: a sum along axis 1 has a layout that took up to 20 more registers in the loop.
         delta = tl.sum(tl.trans(out.to(tl.float32) * d_out.to(tl.float32)), axis=0)
     return delta
+
+
+@triton.jit
+def first_delta(outs, d_out, d_lses, deltas, place, head, row_start, tile_m, valid_m, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Return the delta [M] to start from: that of the rounded outs, or, if outs is None, the one that deltas hold already."""
+    offs_m = row_start + tile_m
+    if outs is None:
+        return tl.load(deltas + offs_m, mask=valid_m, other=0.0)
+    else:
+        outs = head_matrix(outs, place.entry, head, place.query_start, SHAPE.wide_index)
+        out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+        delta = rounded_delta(out, d_out, tile_m, TILE)
+        if d_lses is not None:
+            delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
+        return delta
 
 
 @triton.jit
@@ -81,8 +106,7 @@ def dq_kernel(
     valid_m = offs_m < place.num_queries
     keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
     values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
-    queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
-    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+    query, rel_query = load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE)
     d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
     d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
@@ -90,23 +114,12 @@ def dq_kernel(
     deltas = row_vector(per_query.deltas, place.entry, head, place.query_start)
     if d_lses is not None:
         d_lses = row_vector(d_lses, place.entry, head, place.query_start)
-    if outs is None:
-        delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
-    else:
-        outs = head_matrix(outs, place.entry, head, place.query_start, SHAPE.wide_index)
-        out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
-        delta = rounded_delta(out, d_out, tile_m, TILE)
-        if d_lses is not None:
-            delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
+    delta = first_delta(outs, d_out, d_lses, deltas, place, head, row_start, tile_m, valid_m, SHAPE, TILE)
 
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
     key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    rel_query = query
-    if inputs.rel_query is not None:
-        rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
     term = Table(
         None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
         call.scaling.rel_scale,
@@ -118,10 +131,8 @@ def dq_kernel(
     if inputs.rel_p2c is not None:
         p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
         key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
-    if TILE.coverage == "clamp":
-        zeros = tl.full([TILE.block_m], 0.0, tl.float32)
-        past, past_sum, future, future_sum = zeros, zeros, zeros, zeros
-        past_kept, future_kept = zeros, zeros
+    zeros = tl.full([TILE.block_m], 0.0, tl.float32)
+    past, past_sum, past_kept, future, future_sum, future_kept = zeros, zeros, zeros, zeros, zeros, zeros  # of far keys
     if HAS_TERM and TILE.coverage == "clamp":
         far_past, far_future = far_terms(rel_query, term, TILE)
         store_sides(per_query.far_scores, place, head, offs_m, valid_m, far_past, far_future)
@@ -138,7 +149,7 @@ def dq_kernel(
     WANTS_BAND: tl.constexpr = (
         inputs.rel_key is not None and (d_queries if inputs.rel_query is None else d_rel_queries) is not None
     )
-    total = tl.full([TILE.block_m], 0.0, tl.float32)
+    total = zeros
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     if inputs.rel_query is not None:
         rel_acc = tl.full([TILE.block_m, SHAPE.block_dr], 0.0, tl.float32)
@@ -159,13 +170,13 @@ def dq_kernel(
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset
+            is_past = key_start < near_start
             if PART == NEAR and HAS_TERM:
                 scores, carried = next_terms(rel_query, term, carried, relative, TILE)
             else:
                 scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
-                far_term = tl.where(key_start < near_start, far_past, far_future)
-                scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+                scores = far_tile(far_past, far_future, is_past, TILE)
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             if inputs.rel_p2c is not None:
                 natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
@@ -178,43 +189,29 @@ def dq_kernel(
             probs = probabilities(scores, seen, scale, row_max, log_sum)
 
             if PART == NEAR and inputs.rel_value is not None:
-                d_probs, values_carried = next_terms(
-                    d_out,
-                    value_table,
-                    values_carried,
-                    relative,
-                    VALUE_TILE,
-                )
+                d_probs, values_carried = next_terms(d_out, value_table, values_carried, relative, VALUE_TILE)
             elif inputs.rel_value is not None and TILE.coverage == "clamp":
-                far_term = tl.where(key_start < near_start, past_value, future_value)
-                d_probs = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+                d_probs = far_tile(past_value, future_value, is_past, TILE)
             else:
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             d_probs = tile_scores(d_out, value, d_probs, TILE)
+            stays = None
             if call.dropout.seed is not None:
                 stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-                d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
-            if inputs.rel_value is not None:
-                d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
-            d_scores = probs * (d_probs - delta[:, None])
+            d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, inputs.rel_value is not None)
             total += tl.sum(d_scores, axis=1)
             if call.scaling.softcap is not None:
                 d_scores *= slope
 
             if PART == FAR and TILE.coverage == "clamp":
-                is_past = key_start < near_start
                 if HAS_TERM:
-                    d_sum = tl.sum(d_scores, axis=1)
-                    sum = tl.sum(probs * slope if call.scaling.softcap is not None else probs, axis=1)
-                    past += tl.where(is_past, d_sum, 0.0)
-                    past_sum += tl.where(is_past, sum, 0.0)
-                    future += tl.where(is_past, 0.0, d_sum)
-                    future_sum += tl.where(is_past, 0.0, sum)
+                    past, future = add_far_tile(past, future, d_scores, is_past)
+                    slopes = probs * slope if call.scaling.softcap is not None else probs
+                    past_sum, future_sum = add_far_tile(past_sum, future_sum, slopes, is_past)
                 if inputs.rel_value is not None:
-                    kept_sum = tl.sum(probs if call.dropout.seed is None else tl.where(stays, probs, 0.0), axis=1)
-                    past_kept += tl.where(is_past, kept_sum, 0.0)
-                    future_kept += tl.where(is_past, 0.0, kept_sum)
+                    kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
+                    past_kept, future_kept = add_far_tile(past_kept, future_kept, kept_probs, is_past)
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
@@ -225,14 +222,11 @@ def dq_kernel(
                     rel_acc, waiting = multiply_band(rel_acc, d_scores, waiting, reached, relative, call.scaling, False, TILE)
 
         if PART == NEAR and WANTS_BAND and TILE.carry == "both":
-            nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_n) * TILE.block_n - row_start - place.query_offset
-            for ahead in tl.static_range(TILE.block_m // TILE.block_n):
-                relative = behind + ahead * TILE.block_n
-                if inputs.rel_query is None:
-                    acc, waiting = add_terms(acc, nothing, waiting, reached, relative, TILE)
-                else:
-                    rel_acc, waiting = add_terms(rel_acc, nothing, waiting, reached, relative, TILE)
+            if inputs.rel_query is None:
+                acc = add_waiting(acc, waiting, reached, behind, TILE)
+            else:
+                rel_acc = add_waiting(rel_acc, waiting, reached, behind, TILE)
 
     if IS_PART:
         correction = tl.full([TILE.block_m], 0.0, tl.float32)
@@ -249,12 +243,12 @@ def dq_kernel(
         past_kept, future_kept = settled(past_kept, TILE.block_n), settled(future_kept, TILE.block_n)
         store_sides(per_query.far_kept, place, head, offs_m, valid_m, past_kept, future_kept)
     unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
-    rel_unit = unit if call.scaling.rel_scale is None else unit * tl.cast(call.scaling.rel_scale, tl.float32)
     if d_rel_queries is not None:
         if TILE.coverage == "clamp":
             rel_acc = add_end_rows(rel_acc, past, future, term, lowest, highest, TILE)
         d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc * rel_unit, SHAPE.rel_dim, SHAPE.block_dr)
+        rel_acc *= rel_unit(call.scaling)
+        store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr)
     if d_queries is not None:
         if TILE.coverage == "clamp" and inputs.rel_key is not None and inputs.rel_query is None:
             if call.scaling.rel_scale is not None:

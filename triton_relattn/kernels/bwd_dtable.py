@@ -25,7 +25,7 @@ from .configs import TileConfig
 from .dropout import kept
 from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate, visible_band
-from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, tile_scores
+from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, score_gradients, tile_scores
 from .table import Table, block_of_rows, table_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
 from .walk import clamp_margin, near_keys
@@ -179,6 +179,7 @@ def dtable_kernel(
             scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, call.scaling)
             row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
             probs = probabilities(scores, seen, scale, row_max, log_sum)
+            stays = None
             if call.dropout.seed is not None:
                 stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n)
 
@@ -191,13 +192,9 @@ def dtable_kernel(
                 d_probs = glued(d_probs, TILE, tl.float32)
                 if not IN_REGISTERS and HAS_VALUE_TERM:
                     d_probs += band_terms(d_out, value_rows, value_table, relative, VALUE_TILE)
-                if HAS_VALUE_TERM:
-                    d_probs = tl.where(seen, d_probs, 0.0)  # the table row of a hidden pair may be NaN
-                if call.dropout.seed is not None:
-                    d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
                 delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                 delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                d_scores = probs * (d_probs - delta[:, None])
+                d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, HAS_VALUE_TERM)
                 if call.scaling.softcap is not None:
                     d_scores *= slope
                 # Rotating 16 bits takes half the shuffles. With a bias it is float32: its gradient is summed before rounding.

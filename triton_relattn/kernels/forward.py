@@ -16,8 +16,8 @@ from .key_splits import launch_merge, number_of_splits, split_range
 from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
-from .table import Table, add_end_rows, far_terms, reached_positions, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows, store_sides
+from .table import Table, add_end_rows, add_far_tile, far_terms, far_tile, reached_positions, reached_rows
+from .tiles import head_matrix, head_vector, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
 
 
@@ -52,8 +52,7 @@ def forward_kernel(
     valid_m = offs_m < place.num_queries
     keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
     values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
-    queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
-    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+    query, rel_query = load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE)
     mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
 
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
@@ -64,10 +63,6 @@ def forward_kernel(
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    rel_query = query
-    if inputs.rel_query is not None:
-        rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
     term = Table(
         None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
         call.scaling.rel_scale,
@@ -109,8 +104,7 @@ def forward_kernel(
             else:
                 scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
-                far_term = tl.where(key_start < near_start, far_past, far_future)
-                scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+                scores = far_tile(far_past, far_future, key_start < near_start, TILE)
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             if inputs.rel_p2c is not None:
                 natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
@@ -133,9 +127,7 @@ def forward_kernel(
                 if PART == NEAR:
                     acc = add_tile(acc, probs, reached, relative, VALUE_TILE)
                 elif TILE.coverage == "clamp":
-                    kept_sum = tl.sum(probs, axis=1)
-                    past += tl.where(key_start < near_start, kept_sum, 0.0)
-                    future += tl.where(key_start < near_start, 0.0, kept_sum)
+                    past, future = add_far_tile(past, future, probs, key_start < near_start)
 
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         acc = add_end_rows(acc, past, future, value_table, lowest, highest, VALUE_TILE)

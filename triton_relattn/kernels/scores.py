@@ -141,3 +141,17 @@ def probabilities(scores, seen, scale, row_max, log_sum):
     row_max = row_max[:, None]
     exceeding = tl.minimum(scores, row_max) - row_max
     return tl.where(seen, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)
+
+
+@triton.jit
+def score_gradients(probs, d_probs, delta, seen, stays, call, HAS_VALUE_TERM: tl.constexpr):
+    """Compute dS = P (dP - delta) [M, N], the gradient of the logits before softcap, delta [M].
+
+    stays: the pairs that dropout keeps, or None. HAS_VALUE_TERM: dP has a term of rel_value, whose row for a hidden pair may be
+    NaN.
+    """
+    if stays is not None:
+        d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+    if HAS_VALUE_TERM:
+        d_probs = tl.where(seen, d_probs, 0.0)
+    return probs * (d_probs - delta[:, None])

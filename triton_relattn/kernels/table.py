@@ -129,6 +129,19 @@ def far_terms(query, table, TILE: tl.constexpr):
 
 
 @triton.jit
+def far_tile(past, future, is_past, TILE: tl.constexpr):
+    """Return the terms [M, N] of a tile of far keys: one number for each query, [M], that of the past or that of the future."""
+    return tl.broadcast_to(tl.where(is_past, past, future)[:, None], (TILE.block_m, TILE.block_n))
+
+
+@triton.jit
+def add_far_tile(past, future, tile, is_past):
+    """Add the sum over a tile's far keys to that of the past or that of the future, two [M]."""
+    sums = tl.sum(tile, axis=1)
+    return past + tl.where(is_past, sums, 0.0), future + tl.where(is_past, 0.0, sums)
+
+
+@triton.jit
 def reached_positions(first_query, last_query, place, window):
     """Return the (lowest, highest) relative position of the pairs that any of the queries sees; highest < lowest if there are
     none."""

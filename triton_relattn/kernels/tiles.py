@@ -88,6 +88,18 @@ def load_rows(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.c
 
 
 @triton.jit
+def load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE: tl.constexpr):
+    """Load a block's queries [M, D], and what rel_key meets: the rows of rel_query [M, Dr] or, without it, the queries."""
+    queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
+    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+    rel_query = query
+    if inputs.rel_query is not None:
+        rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
+        rel_query = load_rows(rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+    return query, rel_query
+
+
+@triton.jit
 def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Store the valid rows and existing columns of a tile [rows, BLOCK_WIDTH], in the matrix's dtype."""
     pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)

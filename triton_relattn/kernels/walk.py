@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .masking import first_key, last_key
+from .masking import first_key, first_query, last_key, last_query
 
 # The two parts of a walk along keys or queries. Without a table there is only the far part; with a table that covers every pair,
 # only the near part.
@@ -55,6 +55,20 @@ def key_range(row_start, last_query, first, last, place, window, TILE: tl.conste
         near_start, near_stop = near_keys(row_start, first, last, place.query_offset, TILE.block_m, TILE.block_n, TILE)
         near_start, near_stop = tl.maximum(near_start, key_first), tl.maximum(near_stop, key_first)
     return key_first, key_stop, near_start, near_stop
+
+
+@triton.jit
+def query_range(key_start, first, last, place, window, TILE: tl.constexpr):
+    """Return (first, stop, near start, near stop) of the queries that see a tile's keys, as key_range does of keys."""
+    row_first = first_query(key_start, place, window, TILE.block_m)
+    row_stop = tl.where(key_start < place.num_keys, last_query(key_start + TILE.block_n - 1, place, window), 0)
+    near_start = row_first
+    near_stop = row_first if TILE.coverage == "no table" else row_stop
+    if TILE.coverage == "clamp" or TILE.coverage == "zero":
+        # As seen from the keys: i - j has the sign and the limits turned round.
+        near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, TILE.block_n, TILE.block_m, TILE)
+        near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
+    return row_first, row_stop, near_start, near_stop
 
 
 @triton.jit

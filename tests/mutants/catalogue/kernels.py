@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..fault import Change, Fault
 from .places import (
     ARGUMENTS,
+    BAND,
     DKV,
     DQ,
     DTABLE,
@@ -20,6 +21,7 @@ from .places import (
     ON_PROBABILITIES,
     ROWS_OF_TABLE,
     SCORES,
+    WALK,
 )
 
 OF_FORWARD = (
@@ -213,10 +215,10 @@ OF_ROWS = (
         (Change(DQ, "                d_scores *= slope\n", "                d_scores *= 1.0\n"),),
     ),
     Fault(
-        "rows-dropout-unscaled",
-        "the scale of dropout is missing in dP, in the dq kernel",
+        "dropout-unscaled",
+        "the scale of dropout is missing in dP",
         (f"{ON_FEATURES}::test_every_kernel_drops_the_same[small]",),
-        (Change(DQ, "d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)", "d_probs, 0.0)"),),
+        (Change(SCORES, "d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)", "d_probs, 0.0)"),),
     ),
     Fault(
         "scale-for-rel-scale",
@@ -236,7 +238,7 @@ OF_ROWS = (
         (f"{ON_FEATURES}::test_shapes_and_scales[-width_40]",),
         (
             Change(
-                DQ,
+                BAND,
                 "for ahead in tl.static_range(TILE.block_m // TILE.block_n):",
                 "for ahead in tl.static_range(TILE.block_m // TILE.block_n - 1):",
             ),
@@ -315,9 +317,9 @@ OF_COLUMNS = (
         (f"{ON_BACKWARD}::test_tables[default-past-clamp]",),
         (
             Change(
-                DKV,
-                "key_start, -near_last, -near_first, -place.query_offset,",
-                "key_start, near_first, near_last, -place.query_offset,",
+                WALK,
+                "key_start, -last, -first, -place.query_offset,",
+                "key_start, first, last, -place.query_offset,",
             ),
         ),
     ),
