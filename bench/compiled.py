@@ -110,7 +110,7 @@ def recorded_launches(
     """Within, launchers choose configurations for the target; its kernels are compiled, their launches recorded.
 
     Args:
-        only: the one kernel that is compiled, by its name in configs.KERNELS; None: all.
+        only: the one kernel that is compiled, by its name in configs.KERNELS; "": none; None: all.
         run: what runs a launch instead, with the arguments that the kernel was called with; None: nothing does.
         assembled: whether NVIDIA's kernels are compiled to machine code; False: only to PTX, in an eighth less time, from
             Triton 3.7 on.

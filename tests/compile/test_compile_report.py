@@ -25,6 +25,7 @@ def options(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.thorough
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row per kernel, in the order in which they were asked for, and a summary."""
     path = tmp_path / "rows.csv"

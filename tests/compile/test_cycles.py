@@ -88,6 +88,7 @@ def test_what_has_no_model() -> None:
         assert predict(compiled(case.kernel, target, *case.call), 64, 64) is None
 
 
+@pytest.mark.thorough
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each kernel, for each call, for each design of the backward."""
     wanted = ("--features", "none,full", "--head-dims", "64", "--jobs", "1")

@@ -456,6 +456,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHECKS)
 def test_context_parallel(name: str, outcomes: Path) -> None:
     for rank in range(PROCESSES - (name == "rank_that_dies")):

@@ -34,6 +34,7 @@ def instead_of_a_process(case: Case, *_: Any) -> dict[str, Any]:
     return {"status": "ok", "p50_ms": 1.0 * case.length, "peak_bytes": (1 << 20) * case.length**2}
 
 
+@pytest.mark.thorough
 def test_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything for real, processes included, at the shortest length that memory can be told at."""
     assert demo.main(["--device", "cpu", "--quick", "--max-length", "256", "--out", str(tmp_path)]) == 0

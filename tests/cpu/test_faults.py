@@ -150,6 +150,7 @@ for task in tasks[int(sys.argv[2]) :: 2] + tasks[:3]:
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_tune_at_once(tmp_path: Path) -> None:
     """The profile has the configurations that either process finds, and those that both find."""
     from bench import tune

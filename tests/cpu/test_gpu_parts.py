@@ -52,6 +52,7 @@ def soon(seconds: float = 300.0) -> float:
     return time.monotonic() + seconds
 
 
+@pytest.mark.thorough
 def test_workers() -> None:
     """Whatever happens to one item, the others have results; a worker that cannot go on is replaced."""
     items = ["one", "raise", "two", "crash", "three", "leave", "four", "break", "five"]
@@ -73,6 +74,7 @@ def test_workers_that_hang() -> None:
     assert [found[item][0] for item in ("one", "two")] == ["one", "two"]  # type: ignore[index]
 
 
+@pytest.mark.thorough
 def test_workers_at_the_deadline() -> None:
     """Work in progress is ended, and nothing else begins."""
     began = time.monotonic()
@@ -117,6 +119,7 @@ def test_watch(text: str, status: int | None, heard: list[str]) -> None:
     assert sorted(lines) == sorted(heard) and time.monotonic() - began < 50
 
 
+@pytest.mark.thorough
 def test_watch_ends_what_does_not_want_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ignores SIGTERM, and one that it has started and that holds its output."""
     monkeypatch.setattr(workers, "GRACE", 1.0)
@@ -166,6 +169,7 @@ def leaves(outcome: Outcome, then: str = "") -> list[str]:
     )
 
 
+@pytest.mark.thorough
 def test_parts_are_judged_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A crash, a hang, and a part that had no time: the others go on, and each is told."""
     monkeypatch.setattr(gpu, "GRACE", 0.0)

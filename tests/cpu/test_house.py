@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import triton_relattn
 
 PACKAGE = Path(triton_relattn.__file__).parent
-LONGEST_KERNEL, LONGEST_FUNCTION = 240, 140
+LONGEST_KERNEL, LONGEST_FUNCTION = 200, 140
 MOST_PARAMETERS_OF_A_KERNEL = 16
 LARGEST_FILE = 500
 AVOIDED = ("What", "Of", "Those", "Its")
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                yield path, node
+@functools.cache
+def functions() -> list[tuple[Path, ast.FunctionDef]]:
+    return [
+        (path, node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def is_kernel(node: ast.FunctionDef) -> bool:

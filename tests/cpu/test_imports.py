@@ -148,6 +148,7 @@ def say(implementation=None):
 """
 
 
+@pytest.mark.thorough
 def test_interpreter_asked_for_after_triton_was_imported() -> None:
     """Triton's own functions are then compiled, the kernels that call them would be interpreted: neither works."""
     program = f"""
@@ -163,6 +164,7 @@ say()
     assert "cannot run here" in explicit and "TRITON_INTERPRET has changed after the first import of triton" in explicit
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", ["import", "forward"])
 def test_interpreter_no_longer_asked_for(after: str) -> None:
     """The kernels keep the value that TRITON_INTERPRET had when they were loaded, even if the first backward comes after it was
@@ -298,6 +300,7 @@ def test_a_gpu_that_gets_blockwise_for_lack_of_triton_is_told_why(how: str) -> N
     assert_told_why(run(f"{ON_A_GPU}\n{how}\n{calls}"), NO_TRITON[how])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 def test_a_gpu_that_gets_blockwise_is_told_why(compiled: bool) -> None:
     """Once for each reason, also where torch.compile traces the call."""
@@ -310,6 +313,7 @@ def test_a_gpu_that_gets_blockwise_is_told_why(compiled: bool) -> None:
         assert_told_why(printed, reason)
 
 
+@pytest.mark.thorough
 def test_torch_compile_does_not_trace_what_looks_at_the_machine() -> None:
     """It would warn of a cache that it looks behind."""
     program = f"""
@@ -335,6 +339,7 @@ print(sorted(added & {{"triton", "matplotlib", "music21", "tqdm", "transformers"
     assert run(program).split() == ["[]", "False"]
 
 
+@pytest.mark.thorough
 def test_importing_is_quick() -> None:
     """In less than a second beyond torch; the best of a few, since the machine may be busy."""
     program = "import time, torch; t = time.perf_counter(); import triton_relattn.nn; print(time.perf_counter() - t)"

@@ -335,6 +335,7 @@ for i in range(20):
 """
 
 
+@pytest.mark.thorough
 def test_processes_that_save_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     savers = [

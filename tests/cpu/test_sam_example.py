@@ -22,6 +22,7 @@ def test_processor_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(re.findall(r"\d m?s\b", line)) == 2 for line in lines)
 
 
+@pytest.mark.thorough
 def test_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--sides", "96,160", "--small", "--seconds", "0.1", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "sam.csv")

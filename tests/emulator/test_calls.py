@@ -74,6 +74,7 @@ def test_sample(subject: Subject) -> None:
     assert not check(subject).problems
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("subject", MENDED, ids=str)
 def test_what_was_wrong(subject: Subject) -> None:
     assert not check(subject).problems
@@ -86,6 +87,7 @@ def test_programs_that_share_keys(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert checked.problems == [] and "merge" in [launch.name for launch in checked.launches]
 
 
+@pytest.mark.thorough
 def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where cp.async cannot load keys, Triton leaves out a fence. Once this fails, with_aligned_operands is no longer needed."""
     monkeypatch.setattr(forward, "with_aligned_operands", lambda tensors: tensors)

@@ -112,6 +112,7 @@ def test_all_parts(tmp_path: Path) -> None:
     assert all(float(row["error"]) < 0.02 for row in alone[7:])
 
 
+@pytest.mark.thorough
 def test_as_processes(tmp_path: Path) -> None:
     """Parts in processes of their own, and workers in theirs; a second run adds to the files of the first."""
     for parts, jobs in (("smoke,host", "2"), ("correctness,sanitizer", "1")):
@@ -270,6 +271,7 @@ shift 4
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("broken", "finding"), [("none", "racecheck"), ("racecheck", "memcheck")])
 def test_sanitizer(
     broken: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -292,6 +294,7 @@ def test_sanitizer(
         assert (rows["memcheck"]["status"], rows["memcheck"]["value"]) == ("ok", "7")
 
 
+@pytest.mark.thorough
 def test_a_slow_sanitizer_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither before its first call nor after it; nor has it passed."""
     program = tmp_path / "compute-sanitizer"
@@ -314,6 +317,7 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.thorough
 def test_interrupted_with_several_processes(tmp_path: Path) -> None:
     """Rows that there are stay, and the end is said."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
