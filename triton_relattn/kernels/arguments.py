@@ -55,10 +55,12 @@ class Inputs(NamedTuple):
     rel_bias: Strided | None
     attn_mask: Strided | None
     rel_p2c: Strided | None
+    far_keys: Strided | None = None  # (B, H, 2, Nk): terms of the keys with the end rows of rel_p2c; far_keys.py
 
 
 class PerQuery(NamedTuple):
-    """Numbers of each query, float32: the forward's statistics, and those that the dq kernel stores for the other kernels."""
+    """Numbers of each query, float32: the forward's statistics, and those that the dq kernel stores for the other kernels. At the
+    end one of each key."""
 
     statistics: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
     deltas: Strided  # (B, H, N)
@@ -66,6 +68,7 @@ class PerQuery(NamedTuple):
     far_values: Strided | None = None
     far_sums: Strided | None = None
     far_kept: Strided | None = None
+    far_key_sums: Strided | None = None  # (B, H, 2, Nk): of the dkv kernel, sums of dS over the queries beyond a clamped rel_p2c
 
 
 class TableGradients(NamedTuple):
@@ -122,6 +125,9 @@ class TableRows(NamedTuple):
     per_head: bool  # there is a sum for each head
     dq_block_m: int  # the dq kernel's tile, which decides which keys are near
     dq_block_n: int
+    dkv_block_m: int  # the dkv kernel's tile, which decides it for rel_p2c
+    dkv_block_n: int
+    p2c_margin: int  # rows of rel_p2c's sums beyond either end of a clamped table, one for each distance
     adds: bool = False  # programs add to the sums that are there
 
 
@@ -227,10 +233,8 @@ def fixed(
     """
     (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
     has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
-    has_table = has_rel_key or has_rel_value or has_rel_bias
+    has_table = has_rel_key or has_rel_value or has_rel_bias or has_rel_p2c
     coverage = spec.coverage(offset_is_known) if has_table else "no table"
-    if has_rel_p2c:
-        coverage = "full"  # full_tables.py sees to it
     special = None
     if has_rel_value:
         special = "rel_value"

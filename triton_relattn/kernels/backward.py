@@ -16,8 +16,8 @@ from .bwd_dp2c_words import launch_dp2c_words
 from .bwd_dq import launch_dq
 from .bwd_dtable import launch_dtable
 from .bwd_dtable_words import launch_dtable_words
+from .far_keys import with_far_keys
 from .fitting import until_it_fits
-from .full_tables import shortened, with_full_tables
 
 
 def backward(
@@ -51,9 +51,6 @@ def backward(
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
-    given, given_spec = tensors, spec
-    if tensors.rel_p2c is not None:
-        tensors, spec = with_full_tables(tensors, spec)
     # With one sum for both roles of the query, dS is multiplied by the ratio of the scales, which float16 may not hold.
     may_overflow = query.dtype == torch.float16 and abs(spec.rel_scale) > abs(spec.scale)
     if may_overflow and tensors.rel_key is not None and tensors.rel_query is None:
@@ -71,10 +68,6 @@ def backward(
             d_query += gradients["rel_query"]
     if has_two_roles:
         gradients["rel_query"] = None
-    if tensors.rel_p2c is not None:
-        for name in TABLES:
-            if (gradient := gradients[name]) is not None:
-                gradients[name] = shortened(gradient, name, given_spec, spec).to(getattr(given, name).dtype)
     return tuple(gradients.values())
 
 
@@ -95,8 +88,6 @@ def _backward(
     for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False):
         if tensor is None or not wants[name]:
             gradients[name] = None
-        elif name in TABLES and tensors.rel_p2c is not None:  # rows of full tables may be summed, which is not for 16 bits
-            gradients[name] = tensor.new_empty(tensor.shape, dtype=torch.float32)
         else:
             gradients[name] = gradient_like(tensor)
     query = tensors.query
@@ -106,7 +97,7 @@ def _backward(
 
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     others = (out, d_out, *(gradients[name] for name in ("query", "rel_query", "key", "value")))
-    call = Call(tensors, spec, others)
+    call = with_far_keys(Call(tensors, spec, others))
     has_words, has_p2c = workspace.why_not(call, tensors) is None, tensors.rel_p2c is not None
     kernels = ("dq", "dkv", "dtable", *["dp2c"] * has_p2c, *configs.OF_WORDS[: (1 + has_p2c) * has_words])
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
@@ -116,7 +107,10 @@ def _backward(
     far = _far_sums(call, tensors)
     is_part = delta is not None
     deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32) if delta is None else delta.contiguous()
-    per_query = PerQuery(*map(strided, (statistics, deltas, *far)))
+    far_key_sums = None
+    if call.inputs.far_keys is not None and gradients["rel_p2c"] is not None:
+        far_key_sums = query.new_zeros(entries, heads, 2, tensors.key.shape[2], dtype=torch.float32)
+    per_query = PerQuery(*map(strided, (statistics, deltas, *far, far_key_sums)))
     of_values = ("value", "rel_value")  # they need no delta, only the dq kernel's terms and sums of far keys
     needs_far = (far[0] is not None and gradients["value"] is not None) or (
         far[3] is not None and gradients["rel_value"] is not None
@@ -134,7 +128,7 @@ def _backward(
     sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan) if of_tables else None
     wants_p2c, wants_others = "rel_p2c" in of_tables, bool(of_tables - {"rel_p2c"})
     if sums is None or plan is None:
-        if gradients["key"] is not None or gradients["value"] is not None:
+        if gradients["key"] is not None or gradients["value"] is not None or far_key_sums is not None:
             launch_dkv(*of_keys)
         if wants_others:
             launch_dtable(call, tiles["dtable"], per_query, d_out, sums.arguments, sums.rows, sums.grid)
@@ -149,7 +143,7 @@ def _backward(
             if wants_p2c:
                 launch_dp2c_words(call, tiles["dp2c_words"], words, sums.arguments, plan, part, sums.rows)
     if sums is not None:
-        sums.add_far(d_out, far[2], far[3])
+        sums.add_far(tensors.key, d_out, far[2], far[3], far_key_sums)
         sums.add_up()
     return tuple(gradients.values())
 

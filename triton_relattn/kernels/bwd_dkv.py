@@ -8,7 +8,20 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_waiting, blocks_before, empty_band, waiting_dtype, whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import add_key_rows, in_natural_order, mirrored, natural_keys, next_key_terms, reached_by_keys
+from .key_terms import (
+    add_end_rows_of_keys,
+    add_far_queries,
+    add_key_rows,
+    far_key_terms,
+    far_query_sums,
+    in_natural_order,
+    mirrored,
+    natural_keys,
+    near_limits,
+    next_key_terms,
+    reached_by_keys,
+    store_key_sums,
+)
 from .masking import exists, locate, visible
 from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, score_gradients, tile_scores
 from .table import Table, reached_rows
@@ -66,7 +79,7 @@ def dkv_kernel(
     valid_n = exists(offs_n, place, call.window)
     keys = head_matrix(inputs.key, place.entry, key_head, place.key_start, SHAPE.wide_index)
     key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-    WANTS_SCORES: tl.constexpr = d_keys is not None or words is not None
+    WANTS_SCORES: tl.constexpr = d_keys is not None or words is not None or per_query.far_key_sums is not None
     if WANTS_SCORES:
         values = head_matrix(inputs.value, place.entry, key_head, place.key_start, SHAPE.wide_index)
         value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
@@ -78,7 +91,7 @@ def dkv_kernel(
     # Along the queries the relative position falls: keys in the future of the table come first.
     near_first, near_last = first, last
     if lowest is not None and TILE.coverage == "clamp":  # far tiles leave no words
-        near_first, near_last = tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)
+        near_first, near_last = near_limits(first, last, lowest, highest, inputs.rel_p2c is not None, TILE)
     row_first, row_stop, near_start, near_stop = query_range(key_start, near_first, near_last, place, call.window, TILE)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
@@ -105,6 +118,7 @@ def dkv_kernel(
             key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
             matrix, reached_first, reached_last = reached_rows(key_table, key_lowest, key_highest, KEY_TILE)
             reached = Table(matrix, None, None, None, reached_first, reached_last)  # makes the gradient of the key
+            far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         if inputs.rel_value is not None:
             value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
         scale = exponent_scale(call.scaling, mask)
@@ -114,7 +128,7 @@ def dkv_kernel(
 
         for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
-            if inputs.rel_p2c is not None:
+            if PART == NEAR and inputs.rel_p2c is not None:
                 relative = key_start - start - place.query_offset
                 carried = blocks_before(natural_key, key_table, -relative, KEY_TILE)
                 waiting = empty_band(KEY_TILE, waiting_dtype(KEY_TILE, key.dtype))
@@ -137,9 +151,11 @@ def dkv_kernel(
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
                     scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
-                if inputs.rel_p2c is not None:
+                if PART == NEAR and inputs.rel_p2c is not None:
                     key_terms, carried = next_key_terms(natural_key, key_table, carried, relative, TILE)
                     scores += key_terms
+                elif inputs.far_keys is not None:
+                    scores += far_key_terms(inputs.far_keys, place, head, side == 0, offs_n, valid_n)[None, :]
                 scores = tile_scores(query, key, scores, TILE)
                 # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
@@ -175,25 +191,33 @@ def dkv_kernel(
                         part_start = first_program % num_blocks * TILE.block_n
                         column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
                         store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
+                    if inputs.rel_p2c is not None:
+                        d_words = in_natural_order(d_words, TILE)
+                    if PART == FAR and inputs.far_keys is not None:
+                        far_sums = add_far_queries(far_sums, d_words, side == 0, TILE)
                     if d_keys is not None:
-                        if inputs.rel_p2c is not None:
-                            d_words = in_natural_order(d_words, TILE)
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
-                        if inputs.rel_p2c is not None:
+                        if PART == NEAR and inputs.rel_p2c is not None:
                             if call.scaling.rel_scale is None:
                                 d_key, waiting = add_key_rows(d_key, d_words, waiting, reached, relative, TILE)
                             else:  # in float32, since float16 may not hold rel_scale * dS
                                 key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
                                 key_sums, waiting = add_key_rows(key_sums, d_words, waiting, reached, relative, TILE)
                                 d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)
-            if inputs.rel_p2c is not None and d_keys is not None and KEY_TILE.carry == "both":
+            if PART == NEAR and inputs.rel_p2c is not None and d_keys is not None and KEY_TILE.carry == "both":
                 behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
                 key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
                 key_sums = add_waiting(key_sums, waiting, reached, behind + place.query_offset - key_start, KEY_TILE)
                 if call.scaling.rel_scale is not None:
                     key_sums *= tl.cast(call.scaling.rel_scale, tl.float32)
                 d_key += key_sums
+        if inputs.far_keys is not None and WANTS_SCORES:
+            past, future = far_query_sums(far_sums)
+            if per_query.far_key_sums is not None:
+                store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
+            if d_keys is not None:
+                d_key = add_end_rows_of_keys(d_key, past, future, key_table, key_lowest, key_highest, TILE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:

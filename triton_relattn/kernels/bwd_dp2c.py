@@ -13,7 +13,7 @@ from .arguments import Call, PerQuery, TableGradients, TableRows, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, keys_at, mirrored, natural_keys, rotate_columns
+from .key_terms import key_terms, keys_at, mirrored, natural_keys, near_to_keys, rotate_columns
 from .masking import exists, locate, visible
 from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, score_gradients, tile_scores
 from .table import Table
@@ -33,28 +33,32 @@ def dp2c_kernel(
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Partial sums [splits, heads or 1, R, D] of BLOCK_M rows of rel_p2c's gradient, of a table that covers all pairs.
+    """Compute partial sums [splits, heads or 1, R, D] of BLOCK_M rows of rel_p2c's gradient.
+
+    Beyond a clamped table there are queries that dkv_kernel does not count as far: as in dtable_kernel, they are summed by
+    distance in ROWS.p2c_margin more rows on either side, and there is one more for dtable_ends_kernel.
 
     Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence; with a table that the
-    heads share (PER_HEAD is false), every splits-th pair of sequence and head.
+    heads share (ROWS.per_head is false), every splits-th pair of sequence and head.
     """
     VALUE_TILE: tl.constexpr = TILE.values
-    num_blocks = tl.cdiv(last - first + 1, TILE.block_m)
-    highest = last - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first of the rows, which fall
-    table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
+    MARGIN: tl.constexpr = ROWS.p2c_margin if TILE.coverage == "clamp" else 0
+    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_m)
+    highest = last + MARGIN - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first row; they fall
+    table_head = tl.program_id(0) // num_blocks if ROWS.per_head else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = key_order(TILE)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
 
     HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    num_units = num_sequences if PER_HEAD else num_sequences * num_heads
+    num_units = num_sequences if ROWS.per_head else num_sequences * num_heads
     for unit in tl.range(split, num_units, num_splits):
-        sequence = unit if PER_HEAD else (tl.cast(unit, tl.uint32) // tl.cast(num_heads, tl.uint32)).to(tl.int32)
+        sequence = unit if ROWS.per_head else (tl.cast(unit, tl.uint32) // tl.cast(num_heads, tl.uint32)).to(tl.int32)
         place = locate(call.sequences, call.window, sequence)
-        head = table_head if PER_HEAD else unit - sequence * num_heads
+        head = table_head if ROWS.per_head else unit - sequence * num_heads
         head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
         head_keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
         head_values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
@@ -100,6 +104,8 @@ def dp2c_kernel(
                 scores = tile_scores(query, key, scores, TILE)
                 belongs = tile_m[:, None] >= tile_n[None, :] if ahead == 0 else tile_m[:, None] < tile_n[None, :]
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None] & belongs
+                if TILE.coverage == "clamp":
+                    seen = seen & near_to_keys(offs_m[:, None], offs_n[None, :], first, last, place, ROWS, TILE)
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
                 row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
@@ -121,8 +127,9 @@ def dp2c_kernel(
             acc = tl.dot(d_band, key, acc, input_precision=TILE.precision)
 
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
-    valid = highest - tile_m >= first
-    store_rows(d_rel_p2c, highest - first, -tile_m, valid, acc * rel_unit(call.scaling), SHAPE.head_dim, SHAPE.block_d)
+    row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
+    row = row + 1 if TILE.coverage == "clamp" else row
+    store_rows(d_rel_p2c, row, -tile_m, valid, acc * rel_unit(call.scaling), SHAPE.head_dim, SHAPE.block_d)
 
 
 def launch_dp2c(
@@ -131,6 +138,7 @@ def launch_dp2c(
     """Launch dp2c_kernel; see there."""
     assert d_tables.rel_p2c is not None
     splits, table_heads, num_rows, _ = d_tables.rel_p2c[0].shape
+    num_rows -= 2 * (call.coverage == "clamp")  # the rows of dtable_ends_kernel
     call.launch(
         "dp2c",
         dp2c_kernel,
@@ -140,5 +148,5 @@ def launch_dp2c(
         d_rel_p2c=d_tables.rel_p2c,
         per_query=per_query,
         num_sequences=call.num_sequences,
-        PER_HEAD=rows.per_head,
+        ROWS=rows,
     )

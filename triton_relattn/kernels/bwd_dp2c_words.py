@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arguments import Call, TableGradients, TableRows, cdiv, strided
 from .configs import TileConfig
-from .key_terms import keys_at, rotate_columns
+from .key_terms import keys_at, near_to_keys, rotate_columns, wanted_limits
 from .masking import exists, locate, visible
 from .scores import rel_unit
 from .tiles import head_matrix, load_rows, store_rows
@@ -42,13 +42,15 @@ def dp2c_words_kernel(
     Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of keys of all items that
     use its table.
     """
-    num_blocks = tl.cdiv(last - first + 1, TILE.block_m)
-    highest = last - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first of the rows, which fall
+    MARGIN: tl.constexpr = ROWS.p2c_margin if TILE.coverage == "clamp" else 0
+    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_m)
+    highest = last + MARGIN - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first row; they fall
     table_head = tl.program_id(0) // num_blocks if ROWS.per_head else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+    near_first, near_last = wanted_limits(first, last, call.window, ROWS)
 
     item_start, item_step = items_of(table_head, first_item, num_heads, ROWS.per_head)
     for item in tl.range(item_start, stop_item, item_step):
@@ -64,6 +66,8 @@ def dp2c_words_kernel(
             offs_m = (key_start - place.query_offset - highest) + tile_m[:, None] + next_tile
             seen = visible(offs_m, offs_n[None, :], place, call.window) & valid_n[None, :]
             seen = seen & (offs_m >= 0) & (offs_m < place.num_queries)
+            if TILE.coverage == "clamp":
+                seen = seen & near_to_keys(offs_m, offs_n[None, :], near_first, near_last, place, ROWS, TILE)
             columns = offs_n[None, :] - key_of_column(offs_m, place.query_offset, first_key, lowest, SKEW)
             # Words of hidden pairs may never have been written.
             d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=seen, other=0.0)
@@ -72,7 +76,8 @@ def dp2c_words_kernel(
             acc = tl.dot(rotate_columns(d_tile, TILE), key, acc, input_precision=TILE.precision)
 
     acc *= rel_unit(call.scaling)
-    row, valid = highest - first, highest - tile_m >= first
+    row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
+    row = row + 1 if TILE.coverage == "clamp" else row
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
     if ROWS.adds:
         acc += load_rows(d_rel_p2c, row, -tile_m, valid, SHAPE.head_dim, SHAPE.block_d)
@@ -85,6 +90,7 @@ def launch_dp2c_words(
     """Launch dp2c_words_kernel for a part of the workspace's words; see there."""
     assert d_tables.rel_p2c is not None
     splits, table_heads, num_rows, _ = d_tables.rel_p2c[0].shape
+    num_rows -= 2 * (call.coverage == "clamp")  # the rows of dtable_ends_kernel
     call.launch(
         "dp2c_words",
         dp2c_words_kernel,

@@ -12,7 +12,7 @@ from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, add_waiting, blocks_before, empty_band, next_terms, waiting_dtype
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, mirrored, natural_keys
+from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import (
     LN_2,
@@ -178,9 +178,11 @@ def dq_kernel(
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 scores = far_tile(far_past, far_future, is_past, TILE)
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            if inputs.rel_p2c is not None:
+            if PART == NEAR and inputs.rel_p2c is not None:
                 natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
                 scores += key_terms(natural_key, key_table, relative, TILE)
+            elif inputs.far_keys is not None:
+                scores += far_key_terms(inputs.far_keys, place, head, is_past, offs_n, valid_n)[None, :]
             scores = tile_scores(query, key, scores, TILE)
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:

@@ -1,4 +1,4 @@
-"""Backward, last kernel: the end rows of a clamped table's gradient, from the dq kernel's sums over the keys beyond the table."""
+"""Backward, last kernel: the end rows of a clamped table's gradient, from sums over the keys, or the queries, beyond the table."""
 
 import torch
 import triton
@@ -21,12 +21,15 @@ def dtable_ends_kernel(
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
     PER_HEAD: tl.constexpr,
     WIDE_INDEX: tl.constexpr,
 ):
     """Store the gradient from far keys, ``factor * sum_i sums_i rows_i``, as first and last row of a table's partial sums.
 
     rows [B, H, Nq, D]: the vectors that the table is multiplied with. sums [B, H, 2, Nq]: dq_kernel's sums over far keys.
+    GROUP: if it is not None, rows are the keys, each head of which so many heads share, and sums, [B, H, 2, Nk], are dkv_kernel's
+    over far queries. A key that no query sees may be NaN: it is left out if both of its sums are 0.
     d_tables: the partial sums. Grid: (table heads, splits); splits share the sequences as in dtable_kernel.
     """
     table_head = tl.program_id(0)
@@ -38,14 +41,16 @@ def dtable_ends_kernel(
     for unit in range(split, num_units, num_splits):
         entry = unit if PER_HEAD else unit // num_heads
         head = table_head if PER_HEAD else unit % num_heads
-        head_rows = head_matrix(rows, entry, head, 0, WIDE_INDEX)
+        head_rows = head_matrix(rows, entry, head if GROUP is None else head // GROUP, 0, WIDE_INDEX)
         past_sums = side_vector(sums, entry, head, 0, 0)
         future_sums = side_vector(sums, entry, head, 1, 0)
         for row_start in tl.range(0, num_rows, BLOCK_M):
             valid_m = row_start + tile_m < num_rows
-            tile = load_rows(head_rows, row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH).to(tl.float32)
             past_sum = tl.load(past_sums + row_start + tile_m, mask=valid_m, other=0.0)
             future_sum = tl.load(future_sums + row_start + tile_m, mask=valid_m, other=0.0)
+            if GROUP is not None:
+                valid_m = (past_sum != 0.0) | (future_sum != 0.0)
+            tile = load_rows(head_rows, row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH).to(tl.float32)
             past += tl.sum(tile * past_sum[:, None], axis=0)
             future += tl.sum(tile * future_sum[:, None], axis=0)
 
@@ -58,10 +63,17 @@ def dtable_ends_kernel(
 
 
 def launch_ends(
-    vectors: torch.Tensor, sums: torch.Tensor, partial: torch.Tensor, factor: float, per_head: bool, wide_index: bool
+    vectors: torch.Tensor,
+    sums: torch.Tensor,
+    partial: torch.Tensor,
+    factor: float,
+    per_head: bool,
+    wide_index: bool,
+    group: int | None = None,
 ) -> None:
     """Launch dtable_ends_kernel; see there. partial: [splits, table heads, rows, width]."""
-    entries, heads, length, width = vectors.shape
+    entries, _, length, width = vectors.shape
+    heads = sums.shape[1]
     splits, table_heads = partial.shape[:2]
     dtable_ends_kernel[(table_heads, splits)](
         rows=strided(vectors),
@@ -74,6 +86,7 @@ def launch_ends(
         WIDTH=width,
         BLOCK_WIDTH=padded_width(width),
         BLOCK_M=64,
+        GROUP=group,
         PER_HEAD=per_head,
         WIDE_INDEX=wide_index,
         **LAUNCH_OPTIONS,

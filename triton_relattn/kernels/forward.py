@@ -10,10 +10,10 @@ from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive
 from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
 from .dropout import kept
+from .far_keys import with_far_keys
 from .fitting import until_it_fits
-from .full_tables import with_full_tables
 from .key_splits import launch_merge, number_of_splits, split_range
-from .key_terms import key_terms, mirrored, natural_keys
+from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
 from .table import Table, add_end_rows, add_far_tile, far_terms, far_tile, reached_positions, reached_rows
@@ -106,9 +106,11 @@ def forward_kernel(
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 scores = far_tile(far_past, far_future, key_start < near_start, TILE)
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            if inputs.rel_p2c is not None:
+            if PART == NEAR and inputs.rel_p2c is not None:
                 natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
                 scores += key_terms(natural_key, key_table, relative, TILE)
+            elif inputs.far_keys is not None:
+                scores += far_key_terms(inputs.far_keys, place, head, key_start < near_start, offs_n, valid_n)[None, :]
             scores = tile_scores(query, key, scores, TILE)
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:
@@ -162,10 +164,8 @@ def forward(
     statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:
         tensors, spec = with_positive_scale(tensors, spec)
-        if tensors.rel_p2c is not None:
-            tensors, spec = with_full_tables(tensors, spec)
         tensors = with_aligned_operands(tensors)
-        call = Call(tensors, spec, (out,))
+        call = with_far_keys(Call(tensors, spec, (out,)))
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         splits = number_of_splits(spec, tile, programs, query.device)

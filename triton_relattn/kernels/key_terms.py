@@ -11,7 +11,9 @@ import triton.language as tl
 
 from .band import add_terms, next_terms, whole_tile
 from .masking import exists
-from .tiles import key_order, load_rows
+from .table import add_end_rows
+from .tiles import key_order, load_rows, side_vector
+from .walk import clamp_margin, near_keys
 
 
 @triton.jit
@@ -122,6 +124,52 @@ def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
     return -highest, -lowest
 
 
+# Beyond a clamped table the term is one number for each key.
+
+
+@triton.jit
+def far_key_terms(far_keys, place, head, is_past, offs_n, valid_n):
+    """Load the terms [N] that a tile's keys have with queries beyond the table: as keys of the past, or of the future."""
+    pointers = side_vector(far_keys, place.entry, head, tl.where(is_past, 0, 1), place.key_start) + offs_n
+    return tl.load(pointers, mask=valid_n, other=0.0)
+
+
+@triton.jit
+def add_far_queries(sums, d_words, is_past, TILE: tl.constexpr):
+    """Add dS of a tile's far queries to sums [N, 16], column 0 for keys of the past, 1 for those of the future: a product, since
+    a sum along the queries would go across warps."""
+    side = tl.where(is_past, 0, 1)
+    columns = tl.broadcast_to((tl.arange(0, 16) == side)[None, :], (TILE.block_m, 16))
+    # [N, M] @ [M, 16] -> [N, 16]
+    return tl.dot(tl.trans(d_words), columns.to(d_words.dtype), sums, input_precision=TILE.precision)
+
+
+@triton.jit
+def far_query_sums(sums):
+    """Return the sums of add_far_queries as two [N], those of keys of the past and those of keys of the future."""
+    column = tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(column == 0, sums, 0.0), axis=1), tl.sum(tl.where(column == 1, sums, 0.0), axis=1)
+
+
+@triton.jit
+def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.constexpr):
+    """Store the sums over the far queries of a tile's keys, in their natural order."""
+    offs_n = key_start + tl.arange(0, TILE.block_n)
+    valid_n = offs_n < place.key_rows
+    tl.store(side_vector(far_key_sums, place.entry, head, 0, place.key_start) + offs_n, past, mask=valid_n)
+    tl.store(side_vector(far_key_sums, place.entry, head, 1, place.key_start) + offs_n, future, mask=valid_n)
+
+
+@triton.jit
+def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
+    """Return d_key [N, D] with the part of far queries. table: a mirrored one, whose first row is that of keys of the future;
+    lowest, highest: as of reached_by_keys."""
+    if table.scale is not None:
+        past *= tl.cast(table.scale, tl.float32)
+        future *= tl.cast(table.scale, tl.float32)
+    return add_end_rows(d_key, future, past, table, lowest, highest, TILE.keys)
+
+
 # The kernels of the table's gradient own rows of it, which fall along the queries, and walk the keys.
 
 
@@ -144,3 +192,34 @@ def rotate_columns(tile, TILE: tl.constexpr):
     M: tl.constexpr = TILE.block_m
     index = (tl.arange(0, M)[:, None] + key_order(TILE)[None, :]) % M
     return tl.gather(tile, tl.broadcast_to(index, (M, TILE.block_n)), axis=0)
+
+
+@triton.jit
+def near_to_keys(offs_m, offs_n, near_first, near_last, place, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Return the mask of the pairs that the dkv kernel takes for near, with a clamped table from near_first to near_last."""
+    key_start = offs_n // ROWS.dkv_block_n * ROWS.dkv_block_n
+    start, stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, ROWS.dkv_block_n, ROWS.dkv_block_m, TILE)
+    return (offs_m >= start) & (offs_m < stop)
+
+
+@triton.jit
+def near_limits(first, last, lowest, highest, HAS_P2C: tl.constexpr, TILE: tl.constexpr):
+    """Return (first, last) of a clamped table for the dkv kernel: pairs within are near. It leaves words of near pairs alone, so
+    that those that are wanted, of relative positions from lowest to highest, must be.
+
+    With rel_p2c, words of all near pairs are wanted, and near tiles reach beyond the limits. These are that much closer then.
+    """
+    SLACK: tl.constexpr = clamp_margin(TILE.block_m, TILE.block_n) if HAS_P2C else 0
+    return tl.minimum(first, lowest - 1 + SLACK), tl.maximum(last, highest + 1 - SLACK)
+
+
+@triton.jit
+def wanted_limits(first, last, window, ROWS: tl.constexpr):
+    """Return what near_limits returned to the dkv kernel that left the words of a call with rel_p2c; see workspace.plan."""
+    MARGIN: tl.constexpr = clamp_margin(ROWS.dq_block_m, ROWS.dq_block_n)
+    lowest, highest = first - MARGIN, last + MARGIN
+    if window[0] is not None:
+        lowest = tl.maximum(lowest, -window[0])
+    if window[1] is not None:
+        highest = tl.minimum(highest, window[1])
+    return tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)

@@ -41,7 +41,9 @@ class TableSums:
         self.num_rows = spec.last - spec.first + 1
         is_clamped = call.coverage == "clamp"
         margin = clamp_margin(tiles["dq"].block_m, tiles["dq"].block_n) if is_clamped else 0
-        self.padding = margin + 1 if is_clamped else 0
+        of_dkv = tiles["dkv"].block_m, tiles["dkv"].block_n
+        p2c_margin = clamp_margin(*of_dkv) + (0 if plan is None else margin) if is_clamped else 0
+        self.padding = {name: (p2c_margin if name == "rel_p2c" else margin) + is_clamped for name in TABLES}
         tile = tiles["dtable" if plan is None else "dtable_words"]
         row_blocks = cdiv(self.num_rows + 2 * margin, tile.block_n)
         device = tensors.query.device
@@ -52,7 +54,7 @@ class TableSums:
             busy = row_blocks * min(table_heads, plan.items)
             splits = configs.table_splits(device, busy, cdiv(tensors.query.shape[2], tile.block_m))
         adds = plan is not None and len(plan.parts) > 1
-        self.rows = TableRows(per_head, tiles["dq"].block_m, tiles["dq"].block_n, adds)
+        self.rows = TableRows(per_head, tiles["dq"].block_m, tiles["dq"].block_n, *of_dkv, p2c_margin, adds)
         self.grid = row_blocks * table_heads, splits
 
         sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
@@ -61,16 +63,23 @@ class TableSums:
             if gradient is None:
                 continue
             width = gradient.shape[1 + is_per_head(name, gradient) :]  # rel_bias has none
-            if splits == 1 and self.padding == 0 and is_per_head(name, gradient) == per_head and not adds:
+            if splits == 1 and not is_clamped and is_per_head(name, gradient) == per_head and not adds:
                 sums[name] = gradient.view(1, table_heads, self.num_rows, *width)  # there is nothing to add up afterwards
             else:
-                shape = (splits, table_heads, self.num_rows + 2 * self.padding, *width)
+                shape = (splits, table_heads, self.num_rows + 2 * self.padding[name], *width)
                 new = gradient.new_zeros if adds else gradient.new_empty
                 sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
         self.arguments = TableGradients(*(strided(sums.get(name)) for name in TABLES))
 
-    def add_far(self, d_out: torch.Tensor, far_sums: torch.Tensor | None, far_kept: torch.Tensor | None) -> None:
-        """Fill the end rows of a clamped table's partial sums from the dq kernel's sums over far keys."""
+    def add_far(
+        self,
+        key: torch.Tensor,
+        d_out: torch.Tensor,
+        far_sums: torch.Tensor | None,
+        far_kept: torch.Tensor | None,
+        far_key_sums: torch.Tensor | None,
+    ) -> None:
+        """Fill the end rows of a clamped table's partial sums from the dq kernel's sums over far keys, and the dkv kernel's."""
         if self.call.coverage != "clamp":
             return
         per_head, wide_index = self.rows.per_head, self.call.shape.wide_index
@@ -81,6 +90,9 @@ class TableSums:
         for name, vectors, sums, factor in ends:
             if name in self.partials:
                 launch_ends(vectors, sums, self.partials[name], factor, per_head, wide_index)
+        if "rel_p2c" in self.partials:
+            ends_of_keys = (key, far_key_sums, self.partials["rel_p2c"], self.spec.rel_scale, per_head, wide_index)
+            launch_ends(*ends_of_keys, self.call.heads // self.call.key_heads)
         if "rel_bias" in self.partials:
             partial = self.partials["rel_bias"]
             both = far_sums.sum((0, 3)) if per_head else far_sums.sum((0, 1, 3))[None]
@@ -90,8 +102,8 @@ class TableSums:
 
     def add_up(self) -> None:
         """Write the gradients: add up the partial sums, and add the rows beyond a clamped table to its end rows."""
-        padding, stop = self.padding, self.padding + self.num_rows
         for name, partial in self.partials.items():
+            padding, stop = self.padding[name], self.padding[name] + self.num_rows
             total = partial[0] if partial.shape[0] == 1 else partial.sum(0)
             inner = total[:, padding:stop]
             if padding:

@@ -107,6 +107,9 @@ def plan(
     lowest, highest = spec.first - margin, spec.last + margin
     left, right = spec.window_left, spec.window_right
     lowest, highest = lowest if left < 0 else max(lowest, -left), highest if right < 0 else min(highest, right)
+    if call.coverage == "clamp" and tensors.rel_p2c is not None:  # whose near pairs are those of the dkv kernel's near tiles
+        slack = clamp_margin(tiles["dkv"].block_m, tiles["dkv"].block_n)
+        lowest, highest = lowest - slack, highest + slack
     skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
     band = cdiv(max(highest - lowest + 1, 1) + skew - 1 + ALIGNMENT.value - 1, 64) * 64
     columns = blocks * block_n
