@@ -19,14 +19,25 @@ INKLING_REL_DIM = 16
 
 TABLES = ("none", "full", "clamp", "zero")
 """Table for the keys, shared by the heads: none, a row for every pair, or a bounded one and what lies beyond it."""
-MODELS = ("shaw", "vits", "transformer_xl", "own_query", "inkling", "inkling_window", "t5", "t5_clamped", "deberta")
+MODELS = (
+    "shaw",
+    "vits",
+    "transformer_xl",
+    "own_query",
+    "inkling",
+    "inkling_window",
+    "t5",
+    "t5_clamped",
+    "deberta",
+    "deberta_clamped",
+)
 """With a table for the values too, with a bias, with a query of its own, with a table that meets the keys, ..."""
 GRIDS = {"grid": (64, 64), "window": (14, 14)}
 """Attention on a grid of keys, with terms by row and by column: the sides of SAM's, in all of the image and in windows."""
 FEATURES = (
     *(f"{name}{causal}" for name in TABLES for causal in ("", " causal")),
     *(f"{name}{causal}" for name in ("shaw", "transformer_xl", "t5") for causal in ("", " causal")),
-    *("vits", "own_query", "t5_clamped", "inkling causal", "inkling_window causal", "deberta"),
+    *("vits", "own_query", "t5_clamped", "inkling causal", "inkling_window causal", "deberta", "deberta_clamped"),
     *GRIDS,
 )
 """The feature sets that are reported on; "causal" is part of the name."""
@@ -51,9 +62,9 @@ def arguments(name: str, query: torch.Tensor, per_head: bool) -> dict[str, Any]:
     if name == "transformer_xl":
         tables = {"rel_key": rows(full, width, per_head=True), "rel_bias": rows(full, per_head=True)}
         return {**tables, "positions": full}
-    if name == "deberta":
-        tables = {table: rows(full, width, per_head=True) for table in ("rel_key", "rel_p2c")}
-        return {**tables, "positions": full}
+    if name in ("deberta", "deberta_clamped"):
+        positions = full if name == "deberta" else clamped
+        return {**{table: rows(positions, width, per_head=True) for table in ("rel_key", "rel_p2c")}, "positions": positions}
     if name == "own_query":
         return {"rel_key": rows(full, width, per_head=True), "rel_query": query, "positions": full}
     if name in ("inkling", "inkling_window"):

@@ -19,6 +19,7 @@ from triton_relattn.kernels import workspace
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import (
     Inputs,
+    assert_table_gradient,
     dense_gradients,
     dropout_mask,
     forward_backward,
@@ -72,6 +73,66 @@ def test_packed(number: int) -> None:
     assert_close(results, by_sequence(inputs, arguments, keep if arguments.get("dropout_p") else None))
 
 
+FAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "both sides": ({}, {}),
+    "shared keys": ({"sizes": (1, 2, 90, 100), "key_heads": 1}, {"enable_gqa": True, "rel_scale": 0.7}),
+    "window": ({"per_head": True}, {"window_size": (60, 40)}),
+    "causal": ({"rel_key": False}, {"is_causal": True, "query_offset": 9}),
+    "values and bias": ({"rel_value": True, "rel_bias": True, "per_head": True}, {}),
+    "lengths": ({"sizes": (2, 1, 90, 100)}, {"key_lengths": torch.tensor([100, 61]), "query_offset": torch.tensor([0, -70])}),
+    "dropout": ({"rel_bias": True}, {"dropout_p": 0.2, "softcap": 4.0, "exact_delta": True}),
+    "own query": ({"rel_width": 8}, {"query_offset": -80, "rel_scale": -0.5}),
+}
+"""Inputs and arguments of calls with far tiles, past, future or both."""
+FAR_RUNS = [
+    pytest.param(name, outside, number % 3, "0" if number % 2 else "", marks=pytest.mark.slow if number % 4 > 1 else ())
+    for number, (name, outside) in enumerate((name, outside) for name in FAR for outside in ("clamp", "zero"))
+]
+
+
+def far_call(name: str, outside: Any, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    positions = RelativePositions(-3, 4, outside)
+    options, arguments = FAR[name]
+    return p2c_inputs(**{"sizes": (1, 1, 90, 100), "num_rows": positions.num_rows, **options, **others}), {
+        "positions": positions,
+        **arguments,
+    }
+
+
+@pytest.mark.parametrize(("name", "outside", "tiles", "limit"), FAR_RUNS)
+def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a bounded table: one number for each key, and sums of dS for each key."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
+    inputs, arguments = far_call(name, outside)
+    check_every_term(inputs, TILES[tiles], **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("limit", ["0", ""])
+def test_gradient_of_far_keys_in_16_bits(dtype: torch.dtype, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As good as dS rounded once and summed exactly, though nearly all pairs have an end row."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
+    inputs, arguments = far_call("window", "clamp", dtype=dtype, sharp=True)
+    assert_table_gradient(
+        "d_rel_p2c", all_gradients(inputs, REGISTERS, **arguments)["d_rel_p2c"], inputs, table="rel_p2c", **arguments
+    )
+
+
+@pytest.mark.parametrize("limit", ["0", "6000", ""])
+def test_nan_of_an_end_that_no_pair_reaches(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the future with a causal mask, and keys that are padding or before the window, may hold NaN."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
+    inputs, _ = far_call("both sides", "clamp")
+    arguments: dict[str, Any] = {"window_size": (40, 0), "query_offset": 50, "key_lengths": torch.tensor([90])}
+    arguments["positions"] = RelativePositions(-3, 4)
+    spoilt: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in inputs._asdict().items()}
+    spoilt["rel_p2c"][4:] = spoilt["rel_key"][4:] = math.nan
+    spoilt["key"][:, :, :10] = spoilt["key"][:, :, 90:] = math.nan
+    results = all_gradients(with_different_strides(Inputs(**spoilt)), SMALL, **arguments)
+    assert_bit_equal(results, all_gradients(inputs, SMALL, **arguments))
+    assert results["d_rel_p2c"][0].any() and not results["d_rel_p2c"][4:].any()
+
+
 @pytest.mark.parametrize("outside", ["full", "clamp", "zero"])
 @pytest.mark.parametrize("sharp", [False, True])
 def test_table_gradient_in_float16(outside: Any, sharp: bool) -> None:
@@ -83,7 +144,7 @@ def test_table_gradient_in_float16(outside: Any, sharp: bool) -> None:
 
 
 def test_sums_of_end_rows_are_float32() -> None:
-    """Nearly all rows of the full table are an end of a clamped one: each rounded to float16, they would lose digits together."""
+    """Nearly all pairs have an end of the table, and their sums over keys may be large."""
     inputs = make_inputs(1, 1, 16, 400, 16, num_rows=3, rel_p2c=True, rel_key=False, dtype=torch.float16, seed=1)
     inputs = inputs._replace(key=inputs.key.abs() + 1, d_out=inputs.d_out * 8)
     golden = dense_gradients(inputs)._asdict()["d_rel_p2c"]
@@ -125,10 +186,11 @@ def test_nan_in_one_query_stays_there() -> None:
 
 @pytest.mark.parametrize("limit", WORKSPACES[::3])
 @pytest.mark.parametrize("wanted", ["d_rel_p2c", "d_key", "d_query", "d_rel_key"])
-def test_one_gradient_alone(wanted: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [101, 7])
+def test_one_gradient_alone(wanted: str, limit: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same bits as with the others."""
     monkeypatch.setenv(workspace.VARIABLE, limit)
-    inputs = p2c_inputs()
+    inputs = p2c_inputs(num_rows=num_rows)
     alone, expected = (
         run_backward(inputs, SMALL, names) for names in ((wanted,), ("d_rel_p2c", "d_key", "d_query", "d_rel_key"))
     )
@@ -145,4 +207,6 @@ def test_what_is_accessed(per_head: bool, limit: str, guarded_kernels: list[Laun
     monkeypatch.setenv(workspace.VARIABLE, limit)
     all_gradients(p2c_inputs((1, 2, 20, 33), 11, per_head=per_head), SMALL, window_size=(-1, 9))
     of_tables = {"dtable_kernel", "dp2c_kernel"} if limit == "0" else {"dtable_words_kernel", "dp2c_words_kernel"}
-    assert {launch.kernel for launch in guarded_kernels} == {"forward_kernel", "dq_kernel", "dkv_kernel", *of_tables}
+    of_ends = {"far_keys_kernel", "dtable_ends_kernel"}
+    others = {"forward_kernel", "dq_kernel", "dkv_kernel"}
+    assert {launch.kernel for launch in guarded_kernels} == others | of_tables | of_ends

@@ -16,7 +16,7 @@ from .bwd_dp2c_words import launch_dp2c_words
 from .bwd_dq import launch_dq
 from .bwd_dtable import launch_dtable
 from .bwd_dtable_words import launch_dtable_words
-from .far_keys import with_far_keys
+from .far_keys import launch_far_keys
 from .fitting import until_it_fits
 
 
@@ -97,7 +97,8 @@ def _backward(
 
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     others = (out, d_out, *(gradients[name] for name in ("query", "rel_query", "key", "value")))
-    call = with_far_keys(Call(tensors, spec, others))
+    call = Call(tensors, spec, others)
+    launch_far_keys(call, tensors.key)
     has_words, has_p2c = workspace.why_not(call, tensors) is None, tensors.rel_p2c is not None
     kernels = ("dq", "dkv", "dtable", *["dp2c"] * has_p2c, *configs.OF_WORDS[: (1 + has_p2c) * has_words])
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}

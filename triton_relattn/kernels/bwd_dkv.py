@@ -11,11 +11,11 @@ from .dropout import kept
 from .key_terms import (
     add_end_rows_of_keys,
     add_far_queries,
-    add_key_rows,
     far_key_terms,
     far_query_sums,
     in_natural_order,
     mirrored,
+    multiply_key_band,
     natural_keys,
     near_limits,
     next_key_terms,
@@ -199,12 +199,7 @@ def dkv_kernel(
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
                         if PART == NEAR and inputs.rel_p2c is not None:
-                            if call.scaling.rel_scale is None:
-                                d_key, waiting = add_key_rows(d_key, d_words, waiting, reached, relative, TILE)
-                            else:  # in float32, since float16 may not hold rel_scale * dS
-                                key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
-                                key_sums, waiting = add_key_rows(key_sums, d_words, waiting, reached, relative, TILE)
-                                d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)
+                            d_key, waiting = multiply_key_band(d_key, d_words, waiting, reached, relative, call.scaling, TILE)
             if PART == NEAR and inputs.rel_p2c is not None and d_keys is not None and KEY_TILE.carry == "both":
                 behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
                 key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)

@@ -1,4 +1,4 @@
-"""Backward, last kernel: the end rows of a clamped table's gradient, from sums over the keys, or the queries, beyond the table."""
+"""Backward, last kernel: the end rows of a clamped table's gradient, from sums over keys, or queries, beyond the table."""
 
 import torch
 import triton

@@ -39,13 +39,11 @@ def far_keys_kernel(inputs, far_keys, call, first, last, num_heads, SHAPE: tl.co
     tl.store(side_vector(far_keys, place.entry, head, 1, place.key_start) + offs_n, future, mask=valid_n)
 
 
-def with_far_keys(call: Call) -> Call:
-    """Launch far_keys_kernel and give its results to the call's kernels, if there may be keys beyond a clamped rel_p2c."""
+def launch_far_keys(call: Call, key: torch.Tensor) -> None:
+    """Launch far_keys_kernel if there may be keys beyond a clamped rel_p2c, and give its results to the call's kernels."""
     if call.inputs.rel_p2c is None or call.coverage != "clamp":
-        return call
-    key = call.inputs.key[0]
+        return
     far_keys = key.new_empty(key.shape[0], call.heads, 2, key.shape[2], dtype=torch.float32)
     programs = cdiv(call.common.sequences.max_seqlen_k, CONFIG.block_n) * call.num_sequences * call.heads
     call.launch("far_keys", far_keys_kernel, CONFIG, (programs,), far_keys=strided(far_keys))
     call.inputs = call.inputs._replace(far_keys=strided(far_keys))
-    return call

@@ -10,7 +10,7 @@ from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive
 from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
 from .dropout import kept
-from .far_keys import with_far_keys
+from .far_keys import launch_far_keys
 from .fitting import until_it_fits
 from .key_splits import launch_merge, number_of_splits, split_range
 from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
@@ -165,7 +165,8 @@ def forward(
     if out.numel() > 0:
         tensors, spec = with_positive_scale(tensors, spec)
         tensors = with_aligned_operands(tensors)
-        call = with_far_keys(Call(tensors, spec, (out,)))
+        call = Call(tensors, spec, (out,))
+        launch_far_keys(call, tensors.key)
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         splits = number_of_splits(spec, tile, programs, query.device)

@@ -113,6 +113,17 @@ def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexp
 
 
 @triton.jit
+def multiply_key_band(d_key, tile, waiting, table, relative_position, scaling, TILE: tl.constexpr):
+    """Add rel_scale times what add_key_rows adds to d_key [N, D]."""
+    if scaling.rel_scale is None:
+        d_key, waiting = add_key_rows(d_key, tile, waiting, table, relative_position, TILE)
+    else:  # in float32, since float16 may not hold rel_scale * dS
+        key_sums, waiting = add_key_rows(tl.zeros_like(d_key), tile, waiting, table, relative_position, TILE)
+        d_key += key_sums * tl.cast(scaling.rel_scale, tl.float32)
+    return d_key, waiting
+
+
+@triton.jit
 def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
     """Return the (lowest, highest) relative position, as seen from them, of the queries that a tile of keys has pairs with."""
     lowest = tl.maximum(key_start, place.first_key) - (place.num_queries - 1) - place.query_offset
@@ -139,7 +150,7 @@ def add_far_queries(sums, d_words, is_past, TILE: tl.constexpr):
     """Add dS of a tile's far queries to sums [N, 16], column 0 for keys of the past, 1 for those of the future: a product, since
     a sum along the queries would go across warps."""
     side = tl.where(is_past, 0, 1)
-    columns = tl.broadcast_to((tl.arange(0, 16) == side)[None, :], (TILE.block_m, 16))
+    columns = tl.broadcast_to(tl.where(tl.arange(0, 16) == side, 1.0, 0.0)[None, :], (TILE.block_m, 16))
     # [N, M] @ [M, 16] -> [N, 16]
     return tl.dot(tl.trans(d_words), columns.to(d_words.dtype), sums, input_precision=TILE.precision)
 

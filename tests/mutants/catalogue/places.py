@@ -26,8 +26,8 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TIL
 DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS = (
     f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums")
 )
-KEY_TERMS, KEY_SPLITS, DP2C, DP2C_WORDS, FULL_TABLES = (
-    f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "bwd_dp2c_words", "full_tables")
+KEY_TERMS, KEY_SPLITS, DP2C, DP2C_WORDS, FAR_KEYS = (
+    f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "bwd_dp2c_words", "far_keys")
 )
 BLOCKWISE, BLOCKS, BANDS, MIRROR = (
     f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands", "mirror")
