@@ -62,8 +62,6 @@ class Kernel:
             case = replace(case, heads=REPRESENTATIVE.heads)
         if not self.has_table:
             case = replace(case, rows=None, rel_dim=None, outside="clamp", p2c=False)
-        elif case.p2c:  # its kernels know nothing but full tables
-            case = replace(case, rows=None)
         elif case.rows is not None and case.outside == "clamp":
             case = replace(case, rows=CLIPPED)
         return replace(self, case=case)
@@ -134,7 +132,7 @@ def seconds_of(kernel: Kernel, found: Prediction) -> float:
     case, machine, config = kernel.case, MACHINES[TARGET], kernel.config
     length, heads = case.length, case.batch * case.heads
     near = 1.0
-    if kernel.has_table and case.rows is not None and not case.p2c:
+    if kernel.has_table and case.rows is not None:
         last = min(case.positions.last, 0) if case.is_causal else case.positions.last
         keys = length // 2 if case.is_causal else length
         near = near_share(case.positions.first, last, keys, config.block_m, config.block_n)

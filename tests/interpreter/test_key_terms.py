@@ -107,15 +107,31 @@ def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch:
     check_every_term(inputs, TILES[tiles], **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("limit", ["0", ""])
-def test_gradient_of_far_keys_in_16_bits(dtype: torch.dtype, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As good as dS rounded once and summed exactly, though nearly all pairs have an end row."""
     monkeypatch.setenv(workspace.VARIABLE, limit)
-    inputs, arguments = far_call("window", "clamp", dtype=dtype, sharp=True)
+    inputs, arguments = far_call("window", "clamp", dtype=torch.float16, sharp=True)
     assert_table_gradient(
         "d_rel_p2c", all_gradients(inputs, REGISTERS, **arguments)["d_rel_p2c"], inputs, table="rel_p2c", **arguments
     )
+
+
+@pytest.mark.parametrize(("arguments", "parts"), [({}, 1), ({"window_size": (90, 70)}, 1), ({}, 3)])
+def test_band_of_words(arguments: dict[str, Any], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that is narrower than the keys has the words of all near pairs, also of those beyond the table."""
+    inputs = make_inputs(parts, 1, 40, 400, 16, num_rows=8, rel_p2c=True, dtype=torch.float32, seed=4)
+    plans, make = list[workspace.Plan | None](), workspace.plan
+
+    def plan(*call: Any) -> workspace.Plan | None:
+        plans.append(make(*call))
+        return plans[-1]
+
+    monkeypatch.setattr(workspace, "plan", plan)
+    monkeypatch.setenv(workspace.VARIABLE, str(40 * 256 * 4))
+    tiles = {**SMALL, "dq": tile(16, 16), "dkv": tile(16, 16)}
+    check_every_term(inputs, tiles, positions=RelativePositions(-3, 4), query_offset=180, **arguments)
+    assert plans[0] is not None and plans[0].skew and len(plans[0].parts) == parts
 
 
 @pytest.mark.parametrize("limit", ["0", "6000", ""])

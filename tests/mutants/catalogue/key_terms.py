@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BACKWARD, DKV, DP2C, DP2C_WORDS, FORWARD, FULL_TABLES, KEY_TERMS, ON_KEY_TERMS, ON_WORKSPACE
+from .places import (
+    DKV,
+    DP2C,
+    DP2C_WORDS,
+    FAR_KEYS,
+    FORWARD,
+    KEY_TERMS,
+    ON_KEY_TERMS,
+    ON_WORKSPACE,
+    TABLE_ENDS,
+    TABLE_SUMS,
+    WORKSPACE,
+)
 
 RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
+FAR = (f"{ON_KEY_TERMS}::test_far_tiles",)
 WORDS = (f"{ON_WORKSPACE}::test_calls",)
 
 OF_KEY_TERMS = (
@@ -83,15 +96,110 @@ OF_KEY_TERMS = (
         (Change(DP2C_WORDS, "    if ROWS.adds:\n        acc += load_rows", "    if False:\n        acc += load_rows"),),
     ),
     Fault(
-        "full-tables-lose-their-ends",
-        "the gradient of a clamped table's end rows lacks the keys beyond it",
-        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16",),
-        (Change(FULL_TABLES, "total.narrow(dim, 0, 1).add_(before.sum(dim, keepdim=True))", "pass"),),
+        "far-keys-of-the-other-end",
+        "a far tile has the terms of the other end of the table",
+        FAR,
+        (
+            Change(
+                KEY_TERMS, "head, tl.where(is_past, 0, 1), place.key_start)", "head, tl.where(is_past, 1, 0), place.key_start)"
+            ),
+        ),
     ),
     Fault(
-        "full-tables-sum-in-16-bits",
-        "gradients of rows that are one end row are rounded before they are summed",
-        (f"{ON_KEY_TERMS}::test_sums_of_end_rows_are_float32",),
-        (Change(BACKWARD, "tensor.new_empty(tensor.shape, dtype=torch.float32)", "gradient_like(tensor)"),),
+        "far-keys-without-rel-scale",
+        "beyond the table k . F is not multiplied by rel_scale",
+        FAR,
+        (Change(FAR_KEYS, "call.scaling.rel_scale, None", "None, None"),),
+    ),
+    Fault(
+        "far-keys-of-the-first-head",
+        "heads that share a key share its terms beyond the table, too",
+        FAR,
+        (Change(FAR_KEYS, "head_matrix(inputs.rel_p2c, 0, head, 0", "head_matrix(inputs.rel_p2c, 0, 0, 0"),),
+    ),
+    Fault(
+        "far-queries-of-the-other-end",
+        "d_key has the other end of the table for far queries",
+        FAR,
+        (Change(KEY_TERMS, "add_end_rows(d_key, future, past, table", "add_end_rows(d_key, past, future, table"),),
+    ),
+    Fault(
+        "far-queries-without-rel-scale",
+        "d_key has far queries' part as if rel_scale were scale",
+        FAR,
+        (
+            Change(
+                KEY_TERMS,
+                "        past *= tl.cast(table.scale, tl.float32)\n        future *= tl.cast(table.scale, tl.float32)\n",
+                "        past *= 1.0\n",
+            ),
+        ),
+    ),
+    Fault(
+        "far-queries-on-the-wrong-side",
+        "in the gradient of the ends, sums over far queries of the past and the future are exchanged",
+        FAR,
+        (
+            Change(
+                KEY_TERMS,
+                "side_vector(far_key_sums, place.entry, head, 0,",
+                "side_vector(far_key_sums, place.entry, head, 1 - 0,",
+            ),
+            Change(
+                KEY_TERMS,
+                "side_vector(far_key_sums, place.entry, head, 1, place",
+                "side_vector(far_key_sums, place.entry, head, 0, place",
+            ),
+        ),
+    ),
+    Fault(
+        "p2c-ends-of-the-first-key-head",
+        "the gradient of the ends has the keys of another head",
+        FAR,
+        (Change(TABLE_ENDS, "head if GROUP is None else head // GROUP", "head if GROUP is None else 0"),),
+    ),
+    Fault(
+        "p2c-ends-read-keys-that-nobody-sees",
+        "the gradient of the ends is NaN where padding is",
+        (f"{ON_KEY_TERMS}::test_nan_of_an_end_that_no_pair_reaches",),
+        (Change(TABLE_ENDS, "if GROUP is not None:", "if False:"),),
+    ),
+    Fault(
+        "p2c-near-pairs-count-twice",
+        "rows of the gradient near the ends have pairs that the dkv kernel has summed as far",
+        FAR,
+        (
+            Change(
+                DP2C,
+                '                if TILE.coverage == "clamp":\n                    seen',
+                "                if False:\n                    seen",
+            ),
+            Change(
+                DP2C_WORDS,
+                '            if TILE.coverage == "clamp":\n                seen',
+                "            if False:\n                seen",
+            ),
+        ),
+    ),
+    Fault(
+        "p2c-near-pairs-of-other-limits",
+        "with a workspace, pairs just beyond the table are taken for far by the reader, and for near by the writer of words",
+        (*WORDS, *FAR),
+        (Change(KEY_TERMS, "return tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)\n", "return first, last\n"),),
+    ),
+    Fault(
+        "p2c-words-beyond-the-band",
+        "the workspace lacks words of near pairs, and the reader has those of other pairs",
+        (f"{ON_KEY_TERMS}::test_band_of_words",),
+        (
+            Change(WORKSPACE, "lowest, highest = lowest - slack, highest + slack", "pass"),
+            Change(KEY_TERMS, "if HAS_P2C else 0", "if False else 0"),
+        ),
+    ),
+    Fault(
+        "p2c-margin-too-narrow",
+        "pairs beyond the table that are not far for their key have no row to be summed in",
+        FAR,
+        (Change(TABLE_SUMS, "p2c_margin = clamp_margin(*of_dkv)", "p2c_margin = 0"),),
     ),
 )

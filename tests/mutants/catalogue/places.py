@@ -23,8 +23,8 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TIL
         "dropout",
     )
 )
-DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS = (
-    f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums")
+DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS, TABLE_ENDS = (
+    f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums", "bwd_dtable_ends")
 )
 KEY_TERMS, KEY_SPLITS, DP2C, DP2C_WORDS, FAR_KEYS = (
     f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "bwd_dp2c_words", "far_keys")
