@@ -38,6 +38,7 @@ QUICK = {("sm_90", name, 64) for name in features.FEATURES if name.partition(" "
 QUICK |= {("sm_80", name, 128) for name in features.TABLES}
 QUICK |= {
     ("sm_90", "deberta", 64),
+    ("sm_90", "deberta_clamped", 64),
     ("sm_90", "shaw", 64),
     ("sm_80", "transformer_xl", 64),
     ("sm_90", "t5", 64),

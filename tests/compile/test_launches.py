@@ -495,11 +495,12 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_kernels_of_rel_p2c_compile(target: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded calls have a workspace on NVIDIA's GPUs, packed ones have none."""
+@pytest.mark.parametrize("num_rows", [127, 9])
+def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded calls have a workspace on NVIDIA's GPUs, packed ones have none. Clamped tables have kernels for what lies beyond."""
     monkeypatch.setattr(implementations, "choose_implementation", lambda *_: "triton")
     shape = (2 * 64, 2, 64) if packed else (2, 2, 64, 64)
-    query, table = (torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_() for sizes in (shape, (127, 64)))
+    query, table = (torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_() for sizes in (shape, (num_rows, 64)))
     starts = torch.tensor([0, 64, 128])
     packing = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 64, "max_seqlen_k": 64} if packed else {}
     attend: Any = fused_relative_attention_varlen if packed else fused_relative_attention
@@ -507,7 +508,11 @@ def test_kernels_of_rel_p2c_compile(target: str, packed: bool, monkeypatch: pyte
         attend(query, query, query, table, rel_p2c=table, **packing).sum().backward()
     has_words = not packed and architecture_of(target).is_nvidia
     of_tables = ["dtable_words", "dp2c_words"] if has_words else ["dtable", "dp2c"]
-    assert [launch.name for launch in launches] == ["forward", "dq", "dkv", *of_tables]
+    if num_rows == 127:
+        expected = ["forward", "dq", "dkv", *of_tables]
+    else:
+        expected = ["far_keys", "forward", "far_keys", "dq", "dkv", *of_tables, "dtable_ends", "dtable_ends"]
+    assert [launch.name for launch in launches] == expected
 
 
 @pytest.mark.slow

@@ -176,9 +176,9 @@ def test_costs_are_those_of_the_budgets() -> None:
         return ", ".join(f"{int(row[name]):,}" for name in ("cycles", "far_cycles") if row.get(name))
 
     page = (ROOT / "triton_relattn" / "kernels" / "DERIVATION.md").read_text().split("\n## What it costs\n")[1]
-    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:4]
-    full, clamped, models, deberta = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
-    assert len(full) == len(models) == 20 and len(clamped) == 12 and len(deberta) == 28
+    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:5]
+    full, clamped, models, deberta, far_keys = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
+    assert len(full) == len(models) == 20 and len(clamped) == len(far_keys) == 12 and len(deberta) == 28
     for kernel, where, *found in full:
         row, without = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
         stages = row["num_stages"] + (" stage" if row["num_stages"] == "1" else " stages")
@@ -196,6 +196,10 @@ def test_costs_are_those_of_the_budgets() -> None:
     for kernel, where, *found in deberta:
         spilled = f"{int(budgets[kernel, where, 'deberta']['spill_bytes']):,}"
         assert found == [spilled, *(cycles(kernel, where, name) for name in ("deberta", "full"))], (kernel, where)
+    for kernel, where, spilled, near, far, without_far in far_keys:
+        assert spilled == f"{int(budgets[kernel, where, 'deberta_clamped']['spill_bytes']):,}", (kernel, where)
+        assert f"{near}, {far}" == cycles(kernel, where, "deberta_clamped"), (kernel, where)
+        assert without_far == cycles(kernel, where, "deberta"), (kernel, where)
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
