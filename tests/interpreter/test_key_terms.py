@@ -128,9 +128,9 @@ def test_band_of_words(arguments: dict[str, Any], parts: int, monkeypatch: pytes
         return plans[-1]
 
     monkeypatch.setattr(workspace, "plan", plan)
-    monkeypatch.setenv(workspace.VARIABLE, str(40 * 256 * 4))
-    tiles = {**SMALL, "dq": tile(16, 16), "dkv": tile(16, 16)}
-    check_every_term(inputs, tiles, positions=RelativePositions(-3, 4), query_offset=180, **arguments)
+    monkeypatch.setenv(workspace.VARIABLE, str(40 * 320 * 4))
+    tiles = {**SMALL, "dq": tile(16, 16), "dkv": tile(32, 32), "dtable_words": tile(32, 32)}
+    check_every_term(inputs, tiles, positions=RelativePositions(-3, 4), query_offset=183, **arguments)
     assert plans[0] is not None and plans[0].skew and len(plans[0].parts) == parts
 
 
