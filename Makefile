@@ -25,7 +25,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint and a sixth of the cases of every test, in five minutes: before a pull request
+test: lint ## lint, a sixth of the cases of every test, and those that notice known faults, in five minutes: before a pull request
 	$(MAKE) suite SHARE=6
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.

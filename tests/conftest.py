@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.mutants.witnesses import read_witnesses
+
 TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton decides when a kernel is decorated whether it is interpreted, so one process cannot do both.
@@ -46,23 +48,28 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--share", type=int, default=1, metavar="N", help="one in N of the cases of each test, and no test marked thorough"
+        "--share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each test one in N of its cases, and those that have noticed a known fault; no test marked thorough",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one in --share of the cases of each test, at least one, and the same ones every time."""
+    """Keep one in --share of the cases of each test, at least one and all that are witnesses, and the same ones every time."""
     share = config.getoption("--share")
     if share == 1:
         return
+    witnesses = set(read_witnesses().values())
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("thorough") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
     for group in cases.values():
-        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept.update(group[: math.ceil(len(group) / share)])
+        group.sort(key=lambda item: (item.nodeid not in witnesses, zlib.crc32(item.nodeid.encode())))
+        kept.update(group[: max(math.ceil(len(group) / share), sum(item.nodeid in witnesses for item in group))])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -33,7 +33,7 @@ EXAMPLES = {
     "grids.md": [GRID, GRID],
     "torch.md": [(2, 60, 512), MODEL, MODEL],
     "distributed.md": [MODEL, LAYER],
-    "transformers.md": [PARAKEET],
+    "transformers.md": [PARAKEET, (1, 4, 64)],
 }
 
 

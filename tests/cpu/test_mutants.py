@@ -18,6 +18,7 @@ from tests.mutants import runner
 from tests.mutants.catalogue import FAULTS
 from tests.mutants.fault import Change, Fault, StaleFault
 from tests.mutants.runner import BROKEN, CAUGHT, ROOT, STALE, SURVIVED, Outcome, Runner, TestRun
+from tests.mutants.witnesses import read_witnesses, write_witnesses
 
 
 def test_names() -> None:
@@ -208,8 +209,9 @@ class Item:
         return name if self.is_thorough and name == "thorough" else None
 
 
-def test_share() -> None:
+def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """--share keeps the same cases of every test, one in so many and at least one, and no test that is marked thorough."""
+    monkeypatch.setattr("tests.conftest.read_witnesses", dict)
     items = [Item(f"a.py::test_a[{number}]") for number in range(10)] + [Item("a.py::test_b"), Item("a.py::test_c", True)]
     dropped: list[Item] = []
     config: Any = SimpleNamespace(
@@ -222,3 +224,32 @@ def test_share() -> None:
     again: list[Any] = items[::-1]
     pytest_collection_modifyitems(config, again)
     assert set(again) == set(kept)
+    # Witnesses are kept before others, and all of them.
+    for witnesses in (["3"], ["1", "3", "5", "7", "8"]):
+        names = {f"a.py::test_a[{number}]" for number in witnesses}
+        monkeypatch.setattr("tests.conftest.read_witnesses", lambda names=names: dict(zip(names, names, strict=True)))
+        again = list(items)
+        pytest_collection_modifyitems(config, again)
+        found = {item.nodeid for item in again if "test_a" in item.nodeid}
+        assert names <= found and len(found) == max(4, len(names))
+
+
+def test_witnesses() -> None:
+    """Most faults have one; each is the test of a fault that is in the catalogue, and is there."""
+    witnesses = read_witnesses()
+    assert 0.9 * len(FAULTS) < len(witnesses) and set(witnesses) <= {fault.name for fault in FAULTS}
+    for test in witnesses.values():
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
+
+
+def test_witnesses_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the faults that were tried; the others stay, but for those of faults that are gone."""
+    monkeypatch.setattr("tests.mutants.witnesses.FILE", tmp_path / "witnesses.csv")
+    first, second, *_ = FAULTS
+    write_witnesses({second.name: "stays", first.name: "is replaced", "gone": "goes"})
+    replayed = Replayed()
+    monkeypatch.setattr(replayed, "attempt", lambda fault: Outcome(fault, CAUGHT, "a.py::test_a"))
+    monkeypatch.setattr(replayed, "failing_anyway", lambda tests: set())
+    assert command.main(["--record"], replayed, [first]) == 0
+    assert read_witnesses() == {first.name: "a.py::test_a", second.name: "stays"}

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .catalogue import FAULTS
 from .fault import Fault
 from .runner import BROKEN, CAUGHT, Outcome, Runner
+from .witnesses import read_witnesses, write_witnesses
 
 
 def row(outcome: Outcome) -> str:
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None, runner: Runner | None = None, c
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="as many at a time (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="only the tests most likely to notice")
     parser.add_argument("--share", metavar="N", type=int, default=1, help="one in N of the cases of each test; make test has 6")
+    parser.add_argument("--record", action="store_true", help="write the tests that noticed to tests/mutants/witnesses.csv")
     options = parser.parse_args(arguments)
     names = [fault.name for fault in catalogue] if options.only is None else options.only.split(",")
     if unknown := set(names) - {fault.name for fault in catalogue}:
@@ -80,6 +82,10 @@ def main(arguments: Sequence[str] | None = None, runner: Runner | None = None, c
             if outcome is not before:
                 print(row(outcome))
         outcomes = checked
+    if options.record:
+        noticed = {outcome.fault.name: outcome.test for outcome in outcomes if outcome.status == CAUGHT and outcome.test}
+        known = {fault.name for fault in FAULTS}
+        write_witnesses({name: test for name, test in {**read_witnesses(), **noticed}.items() if name in known})
     caught = sum(outcome.status == CAUGHT for outcome in outcomes)
     print(f"{caught} of {len(faults)} caught" + ("" if complete else ", interrupted"))
     if not complete:

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from bench.families import EVERY, Family
+from tests.upstream.subjects import LAYERS, SUBJECTS, Subject
 from triton_relattn.integrations.transformers import enable
 
 FOLDER = Path(os.environ["UPSTREAM"])
-BATCH, LENGTH, LAYERS = 3, 14, 2
+BATCH, LENGTH = 3, 14
 
 
 def common_tests() -> Any:
@@ -46,27 +46,21 @@ class Tester:
     is_training = True
     batch_size, seq_length, num_hidden_layers = BATCH, LENGTH, LAYERS
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
         config = self.get_config()
-        self.num_attention_heads = next(
-            getattr(config, name)
-            for name in ("speech_encoder_attention_heads", "conf_num_attention_heads", "num_attention_heads")
-            if hasattr(config, name)
-        )
+        names = ("speech_encoder_attention_heads", "conf_num_attention_heads", "num_attention_heads")
+        self.num_attention_heads = next(getattr(config, name) for name in names if hasattr(config, name))
         self.hidden_size = config.hidden_size
         self.encoder_seq_length = self.key_length = LENGTH
 
     def get_config(self) -> Any:
-        sizes = {**self.family.small, **dict.fromkeys(self.family.layers, LAYERS)}
-        config = self.family._find("configuration", self.family.config)(**sizes)
-        config._attn_implementation = self.family.stock[0]
-        return config
+        return self.subject.get_config()
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         config = self.get_config()
         torch.manual_seed(0)
-        return config, self.family.inputs(config, LENGTH, torch.full((BATCH,), LENGTH))
+        return config, self.subject.make_inputs(config, BATCH, LENGTH)
 
 
 def enable_when_called() -> None:
@@ -86,27 +80,24 @@ def enable_when_called() -> None:
     nn.Module.__call__ = enabled_call  # type: ignore[method-assign]
 
 
-def make(family: Family, common: Any) -> type | None:
-    """A class of tests; None: the family's model here is a part that the common tests do not know."""
-    model = getattr(importlib.import_module(f"transformers.models.{family.folder}.modeling_{family.folder}"), family.model, None)
-    if model is None or not issubclass(model, PreTrainedModel):
-        return None
+def make(subject: Subject, common: Any) -> type:
+    """A class of tests."""
 
     def setUp(self: Any) -> None:
-        self.model_tester = Tester(family)
+        self.model_tester = Tester(subject)
 
     attributes = {
         "setUp": setUp,
-        "all_model_classes": (model,),
-        "is_encoder_decoder": "num_decoder_layers" in family.layers,
-        "test_resize_embeddings": "vocab_size" in family.small,
+        "all_model_classes": (subject.get_model_class(),),
+        "is_encoder_decoder": subject.is_encoder_decoder,
+        "test_resize_embeddings": "vocab_size" in subject.small,
     }
-    return type(f"Test_{family.name}", (common.ModelTesterMixin, unittest.TestCase), attributes)
+    return type(f"Test_{subject.name}", (common.ModelTesterMixin, unittest.TestCase), attributes)
 
 
 if os.environ.get("ENABLED"):
     enable_when_called()
 COMMON = common_tests()
-for each in EVERY:
-    if (tests := make(each, COMMON)) is not None:
-        globals()[tests.__name__] = tests
+for each in SUBJECTS:
+    tests = make(each, COMMON)
+    globals()[tests.__name__] = tests
