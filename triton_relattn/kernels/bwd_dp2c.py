@@ -13,7 +13,7 @@ from .arguments import Call, PerQuery, TableGradients, TableRows, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
 from .dropout import kept
-from .key_terms import key_terms, keys_at, mirrored, natural_keys, near_to_keys, rotate_columns
+from .key_terms import key_terms, keys_at, mirrored, natural_keys, near_queries, rotate_columns
 from .masking import exists, locate, visible
 from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, score_gradients, tile_scores
 from .table import Table
@@ -105,7 +105,8 @@ def dp2c_kernel(
                 belongs = tile_m[:, None] >= tile_n[None, :] if ahead == 0 else tile_m[:, None] < tile_n[None, :]
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None] & belongs
                 if TILE.coverage == "clamp":
-                    seen = seen & near_to_keys(offs_m[:, None], offs_n[None, :], first, last, place, ROWS, TILE)
+                    start_m, stop_m = near_queries(offs_n[None, :], first, last, place, ROWS, TILE)
+                    seen = seen & (offs_m[:, None] >= start_m) & (offs_m[:, None] < stop_m)
                 scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
                 row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)

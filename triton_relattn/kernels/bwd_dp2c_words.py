@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arguments import Call, TableGradients, TableRows, cdiv, strided
 from .configs import TileConfig
-from .key_terms import keys_at, near_to_keys, rotate_columns, wanted_limits
+from .key_terms import keys_at, near_queries, rotate_columns, wanted_limits
 from .masking import exists, locate, visible
 from .scores import rel_unit
 from .tiles import head_matrix, load_rows, store_rows
@@ -65,9 +65,10 @@ def dp2c_words_kernel(
             next_tile = tl.where(tile_m[:, None] < tile_n[None, :], TILE.block_m, 0)
             offs_m = (key_start - place.query_offset - highest) + tile_m[:, None] + next_tile
             seen = visible(offs_m, offs_n[None, :], place, call.window) & valid_n[None, :]
-            seen = seen & (offs_m >= 0) & (offs_m < place.num_queries)
+            start_m, stop_m = 0, place.num_queries
             if TILE.coverage == "clamp":
-                seen = seen & near_to_keys(offs_m, offs_n[None, :], near_first, near_last, place, ROWS, TILE)
+                start_m, stop_m = near_queries(offs_n[None, :], near_first, near_last, place, ROWS, TILE)
+            seen = seen & (offs_m >= start_m) & (offs_m < stop_m)
             columns = offs_n[None, :] - key_of_column(offs_m, place.query_offset, first_key, lowest, SKEW)
             # Words of hidden pairs may never have been written.
             d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=seen, other=0.0)

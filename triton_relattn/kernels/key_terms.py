@@ -206,11 +206,12 @@ def rotate_columns(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def near_to_keys(offs_m, offs_n, near_first, near_last, place, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Return the mask of the pairs that the dkv kernel takes for near, with a clamped table from near_first to near_last."""
+def near_queries(offs_n, near_first, near_last, place, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table from near_first to
+    near_last."""
     key_start = offs_n // ROWS.dkv_block_n * ROWS.dkv_block_n
     start, stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, ROWS.dkv_block_n, ROWS.dkv_block_m, TILE)
-    return (offs_m >= start) & (offs_m < stop)
+    return start, tl.minimum(stop, place.num_queries)
 
 
 @triton.jit

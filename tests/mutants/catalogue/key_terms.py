@@ -44,7 +44,7 @@ OF_KEY_TERMS = (
         "key-terms-without-rel-scale-in-the-gradient",
         "d_key has k . F's part as if rel_scale were scale",
         RANDOM,
-        (Change(DKV, "d_key += key_sums * tl.cast(call.scaling.rel_scale, tl.float32)", "d_key += key_sums"),),
+        (Change(KEY_TERMS, "d_key += key_sums * tl.cast(scaling.rel_scale, tl.float32)", "d_key += key_sums"),),
     ),
     Fault(
         "key-terms-of-rows-that-no-pair-has",
@@ -168,18 +168,13 @@ OF_KEY_TERMS = (
         "p2c-near-pairs-count-twice",
         "rows of the gradient near the ends have pairs that the dkv kernel has summed as far",
         FAR,
-        (
-            Change(
-                DP2C,
-                '                if TILE.coverage == "clamp":\n                    seen',
-                "                if False:\n                    seen",
-            ),
-            Change(
-                DP2C_WORDS,
-                '            if TILE.coverage == "clamp":\n                seen',
-                "            if False:\n                seen",
-            ),
-        ),
+        (Change(DP2C, '                if TILE.coverage == "clamp":\n', "                if False:\n"),),
+    ),
+    Fault(
+        "p2c-near-words-count-twice",
+        "the same of the words of far pairs, which are beside near ones or of another call",
+        FAR,
+        (Change(DP2C_WORDS, '            if TILE.coverage == "clamp":\n', "            if False:\n"),),
     ),
     Fault(
         "p2c-near-pairs-of-other-limits",
