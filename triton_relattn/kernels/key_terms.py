@@ -175,10 +175,11 @@ def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.
 def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
     """Return d_key [N, D] with the part of far queries. table: a mirrored one, whose first row is that of keys of the future;
     lowest, highest: as of reached_by_keys."""
+    KEY_TILE: tl.constexpr = TILE.keys
     if table.scale is not None:
         past *= tl.cast(table.scale, tl.float32)
         future *= tl.cast(table.scale, tl.float32)
-    return add_end_rows(d_key, future, past, table, lowest, highest, TILE.keys)
+    return add_end_rows(d_key, future, past, table, lowest, highest, KEY_TILE)
 
 
 # The kernels of the table's gradient own rows of it, which fall along the queries, and walk the keys.
