@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import LAUNCH_OPTIONS, strided
+from .arguments import strided
 from .configs import padded_width
+from .launching import description, launch
 from .tiles import head_matrix, load_rows, side_vector
 
 
@@ -63,18 +64,18 @@ def launch_ends(
     """Launch dtable_ends_kernel; see there. partial: [splits, table heads, rows, width]."""
     entries, heads, length, width = vectors.shape
     splits, table_heads = partial.shape[:2]
-    dtable_ends_kernel[(table_heads, splits)](
-        rows=strided(vectors),
-        sums=strided(sums),
-        d_tables=strided(partial),
-        factor=factor,
-        num_entries=entries,
-        num_heads=heads,
-        num_rows=length,
-        WIDTH=width,
-        BLOCK_WIDTH=padded_width(width),
-        BLOCK_M=64,
-        PER_HEAD=per_head,
-        WIDE_INDEX=wide_index,
-        **LAUNCH_OPTIONS,
-    )
+    arguments = {
+        "rows": strided(vectors),
+        "sums": strided(sums),
+        "d_tables": strided(partial),
+        "factor": factor,
+        "num_entries": entries,
+        "num_heads": heads,
+        "num_rows": length,
+        "WIDTH": width,
+        "BLOCK_WIDTH": padded_width(width),
+        "BLOCK_M": 64,
+        "PER_HEAD": per_head,
+        "WIDE_INDEX": wide_index,
+    }
+    launch(dtable_ends_kernel, (table_heads, splits), arguments, description(arguments.values()))
