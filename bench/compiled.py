@@ -119,8 +119,7 @@ def recorded_launches(
     compile_and_launch = JITFunction.run
 
     def launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> Any:
-        wanted = only is None or kernel.__name__ == f"{only}_kernel"
-        return compile_and_launch(kernel, *args, **kwargs) if wanted else None
+        return compile_and_launch(kernel, *args, **kwargs) if kernel.__name__ == f"{only}_kernel" else None
 
     def record(kernel: CompiledKernel) -> Any:
         def recorded(grid_0: int, grid_1: int, grid_2: int, *others: Any) -> None:
@@ -146,7 +145,8 @@ def recorded_launches(
         setattr(configs, name, answer)
     for name, replacement in replaced.items():
         setattr(CompiledKernel, name, replacement)
-    JITFunction.run = launch
+    if only is not None:
+        JITFunction.run = launch
     if not assembled and HOOK_IS_IN_KEYS:
         triton.knobs.runtime.add_stages_inspection_hook = _without_assembler
     try:

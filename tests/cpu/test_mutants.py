@@ -43,7 +43,7 @@ def test_every_fault_applies(fault: Fault) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_tests_to_begin_with_are_there(fault: Fault) -> None:
     paths = [argument.partition("::") for argument in fault.tests if argument.startswith("tests/")]
-    assert paths and fault.folder in ("tests/cpu", "tests/interpreter", "tests/emulator")
+    assert paths and fault.folder in ("tests/compile", "tests/cpu", "tests/interpreter", "tests/emulator")
     for file, _, test in paths:
         assert file.startswith(f"{fault.folder}/")
         assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
@@ -244,7 +244,7 @@ def test_witnesses() -> None:
 
 
 def test_witnesses_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the faults that were tried; the others stay, but for those of faults that are gone."""
+    """Tests that noticed are written over earlier ones; the others stay, but for those of faults that are gone."""
     monkeypatch.setattr("tests.mutants.witnesses.FILE", tmp_path / "witnesses.csv")
     first, second, *_ = FAULTS
     write_witnesses({second.name: "stays", first.name: "is replaced", "gone": "goes"})

@@ -332,7 +332,10 @@ def test_save_pretrained(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["wav2vec2_bert", "seamless_m4t", "seamless_m4t_v2", "parakeet", "inkling", "t5", "umt5", "nemotron_asr_streaming"],
+    [
+        *("wav2vec2_bert", "seamless_m4t", "seamless_m4t_v2", "parakeet", "nemotron_asr_streaming", "t5", "umt5", "longt5"),
+        *("deberta", "deberta_v2", "bloom", "mpt", "falcon", "inkling", "inkling2"),
+    ],
 )
 def test_gradient_checkpointing(name: str) -> None:
     model = build(name, torch.float64).train()
@@ -501,7 +504,7 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet", "t5"])
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet", "t5", "deberta", "deberta_v2", "sew_d", "longt5", "mpt"])
 def test_compiled(name: str) -> None:
     model = build(name)
     given = arguments(name, model, PADDED)

@@ -15,11 +15,12 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from . import configs
 from .architectures import architecture_of
 from .fitting import DoesNotFit, Place, current
+from .launching import description, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
-LAUNCH_OPTIONS = {"enable_fp_fusion": True}
-"""Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
+OPERANDS = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
+"""Names of the tensors that enter matrix products."""
 
 
 class Sequences(NamedTuple):
@@ -146,6 +147,13 @@ def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
+@functools.lru_cache(maxsize=1024)
+def has_aligned_rows(strides: tuple[int, ...]) -> bool:
+    """Return whether rows of 16-bit numbers begin at multiples of 16 bytes for all that Triton knows, if the first one does."""
+    *others, step = strides
+    return step == 1 and not any(stride % 16 for stride in others)
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Copy an operand of matrix products if it cannot be loaded 16 bytes at a time; return other operands as they are.
 
@@ -155,10 +163,9 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data. tests/emulator shows
     that, and tells when it is mended.
     """
-    if tensor.element_size() != 2 or architecture_of(configs.architecture(tensor.device)).unit in ("mfma", "interpreter"):
+    if tensor.data_ptr() % 16 == 0 and has_aligned_rows(tensor.stride()):
         return tensor
-    *strides, step = tensor.stride()
-    if step == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides):
+    if tensor.element_size() != 2 or architecture_of(configs.architecture(tensor.device)).unit in ("mfma", "interpreter"):
         return tensor
     *sizes, width = tensor.shape
     return tensor.new_empty(*sizes, cdiv(width, 16) * 16)[..., :width].copy_(tensor)
@@ -175,12 +182,12 @@ def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple
 
 def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
     """Return the tensors of a call with the operands of its matrix products aligned."""
-    names = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
-    operands = {name: getattr(tensors, name) for name in names}
-    moved = {name: None if tensor is None else aligned(tensor) for name, tensor in operands.items()}
-    if all(new is operands[name] for name, new in moved.items()):
-        return tensors
-    return tensors._replace(**moved)
+    moved = {}
+    for name in OPERANDS:
+        operand = getattr(tensors, name)
+        if operand is not None and (new := aligned(operand)) is not operand:
+            moved[name] = new
+    return tensors._replace(**moved) if moved else tensors
 
 
 def strided(tensor: torch.Tensor | None) -> Strided | None:
@@ -201,8 +208,9 @@ def cdiv(length: int, block: int) -> int:
 
 
 class Fixed(NamedTuple):
-    """Arguments that all calls with the same sizes, dtypes and scalars share; ``fixed`` computes them."""
+    """Arguments that all calls with the same sizes, strides, dtypes, alignments and scalars share; ``fixed`` computes them."""
 
+    likeness: object  # the same for calls that are alike, and for no others
     kind: configs.Kind
     shape: Shape
     keep_scale: float
@@ -223,6 +231,8 @@ def fixed(
     widths: tuple[int, int, int],
     terms: tuple[bool, bool, bool, bool, bool],
     offset_is_known: bool,
+    wide_index: bool,
+    likeness: tuple[Any, ...],
 ) -> Fixed:
     """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
 
@@ -230,6 +240,7 @@ def fixed(
         heads: numbers of heads of query and key.
         widths: widths of query, value, and the vectors that rel_key is multiplied with.
         terms: whether there are rel_query, rel_key, rel_value, rel_bias and rel_p2c.
+        likeness: all else of the tensors that a kernel may be compiled for; see launching.py.
     """
     (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
     has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
@@ -250,8 +261,9 @@ def fixed(
     rel_scale = spec.rel_scale / scale
     blocks = map(configs.padded_width, widths)
     return Fixed(
+        object(),
         configs.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, special),
-        Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index=False),
+        Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index),
         keep_scale(spec.dropout_p),
         (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right),
         largest_dropped(spec.dropout_p),
@@ -291,21 +303,6 @@ class Call:
         self.rel_query = rel_query
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
-        of_call = fixed(
-            spec,
-            self.arch,
-            query.dtype,
-            configs.input_precision(query.dtype, self.arch),
-            (self.heads, self.key_heads),
-            (query.shape[-1], value.shape[-1], rel_query.shape[-1]),
-            tuple(
-                tensor is not None
-                for tensor in (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias, tensors.rel_p2c)
-            ),  # type: ignore[arg-type]
-            tensors.query_offsets is None,
-        )
-        self.fixed, self.kind, self.coverage = of_call, of_call.kind, of_call.kind.coverage
-        self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
@@ -317,24 +314,41 @@ class Call:
             strided(mask),
             per_head(tensors.rel_p2c, 2),
         )
-        addressed = (query, key, value, tensors.rel_query, *others)
-        wide_index = any(configs.needs_wide_index(tensor) for tensor in addressed if tensor is not None)
+        of_sequences = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+        vectors = [contiguous(vector) for vector in (*of_sequences, tensors.dropout_seed, tensors.dropout_origins)]
+        wide_index = False
+        for tensor in (query, key, value, tensors.rel_query, *others):
+            wide_index |= tensor is not None and configs.needs_wide_index(tensor)
         for table in (tensors.rel_key, tensors.rel_value, tensors.rel_p2c):
             if table is not None:
                 wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
-        self.shape = of_call.shape._replace(wide_index=True) if wide_index else of_call.shape
-        sequences = Sequences(
-            spec.max_seqlen_q,
-            spec.max_seqlen_k,
-            spec.query_offset,
-            *map(contiguous, (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)),
+        with_terms = (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias, tensors.rel_p2c)
+        of_call = fixed(
+            spec,
+            self.arch,
+            query.dtype,
+            configs.input_precision(query.dtype, self.arch),
+            (self.heads, self.key_heads),
+            (query.shape[-1], value.shape[-1], rel_query.shape[-1]),
+            tuple([tensor is not None for tensor in with_terms]),  # type: ignore[arg-type]
+            tensors.query_offsets is None,
+            wide_index,
+            (description(self.inputs), description(vectors)),
         )
+        self.fixed, self.kind, self.coverage, self.shape = of_call, of_call.kind, of_call.kind.coverage, of_call.shape
+        self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
+        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *vectors[:4])
         dropout = Dropout()
         if tensors.dropout_seed is not None:
-            origins = contiguous(tensors.dropout_origins)
-            dropout = Dropout(tensors.dropout_seed, of_call.largest_dropped, of_call.keep_scale, origins)
+            dropout = Dropout(vectors[4], of_call.largest_dropped, of_call.keep_scale, vectors[5])
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
+        self.likeness: tuple[Any, ...] = (of_call.likeness,)
+
+    def add_far_keys(self, far_keys: torch.Tensor) -> None:
+        """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
+        self.inputs = self.inputs._replace(far_keys=strided(far_keys))
+        self.likeness += description((self.inputs.far_keys,))
 
     def launch(self, name: str, kernel: Any, config: configs.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of configs.KERNELS, in so many programs, with the arguments that all kernels share.
@@ -343,21 +357,21 @@ class Call:
             DoesNotFit: a selected configuration does not fit the GPU.
             OutOfResources: a configuration that was asked for does not fit the GPU.
         """
-        limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+        every = {
+            **arguments,
+            "inputs": self.inputs,
+            "call": self.common,
+            **self.limits,
+            "num_heads": self.heads,
+            "SHAPE": self.shape,
+            "TILE": self.compiled_tile(config, walks_keys=name in ("forward", "dq")),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        if config.max_registers is not None:
+            every["maxnreg"] = config.max_registers
         try:
-            kernel[programs](
-                inputs=self.inputs,
-                call=self.common,
-                **self.limits,
-                num_heads=self.heads,
-                SHAPE=self.shape,
-                TILE=self.compiled_tile(config, walks_keys=name in ("forward", "dq")),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                **arguments,
-                **limit,
-                **LAUNCH_OPTIONS,
-            )
+            launch(kernel, programs, every, (*self.likeness, config, *description(arguments.values())))
         except OutOfResources as error:
             if name not in self.selected:
                 raise

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import LAUNCH_OPTIONS, strided
+from .arguments import strided
 from .configs import padded_width
+from .launching import description, launch
 from .tiles import head_matrix, load_rows, side_vector
 
 
@@ -75,19 +76,19 @@ def launch_ends(
     entries, _, length, width = vectors.shape
     heads = sums.shape[1]
     splits, table_heads = partial.shape[:2]
-    dtable_ends_kernel[(table_heads, splits)](
-        rows=strided(vectors),
-        sums=strided(sums),
-        d_tables=strided(partial),
-        factor=factor,
-        num_entries=entries,
-        num_heads=heads,
-        num_rows=length,
-        WIDTH=width,
-        BLOCK_WIDTH=padded_width(width),
-        BLOCK_M=64,
-        GROUP=group,
-        PER_HEAD=per_head,
-        WIDE_INDEX=wide_index,
-        **LAUNCH_OPTIONS,
-    )
+    arguments = {
+        "rows": strided(vectors),
+        "sums": strided(sums),
+        "d_tables": strided(partial),
+        "factor": factor,
+        "num_entries": entries,
+        "num_heads": heads,
+        "num_rows": length,
+        "WIDTH": width,
+        "BLOCK_WIDTH": padded_width(width),
+        "BLOCK_M": 64,
+        "GROUP": group,
+        "PER_HEAD": per_head,
+        "WIDE_INDEX": wide_index,
+    }
+    launch(dtable_ends_kernel, (table_heads, splits), arguments, description(arguments.values()))

@@ -46,4 +46,4 @@ def launch_far_keys(call: Call, key: torch.Tensor) -> None:
     far_keys = key.new_empty(key.shape[0], call.heads, 2, key.shape[2], dtype=torch.float32)
     programs = cdiv(call.common.sequences.max_seqlen_k, CONFIG.block_n) * call.num_sequences * call.heads
     call.launch("far_keys", far_keys_kernel, CONFIG, (programs,), far_keys=strided(far_keys))
-    call.inputs = call.inputs._replace(far_keys=strided(far_keys))
+    call.add_far_keys(far_keys)

@@ -37,7 +37,7 @@ class DoesNotFit(Exception):
 
 def current(place: Place) -> Place:
     """Return the place with its own configuration, or with the smaller one that has replaced it."""
-    while place in _replacements:
+    while _replacements and place in _replacements:  # to hash a place takes longer than to ask whether there are any
         place = _replacements[place]
     return place
 

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from .._core.spec import AttentionSpec
 from . import configs
-from .arguments import LAUNCH_OPTIONS, Call, cdiv, strided
+from .arguments import Call, cdiv, strided
+from .launching import description, launch
 from .scores import LN_2, exponent_scale
 from .tile_config import TileConfig
 from .tiles import head_matrix, load_rows, row_vector, side_vector, store_rows
@@ -104,19 +105,19 @@ def launch_merge(
 ) -> None:
     """Launch merge_kernel; see there."""
     entries, heads, queries, _ = out.shape
-    merge_kernel[(cdiv(queries, BLOCK_M), heads, entries)](
-        parts=strided(parts),
-        part_statistics=strided(part_statistics),
-        outs=strided(out),
-        lses=strided(lse),
-        statistics=strided(statistics),
-        scaling=call.common.scaling,
-        mask=call.inputs.attn_mask,
-        splits=parts.shape[1] // heads,
-        num_heads=heads,
-        num_queries=queries,
-        WIDTH=call.shape.value_dim,
-        BLOCK_WIDTH=call.shape.block_dv,
-        BLOCK_M=BLOCK_M,
-        **LAUNCH_OPTIONS,
-    )
+    arguments = {
+        "parts": strided(parts),
+        "part_statistics": strided(part_statistics),
+        "outs": strided(out),
+        "lses": strided(lse),
+        "statistics": strided(statistics),
+        "scaling": call.common.scaling,
+        "mask": call.inputs.attn_mask,
+        "splits": parts.shape[1] // heads,
+        "num_heads": heads,
+        "num_queries": queries,
+        "WIDTH": call.shape.value_dim,
+        "BLOCK_WIDTH": call.shape.block_dv,
+        "BLOCK_M": BLOCK_M,
+    }
+    launch(merge_kernel, (cdiv(queries, BLOCK_M), heads, entries), arguments, description(arguments.values()))

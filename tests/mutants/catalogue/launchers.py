@@ -7,6 +7,7 @@ from .places import (
     ARGUMENTS,
     BACKWARD,
     CONFIGS,
+    OF_KERNELS,
     ON_BACKWARD,
     ON_CALLS,
     ON_FEATURES,
@@ -19,12 +20,45 @@ from .places import (
     TILES,
 )
 
+LAUNCHING = f"{OF_KERNELS}/launching.py"
+ON_LAUNCHING = "tests/compile/test_launching.py"
+
 OF_LAUNCHERS = (
+    Fault(
+        "launched-as-if-aligned",
+        "a tensor that begins anywhere is launched with a kernel that loads 16 bytes at a time",
+        (f"{ON_LAUNCHING}::test_every_group_is_described",),
+        (Change(LAUNCHING, "ALIGNMENT = 16 ", "ALIGNMENT = 1 "),),
+    ),
+    Fault(
+        "launched-with-other-strides",
+        "rows of 65 numbers are launched with a kernel that was compiled for rows of 64",
+        (f"{ON_LAUNCHING}::test_as_triton_would_find_them",),
+        (Change(LAUNCHING, "% ALIGNMENT, strides", "% ALIGNMENT, None"),),
+    ),
+    Fault(
+        "launched-on-another-device",
+        "a kernel that was compiled for one GPU is launched on another",
+        (f"{ON_LAUNCHING}::test_each_gpu_has_its_own",),
+        (Change(LAUNCHING, "key = kernel, device,", "key = kernel,"),),
+    ),
+    Fault(
+        "launched-alike-whatever-the-call",
+        "calls with other sizes, scalars and masks are launched with the kernels of an earlier one",
+        (f"{ON_LAUNCHING}::test_as_triton_would_find_them",),
+        (Change(ARGUMENTS, "(*self.likeness, config,", "(config,"),),
+    ),
+    Fault(
+        "launched-without-the-profiler",
+        "a kernel is launched as it was compiled before a profiler asked for another way",
+        (f"{ON_LAUNCHING}::test_other_ways_are_left_to_triton",),
+        (Change(LAUNCHING, "        and knobs.runtime.add_stages_inspection_hook is None\n", ""),),
+    ),
     Fault(
         "operands-are-not-copied",
         "keys with a stride stay where they are, and Triton leaves out a fence that their products need",
         (ON_CALLS, "-k", "strided_key"),
-        (Change(ARGUMENTS, "if step == 1 and tensor.data_ptr()", "if True or tensor.data_ptr()"),),
+        (Change(ARGUMENTS, "if tensor.data_ptr() % 16 == 0 and has_", "if True or has_"),),
     ),
     Fault(
         "copies-in-lanes-differ",

@@ -1,0 +1,222 @@
+"""Launches without Triton's search: the kernel that is launched is the one that Triton would find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from bench.compiled import _AbsentGPU, recorded_launches
+from triton_relattn import RelativePositions
+from triton_relattn._core import validation
+from triton_relattn._core.spec import DIFFERENTIABLE, AttentionTensors
+from triton_relattn.kernels import backward as of_backward
+from triton_relattn.kernels import forward as of_forward
+from triton_relattn.kernels import launching
+
+SHAPE = (2, 2, 32, 64)
+POSITIONS = RelativePositions(-31, 31)
+Arguments = dict[str, Any]
+
+
+def usual(dtype: torch.dtype = torch.float32) -> Arguments:
+    """Inputs of a call with a table, each in memory of its own."""
+    query, key, value = (torch.zeros(SHAPE, dtype=dtype) for _ in range(3))
+    return {"query": query, "key": key, "value": value, "rel_key": torch.zeros(63, 64, dtype=dtype), "positions": POSITIONS}
+
+
+def moved(name: str) -> Arguments:
+    """The same, one of them 4 bytes beyond a multiple of 16."""
+    inputs = usual()
+    shape = inputs[name].shape
+    inputs[name] = torch.zeros(shape.numel() + 1)[1:].view(shape)
+    return inputs
+
+
+def transposed(name: str) -> Arguments:
+    """The same sizes, one of them in the memory order (B, N, H, D)."""
+    inputs = usual()
+    inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+    return inputs
+
+
+CALLS: dict[str, Callable[[], Arguments]] = {
+    "usual": usual,
+    "bfloat16": lambda: usual(torch.bfloat16),
+    "moved query": lambda: moved("query"),
+    "moved key": lambda: moved("key"),
+    "moved table": lambda: moved("rel_key"),
+    "query in another order": lambda: transposed("query"),
+    "value in another order": lambda: transposed("value"),
+    "padded rows": lambda: {**usual(), "key": torch.zeros(2, 2, 32, 65)[..., :64]},
+    "window": lambda: {**usual(), "window_size": (4, 16)},
+    "another window": lambda: {**usual(), "window_size": (4, 1)},
+    "scale": lambda: {**usual(), "scale": 0.5, "rel_scale": 1.0},
+    "softcap": lambda: {**usual(), "softcap": 20.0},
+    "dropout": lambda: {**usual(), "dropout_p": 0.5},
+    "offset": lambda: {**usual(), "query_offset": 1, "positions": RelativePositions(-32, 30)},
+    "lengths": lambda: {**usual(), "key_lengths": torch.tensor([32, 5], dtype=torch.int32)},
+    "long lengths": lambda: {**usual(), "key_lengths": torch.tensor([32, 5])},
+    "mask": lambda: {**usual(), "attn_mask": torch.zeros(2, 1, 32, 32)},
+    "mask of all heads": lambda: {**usual(), "attn_mask": torch.zeros(2, 2, 32, 32)},
+    "bias": lambda: {**usual(), "rel_bias": torch.zeros(63)},
+    "far keys": lambda: {**usual(), "rel_p2c": torch.zeros(9, 64), "rel_key": None, "positions": RelativePositions(-4, 4)},
+}
+WANTED = {
+    "none": (False,) * 8,
+    "all": (True,) * 8,
+    "query": tuple(name == "query" for name in DIFFERENTIABLE),
+    "table": tuple(name == "rel_key" for name in DIFFERENTIABLE),
+}
+
+
+def launched(target: str, arguments: Arguments, wanted: tuple[bool, ...], d_out_moved: bool = False) -> list[tuple[Any, ...]]:
+    """For each launch of a call and, if any gradient is wanted, its backward: kernel, grid, and numbers, None for each tensor."""
+    tensors, spec = validation.resolve(**arguments)
+    if spec.dropout_p:
+        tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
+    found = list[tuple[Any, ...]]()
+
+    def numbers(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return None
+        return tuple(map(numbers, argument)) if isinstance(argument, tuple) else argument
+
+    def note(launch: Any, values: tuple[Any, ...]) -> None:
+        found.append((launch.kernel.hash, launch.grid, numbers(values)))
+
+    with recorded_launches(target, run=note):
+        out, _, statistics = of_forward.forward(tensors, spec)
+        if not any(wanted):
+            return found
+        d_out = torch.zeros(out.numel() + 1, dtype=out.dtype)[int(d_out_moved) :][: out.numel()].view(out.shape)
+        present = [tensor is not None for tensor in tensors[: len(DIFFERENTIABLE)]]
+        both = [want and there for want, there in zip(wanted, present, strict=True)]
+        of_backward.backward(d_out, None, out, statistics, tensors, spec, both)
+    return found
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that Triton searches for; nothing is kept from earlier tests."""
+    names = list[str]()
+    inner = JITFunction.run
+
+    def run(kernel: JITFunction, *args: Any, **options: Any) -> Any:
+        names.append(kernel.__name__)
+        return inner(kernel, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(launching, "_run", run)
+    monkeypatch.setattr(launching, "_compiled", {})
+    yield names
+
+
+@pytest.mark.thorough
+def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second launch of each call, after all first ones, is what Triton launches, too."""
+    calls = [("sm_80", "bfloat16", "all", False), *(("sm_90", name, "none", False) for name in CALLS if name != "bfloat16")]
+    calls += [("sm_90", "bfloat16", wanted, False) for wanted in WANTED if wanted != "none"]
+    calls += [("sm_90", "bias", "table", moved) for moved in (False, True)]
+
+    def every() -> list[list[tuple[Any, ...]]]:
+        return [launched(target, CALLS[name](), WANTED[wanted], late) for target, name, wanted, late in calls]
+
+    first, before = every(), len(searches)
+    quick = every()
+    assert len(searches) == before, "a call that had been there was searched for"
+    monkeypatch.setattr(launching, "_run", None)  # JITFunction.run is another
+    searched = every()
+    assert len(searches) == before + sum(map(len, searched))
+    assert first == quick == searched
+    kernels = {call: [kernel for kernel, *_ in launches] for call, launches in zip(calls, searched, strict=True)}
+    for other in ("moved query", "moved key", "moved table", "padded rows", "mask", "dropout", "bias"):
+        assert kernels["sm_90", other, "none", False] != kernels["sm_90", "usual", "none", False], other
+    assert kernels["sm_90", "bias", "table", True] != kernels["sm_90", "bias", "table", False]
+    assert not set(kernels["sm_80", "bfloat16", "all", False]) & set(kernels["sm_90", "bfloat16", "all", False])
+
+
+def test_lengths_are_told_apart(searches: list[str]) -> None:
+    """Lengths that 16 divides and others have kernels of their own."""
+
+    def of(length: int) -> list[tuple[Any, ...]]:
+        tensors = {name: torch.zeros(1, 2, length, 64) for name in ("query", "key", "value")}
+        return launched("sm_90", tensors, WANTED["all"])
+
+    lengths = (1, 32, 33, 48)
+    first = [of(length) for length in lengths]
+    assert [of(length) for length in lengths] == first
+    assert len({launches[0][0] for launches in first}) > 1
+
+
+def test_other_ways_are_left_to_triton(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is asked on AMD's GPUs, when it compiles for debugging or for a profiler, and by whoever replaces its launch."""
+    arguments = usual(torch.bfloat16)
+    count = len(launched("sm_90", arguments, WANTED["all"]))
+
+    def number_of_searches(target: str = "sm_90") -> int:
+        before = len(searches)
+        launched(target, arguments, WANTED["all"])
+        return len(searches) - before
+
+    assert number_of_searches() == 0 < count
+    for _ in range(2):
+        assert number_of_searches("gfx942") > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "debug", True)
+        assert number_of_searches() == count
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", ""))
+        assert number_of_searches() == count
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "_run", None)  # JITFunction.run is another
+        assert number_of_searches() == count
+    assert number_of_searches() == 0
+
+
+def test_each_gpu_has_its_own(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is loaded on one GPU is not launched on another, even of the same kind."""
+    arguments = usual(torch.bfloat16)
+    for gpu in (0, 1):
+        monkeypatch.setattr(_AbsentGPU, "get_current_device", lambda _, gpu=gpu: gpu)
+        before = len(searches)
+        count = len(launched("sm_90", arguments, WANTED["all"]))
+        assert len(searches) - before == count > 0
+
+
+def test_what_is_kept_is_bounded(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are found again after those that were kept have been dropped; no tensor is kept."""
+    monkeypatch.setattr(launching, "MOST_COMPILED", 2)
+    arguments = usual(torch.bfloat16)
+    first = launched("sm_90", arguments, WANTED["all"])
+    assert launched("sm_90", arguments, WANTED["all"]) == first and 0 < len(launching._compiled) <= 2
+
+    def leaves(key: Any) -> Iterator[Any]:
+        if isinstance(key, tuple):
+            for each in key:
+                yield from leaves(each)
+        else:
+            yield key
+
+    assert not any(isinstance(leaf, torch.Tensor) for key in launching._compiled for leaf in leaves(key))
+
+
+def test_every_group_is_described() -> None:
+    """Dtype and alignment of every tensor of a call, wherever it stands, are in its description."""
+    for name in ("usual", "bfloat16", "lengths", "mask", "bias", "dropout"):
+        tensors, spec = validation.resolve(**CALLS[name]())
+        assert isinstance(tensors, AttentionTensors)
+        if spec.dropout_p:
+            tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
+        for field, tensor in zip(tensors._fields, tensors, strict=True):
+            if tensor is None:
+                continue
+            other = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+            likeness = [
+                of_forward.Call(each, spec, arch="sm_90").fixed.likeness for each in (tensors, tensors._replace(**{field: other}))
+            ]
+            assert likeness[0] is not likeness[1], (name, field)
