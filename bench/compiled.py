@@ -195,13 +195,13 @@ def compiled(
     of_grid = isinstance(tensors, GridTensors)
     tiles = None if config is None else {kernel: config}
     with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches, way_of(kernel):
-        out, statistics = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
+        out, softmax_stats = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
         if kernel == "forward":
             grids.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
         elif of_grid:
-            grids.backward(out, out, statistics, tensors, *spec, tiles=tiles)
+            grids.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
         else:
-            backward(out, None, out, statistics, tensors, spec, tiles=tiles)
+            backward(out, None, out, softmax_stats, tensors, spec, tiles=tiles)
     return launches[0].kernel
 
 

@@ -42,7 +42,7 @@ from .verbs import verify
 from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 
 COLUMNS = (
-    *("kernel", "arch", "dtype", "width", "coverage", "is_causal", "special", "length_bucket", "case", "status"),
+    *("kernel", "arch", "dtype", "width", "coverage", "is_causal", "term_set", "length_bucket", "case", "status"),
     *(*TILE_COLUMNS, "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
@@ -121,7 +121,7 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
 def run_kernel(
     task: Task, tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, saved: Sequence[Any], config: TileConfig
 ) -> list[torch.Tensor]:
-    """Run a kernel in a configuration and return its results. saved: out and statistics of the forward."""
+    """Run a kernel in a configuration and return its results. saved: out and softmax_stats of the forward."""
     if task.kernel == "forward":
         return list(forward(tensors, spec, config)[:2])
     wanted = [name in WANTED[task.kernel] for name in DIFFERENTIABLE]

@@ -33,10 +33,10 @@ def reference_attention(
     rel_scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-    exact_delta: bool = False,
+    exact_query_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse as :func:`triton_relattn.fused_relative_attention` defines them, densely. It explains the arguments and
-    validates them; enable_gqa and exact_delta change nothing here.
+    validates them; enable_gqa and exact_query_grad change nothing here.
 
     Every step is one line of the formula, in the dtype of the inputs. dropout_seed, first_sequence, the number of the first
     batch entry, and dropout_origins, as in AttentionTensors, select the probabilities that are dropped.

@@ -68,7 +68,7 @@ def fused_relative_attention(
             of its queries (with ``"all_to_all"``, of its heads), for DDP and FSDP2, which add up those of all parameters.
         options: of :func:`triton_relattn.fused_relative_attention`; query_offset, window_size, is_causal and key_lengths count
             the positions of all ranks. attn_mask: (.., the rank's queries or 1, the keys of all ranks in their order or 1).
-            exact_delta changes nothing in a ring, which keeps out in float32.
+            exact_query_grad changes nothing in a ring, which keeps out in float32.
         implementation: as there; ``"reference"`` only with ``"all_to_all"``.
 
     Returns:

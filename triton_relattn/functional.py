@@ -70,7 +70,7 @@ class OptionsVarlen(TypedDict, total=False):
     rel_scale: float | None
     softcap: float | None
     enable_gqa: bool
-    exact_delta: bool
+    exact_query_grad: bool
     implementation: str | None
 
 
@@ -131,7 +131,7 @@ def fused_relative_attention(
     softcap: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    exact_delta: bool = False,
+    exact_query_grad: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention with learned embeddings of the distance, in memory linear in the sequence lengths.
@@ -179,7 +179,7 @@ def fused_relative_attention(
         softcap: limit the logits smoothly to +-softcap.
         enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
-        exact_delta: compute the gradients of query and rel_query from a delta without the rounding of out (docs/numerics.md
+        exact_query_grad: compute the gradients of query and rel_query from a delta without the rounding of out (docs/numerics.md
             says when to ask for it). All other gradients are computed so anyway, and with ``"blockwise"`` and ``"reference"``
             these, too. Costs ``"triton"`` a second pass over the keys.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default "triton" on a GPU
@@ -244,7 +244,7 @@ def fused_relative_attention(
         rel_scale=rel_scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
-        exact_delta=exact_delta,
+        exact_query_grad=exact_query_grad,
         return_lse=return_lse,
     )
     out, lse = _attend(tensors, spec, implementation, return_lse)
@@ -317,7 +317,7 @@ def fused_relative_attention_varlen(
     softcap: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    exact_delta: bool = False,
+    exact_query_grad: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute :func:`fused_relative_attention` of B sequences of any lengths, packed one after the other without padding.
@@ -373,7 +373,7 @@ def fused_relative_attention_varlen(
         rel_scale=rel_scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
-        exact_delta=exact_delta,
+        exact_query_grad=exact_query_grad,
         return_lse=return_lse,
         cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
         max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},

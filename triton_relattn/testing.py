@@ -242,7 +242,7 @@ def dense_gradients(
     rel_scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-    exact_delta: bool = False,
+    exact_query_grad: bool = False,
 ) -> DenseGradients:
     """Compute forward and backward by hand, dense and in float64; arguments as of ``fused_relative_attention``.
 
@@ -257,7 +257,7 @@ def dense_gradients(
 
     Args:
         keep: the mask of what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
-        enable_gqa, exact_delta: change nothing. Key and value are shared if they have fewer heads, and delta is exact.
+        enable_gqa, exact_query_grad: change nothing. Key and value are shared if they have fewer heads, and delta is exact.
     """
     if dropout_p > 0 and keep is None:
         raise ValueError(f"dropout_p = {dropout_p} needs keep, the mask of what is not dropped")

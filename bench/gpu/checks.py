@@ -92,12 +92,12 @@ def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[s
     query, key, value, rel_key = inputs[:4]
     tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
     config = Call(tensors, spec).tile(case.kernel)
-    out, lse, statistics = forward(tensors, spec)
+    out, lse, softmax_stats = forward(tensors, spec)
     if case.kernel == "forward":
         return shown(config), {"out": out, "lse": lse}
     wanted, tiles = [name in WANTED[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
     with way_of(case.kernel):
-        gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, wanted, tiles)
+        gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wanted, tiles)
     named = zip(DIFFERENTIABLE, gradients, strict=True)
     return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}
 

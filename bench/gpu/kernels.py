@@ -71,9 +71,9 @@ def run_kernels(
     tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, tiles: Mapping[str, TileConfig]
 ) -> list[torch.Tensor]:
     """Forward and backward of a call, some kernels with other configurations; out and the gradients."""
-    out, _, statistics = forward(tensors, spec, tiles.get("forward"))
+    out, _, softmax_stats = forward(tensors, spec, tiles.get("forward"))
     of_backward = {name: tile for name, tile in tiles.items() if name != "forward"}
-    gradients = backward(d_out, None, out, statistics, tensors, spec, tiles=of_backward)
+    gradients = backward(d_out, None, out, softmax_stats, tensors, spec, tiles=of_backward)
     return [out, *(gradient for gradient in gradients if gradient is not None)]
 
 

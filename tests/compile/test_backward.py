@@ -40,9 +40,9 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
     """Return the kernels that a backward compiles and launches."""
     tensors, spec = call(name, dtype, width, **of_call)
-    d_lse, statistics = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
+    d_lse, softmax_stats = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
     with recorded_launches(target) as recorded:
-        backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
+        backward(tensors.query, d_lse, tensors.query, softmax_stats, tensors, spec)
     return recorded
 
 
@@ -157,8 +157,8 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
         )
     d_out, d_lse = torch.empty_like(tensors.query), torch.empty(1, 1, length)
     with recorded_launches("sm_90", only=""), Allocations() as allocations:
-        out, _, statistics = forward(tensors, spec)
-        backward(d_out, d_lse, out, statistics, tensors, spec)
+        out, _, softmax_stats = forward(tensors, spec)
+        backward(d_out, d_lse, out, softmax_stats, tensors, spec)
     return allocations.total
 
 

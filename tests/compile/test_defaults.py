@@ -17,14 +17,14 @@ CALLS = tuple(itertools.product(KERNELS, ("16 bits", "ieee", "tf32"), ARCHS, (64
 
 def test_calls_are_served() -> None:
     """By a configuration that the architecture allows; without a table, there are grids, and no kernels of tables."""
-    for kernel, precision, arch, width, special, coverage in CALLS:
+    for kernel, precision, arch, width, term_set, coverage in CALLS:
         unit = architecture_of(arch).unit
-        config = configs._default(kernel, precision, unit, width, special, coverage)
+        config = configs._default(kernel, precision, unit, width, term_set, coverage)
         has_table = coverage != "no table"
-        is_call = special != "grid" if has_table else special in (None, "grid") and kernel not in OF_TABLES
+        is_call = term_set != "grid" if has_table else term_set in (None, "grid") and kernel not in OF_TABLES
         if is_call and unit != "interpreter":
             reason = config.why_invalid(arch, has_table)
-            assert reason is None, (kernel, precision, arch, width, special, coverage, config)
+            assert reason is None, (kernel, precision, arch, width, term_set, coverage, config)
             assert config.rotation == "gather" or architecture_of(arch).rotates_in_registers, (arch, config)
 
 
@@ -32,16 +32,16 @@ def test_rows_are_reached() -> None:
     """A row that none comes to is a mistake: a row above it takes its calls."""
     rows = configs._defaults()
     reached = set()
-    for kernel, precision, unit, width, special, coverage in {
+    for kernel, precision, unit, width, term_set, coverage in {
         (*call[:2], architecture_of(call[2]).unit, *call[3:]) for call in CALLS
     }:
-        call = dict(zip(configs.CALL_COLUMNS, (kernel, precision, unit, str(width), special or "none", coverage), strict=True))
+        call = dict(zip(configs.CALL_COLUMNS, (kernel, precision, unit, str(width), term_set or "none", coverage), strict=True))
         reached.add(next(number for number, (wanted, _) in enumerate(rows) if wanted.items() <= call.items()))
     assert [rows[number] for number in range(len(rows)) if number not in reached] == []
 
 
 def test_first_row_wins() -> None:
     """Rows that say more stand above rows that say less, as the docs say; select follows them."""
-    assert configs.select("forward", "sm_90", torch.bfloat16, 64, "full", special="rel_value").num_stages == 2
+    assert configs.select("forward", "sm_90", torch.bfloat16, 64, "full", term_set="rel_value").num_stages == 2
     assert configs.select("forward", "sm_90", torch.bfloat16, 40, "full").max_registers == 128
     assert configs.select("forward", "sm_90", torch.bfloat16, 64).block_m == 128

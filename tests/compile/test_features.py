@@ -44,9 +44,9 @@ def test_special_features_fit(target: str, width: int, precision: str, monkeypat
     for name in ("shaw", "own_query", "everything"):
         tensors, spec = everything(dtype, width - 8, "clamp", False) if name == "everything" else call(name, dtype, width)
         with recorded_launches(target) as recorded:
-            out, lse, statistics = forward(tensors, spec)
+            out, lse, softmax_stats = forward(tensors, spec)
             if target == "sm_86" and precision == "bf16":
-                backward(out, lse, out, statistics, tensors, spec)
+                backward(out, lse, out, softmax_stats, tensors, spec)
         for launch in recorded:
             assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (name, launch.name)
 
@@ -73,7 +73,7 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
         rel_bias=torch.empty(33),
         positions=RelativePositions(-16, 16, outside),
         query_offset=torch.zeros(BATCH, dtype=torch.int32),
-        exact_delta=True,
+        exact_query_grad=True,
         **arguments,
     )
     return tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64)), spec
@@ -85,8 +85,8 @@ def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
     out = torch.empty(*tensors.query.shape[:3], tensors.value.shape[-1], dtype=torch.bfloat16)
     lse = torch.empty(tensors.query.shape[:3])
     with recorded_launches(target) as recorded:
-        statistics = forward(tensors, spec, tiles["forward"])[2]
-        backward(out, lse, out, statistics, tensors, spec, tiles=tiles)
+        softmax_stats = forward(tensors, spec, tiles["forward"])[2]
+        backward(out, lse, out, softmax_stats, tensors, spec, tiles=tiles)
     return recorded
 
 

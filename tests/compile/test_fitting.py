@@ -49,14 +49,14 @@ def little_memory(limit: int) -> Iterator[list[Launch]]:
 def test_a_smaller_one_takes_its_place(features: str) -> None:
     """In all kernels, with a warning that says which; grids follow; later calls, of other lengths too, begin with it."""
     tensors, spec = call(features, torch.bfloat16, 64, length=LENGTH)
-    d_lse, statistics = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, LENGTH)
+    d_lse, softmax_stats = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, LENGTH)
     with little_memory(LIMIT) as launches:
         with pytest.warns(
             RuntimeWarning, match=r"forward: TileConfig\(.*\) does not fit this GPU .*; TileConfig\(.*\) is used instead"
         ):
             forward(tensors, spec)
         with pytest.warns(RuntimeWarning, match="dkv: .* does not fit"):
-            backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
+            backward(tensors.query, d_lse, tensors.query, softmax_stats, tensors, spec)
         assert all(launch.kernel.metadata.shared <= LIMIT for launch in launches)
         tiles = {kernel: selected(kernel, "sm_90", tensors, spec) for kernel in ("forward", "dq", "dkv")}
         grids = {launch.name: launch.grid[0] for launch in launches}
@@ -66,7 +66,7 @@ def test_a_smaller_one_takes_its_place(features: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             forward(*call(features, torch.bfloat16, 64, length=LENGTH - 100))
-            backward(tensors.query, d_lse, tensors.query, statistics, tensors, spec)
+            backward(tensors.query, d_lse, tensors.query, softmax_stats, tensors, spec)
 
 
 @pytest.mark.thorough

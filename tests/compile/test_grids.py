@@ -30,8 +30,8 @@ def test_every_kernel_fits(target: str, width: int) -> None:
         query = torch.empty(1, 1, prefix + sides[0] * sides[1], width, dtype=torch.bfloat16)
         tensors, spec = on_grid(sides, query)
         with recorded_launches(target) as launches:
-            out, statistics = forward(tensors, *spec)
-            backward(out, out, statistics, tensors, *spec)
+            out, softmax_stats = forward(tensors, *spec)
+            backward(out, out, softmax_stats, tensors, *spec)
         assert [launch.name for launch in launches] == ["grid_forward", "grid_dq", "grid_dkv"]
         for launch in launches:
             assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (launch.name, sides)

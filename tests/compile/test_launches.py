@@ -39,7 +39,7 @@ TABLES = ("rel_key", "rel_value", "rel_bias")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
 BUFFERS = {
     "lses",
-    "statistics",
+    "softmax_stats",
     "d_lses",
     "deltas",
     "far_scores",
@@ -153,7 +153,7 @@ class Call:
         needs_delta = self.wanted - {"value", "rel_value"}
         needs_far_scores = clamped and "value" in self.wanted and self.tables.keys() & {"rel_key", "rel_bias"}
         rows = 1 if needs_delta or needs_far_scores or (clamped and "rel_value" in self.wanted) else 0
-        if self.arguments.get("exact_delta") and self.wanted & {"query", "rel_query"}:
+        if self.arguments.get("exact_query_grad") and self.wanted & {"query", "rel_query"}:
             rows = 2
         ends = [name for name in ("rel_key", "rel_value") if clamped and name in self.wanted]
         return [

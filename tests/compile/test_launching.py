@@ -90,13 +90,13 @@ def launched(target: str, arguments: Arguments, wanted: tuple[bool, ...], d_out_
         found.append((launch.kernel.hash, launch.grid, numbers(values)))
 
     with recorded_launches(target, run=note):
-        out, _, statistics = of_forward.forward(tensors, spec)
+        out, _, softmax_stats = of_forward.forward(tensors, spec)
         if not any(wanted):
             return found
         d_out = torch.zeros(out.numel() + 1, dtype=out.dtype)[int(d_out_moved) :][: out.numel()].view(out.shape)
         present = [tensor is not None for tensor in tensors[: len(DIFFERENTIABLE)]]
         both = [want and there for want, there in zip(wanted, present, strict=True)]
-        of_backward.backward(d_out, None, out, statistics, tensors, spec, both)
+        of_backward.backward(d_out, None, out, softmax_stats, tensors, spec, both)
     return found
 
 

@@ -63,7 +63,7 @@ def dense_forward(
     rel_scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-    exact_delta: bool = False,
+    exact_query_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, pair by pair: shares nothing with the package but the definition of the arguments.
 

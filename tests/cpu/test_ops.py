@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
         ),
         {"is_causal": True},
     ),
-    "all_terms": case(dict(ALL_TERMS), rel_scale=0.7, softcap=3.0, window_size=(5, 6), exact_delta=True),
+    "all_terms": case(dict(ALL_TERMS), rel_scale=0.7, softcap=3.0, window_size=(5, 6), exact_query_grad=True),
     "all_terms_strided": case(
         {**ALL_TERMS, "per_head": True, "value_width": 4}, strided=True, query_offset=torch.tensor([2, -1])
     ),
@@ -124,7 +124,7 @@ def test_schema_is_that_of_the_tensors_and_the_spec() -> None:
     names = [argument.name for argument in FORWARD._schema.arguments]
     assert names == [*AttentionTensors._fields, *AttentionSpec._fields, "implementation"]
     of_backward = [argument.name for argument in BACKWARD._schema.arguments]
-    assert of_backward == ["d_out", "d_lse", "out", "lse", "statistics", *names, "wanted"]
+    assert of_backward == ["d_out", "d_lse", "out", "lse", "softmax_stats", *names, "wanted"]
     assert len(BACKWARD._schema.returns) == len(DIFFERENTIABLE) == 8
 
 
@@ -325,7 +325,7 @@ def test_every_argument_arrives() -> None:
         "rel_scale": 0.1,
         "softcap": 1.5,
     }
-    untouched = {"enable_gqa", "return_lse", "exact_delta", "implementation"}
+    untouched = {"enable_gqa", "return_lse", "exact_query_grad", "implementation"}
     names = set(inspect.signature(fused_relative_attention).parameters) - {"query", "key", "value", "rel_key"}
     assert names == set(changes) | untouched
     plain = attend(*inputs[:4])[0]
@@ -346,7 +346,7 @@ def test_exact_delta_changes_nothing_here() -> None:
     inputs = float64_inputs(**ALL_TERMS)
     for implementation in ("blockwise", "reference"):
         results, expected = (
-            forward_backward(attend, inputs, implementation=implementation, exact_delta=exact) for exact in (True, False)
+            forward_backward(attend, inputs, implementation=implementation, exact_query_grad=exact) for exact in (True, False)
         )
         assert all(torch.equal(results[name], expected[name]) for name in expected)
 

@@ -34,7 +34,7 @@ ROW: dict[str, Any] = {
     "width": 64,
     "coverage": "no table",
     "is_causal": False,
-    "special": None,
+    "term_set": None,
     "length_bucket": 512,
     "config": {
         "block_m": 32,
@@ -357,7 +357,7 @@ def test_processes_that_save_at_once_lose_nothing(tmp_path: Path) -> None:
     for saver in savers:
         saver.communicate(timeout=120)
         assert saver.returncode == 0
-    assert {key.special for key in load_quietly(path)} == {f"{name} {i}" for name in "ab" for i in range(20)}
+    assert {key.term_set for key in load_quietly(path)} == {f"{name} {i}" for name in "ab" for i in range(20)}
     assert sorted(tmp_path.glob("profile*")) == [path, tmp_path / "profile.json.lock"]
 
 

@@ -235,7 +235,7 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, ["window_size must be a pair", "(1, 2, 3)"]),
     "window_negative": ({"window_size": (-2, 3)}, ValueError, ["window_size", "at least -1", "(-2, 3)"]),
     "window_float": ({"window_size": (1.0, 3)}, TypeError, ["window_size must be an int, got 1.0"]),
-    "exact_delta_int": ({"exact_delta": 1}, TypeError, ["exact_delta must be a bool, got 1"]),
+    "exact_delta_int": ({"exact_query_grad": 1}, TypeError, ["exact_query_grad must be a bool, got 1"]),
     "offsets_shape": ({"query_offset": lengths([1, 2, 3])}, ValueError, ["query_offset", "(batch,) = (2,)", "(3,)"]),
     "offsets_scalar_dtype": ({"query_offset": lengths(1.0)}, TypeError, ["query_offset must be int32 or int64", "torch.float32"]),
     "offsets_dtype": ({"query_offset": lengths([1.0, 2.0])}, TypeError, ["query_offset must be int32 or int64", "torch.float32"]),
@@ -502,7 +502,7 @@ def test_values_are_checked_where_they_are_readable() -> None:
         "dropout_p": 1,
         "softcap": 30,
     }
-    assert call(**good, window_size=[0, 3], query_offset=lengths([1, -1]), exact_delta=True).shape == (2, 3, 5, 4)
+    assert call(**good, window_size=[0, 3], query_offset=lengths([1, -1]), exact_query_grad=True).shape == (2, 3, 5, 4)
     with FakeTensorMode() as mode:
         tensors: dict[str, Any] = {name: mode.from_tensor(zeros(5, 3, 8)) for name in ("query", "key", "value")}
         starts = mode.from_tensor(lengths([0, 9, 4]))

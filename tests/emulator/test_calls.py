@@ -58,7 +58,7 @@ def drawn() -> Iterator[Subject]:
             name, longest = each, which[1] == "float32"  # takes ten times as long
             lengths = (33, 50) if longest else choose.choice(LENGTHS)
             if which[1] == "tf32" and "sharp" in name:
-                name += " exact_delta"  # the shortcut to delta does not share TF32's rounding of dP
+                name += " exact_query_grad"  # the shortcut to delta does not share TF32's rounding of dP
             yield Subject(*which, name, lengths, seed=number)
 
 

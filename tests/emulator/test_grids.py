@@ -46,8 +46,8 @@ def test_error_rule(name: str, target: str) -> None:
     given, d_out = tensors(**CASES[name])
     launches: list[Emulated]
     with emulated(target) as launches:
-        out, statistics = forward(given, SCALE, 0.0)
-        gradients = backward(d_out, out, statistics, given, SCALE, 0.0)
+        out, softmax_stats = forward(given, SCALE, 0.0)
+        gradients = backward(d_out, out, softmax_stats, given, SCALE, 0.0)
     assert [launch.name for launch in launches] == ["grid_forward", "grid_dq", "grid_dkv"]
     for launch in launches:
         assert launch.report.finished and not launch.report.errors, (launch.name, launch.report.errors)
@@ -63,8 +63,8 @@ def test_lanes_agree_in_float32(name: str) -> None:
     call, d_out = tensors(**CASES[name])
     given = GridTensors(*(each.float() for each in call[:5]))
     with emulated("sm_80") as launches:
-        out, statistics = forward(given, SCALE, 0.0)
-        gradients = backward(d_out.float(), out, statistics, given, SCALE, 0.0)
+        out, softmax_stats = forward(given, SCALE, 0.0)
+        gradients = backward(d_out.float(), out, softmax_stats, given, SCALE, 0.0)
     assert not [error for launch in launches for error in launch.report.errors]
     golden = by_reference(given, d_out, torch.float64)
     for field, actual, exact in zip(given._fields, gradients, golden[1:], strict=False):

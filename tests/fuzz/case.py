@@ -74,7 +74,7 @@ class Case:
     rel_scale: float | None = None
     softcap: float | None = None
     return_lse: bool = True
-    exact_delta: bool = False
+    exact_query_grad: bool = False
     sharp: bool = False
     requires_grad: tuple[str, ...] = ()
     cotangents: str = "both"
@@ -211,7 +211,7 @@ def arguments_of(case: Case) -> dict[str, Any]:
             arguments[f"max_seqlen_{name}"] = case.longest[which]
     offset = case.query_offset
     arguments["query_offset"] = offset if isinstance(offset, int) else integers(case, offset)
-    names = ("is_causal", "window_size", "dropout_p", "scale", "rel_scale", "softcap", "return_lse", "exact_delta")
+    names = ("is_causal", "window_size", "dropout_p", "scale", "rel_scale", "softcap", "return_lse", "exact_query_grad")
     arguments |= {name: getattr(case, name) for name in (*names, "implementation")}
     return arguments | {"enable_gqa": case.group > 1}
 

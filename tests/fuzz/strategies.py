@@ -225,7 +225,7 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     fields["scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.3, 0.05])))
     fields["softcap"] = draw(sometimes(None, st.sampled_from([5.0, 0.5, 50.0]), 4))
     fields["return_lse"] = draw(st.booleans())
-    fields["exact_delta"] = draw(sometimes(False, st.just(True), 4))
+    fields["exact_query_grad"] = draw(sometimes(False, st.just(True), 4))
     fields["sharp"] = draw(sometimes(False, st.just(True), 4))
     fields["cotangents"] = draw(st.sampled_from(["both", "out", "lse"])) if fields["return_lse"] else "both"
     fields["mode"] = draw(sometimes("grad", st.sampled_from(["no_grad", "inference_mode"]), 10))
@@ -289,7 +289,7 @@ OF_IMPLEMENTATIONS = each("None; text; 1; []; {}; torch.zeros(2); np.zeros(2); b
 EXPRESSIONS = (
     dict.fromkeys(("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c", "attn_mask"), OF_TENSORS)
     | dict.fromkeys(("scale", "rel_scale", "softcap", "dropout_p"), OF_NUMBERS)
-    | dict.fromkeys(("is_causal", "enable_gqa", "return_lse", "exact_delta"), OF_FLAGS)
+    | dict.fromkeys(("is_causal", "enable_gqa", "return_lse", "exact_query_grad"), OF_FLAGS)
     | dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), OF_VECTORS)
     | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), OF_MAXIMA)
     | {"query_offset": OF_OFFSETS, "window_size": OF_WINDOWS, "positions": OF_POSITIONS, "implementation": OF_IMPLEMENTATIONS}

@@ -80,8 +80,8 @@ def selectable(kernel: str) -> list[TileConfig]:
         for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
                 for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGES, (False, True)):
-                    for special in (None,) if coverage == "no table" else SPECIAL:
-                        config = configs.select(kernel, arch, dtype, width, coverage, is_causal, special)
+                    for term_set in (None,) if coverage == "no table" else SPECIAL:
+                        config = configs.select(kernel, arch, dtype, width, coverage, is_causal, term_set)
                         warps = 4 if config.rotation == "gather" else config.num_warps
                         found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
     torch.set_float32_matmul_precision(before)
@@ -138,9 +138,9 @@ def run_backward(
     """out, lse and the gradients by name, None where not wanted or not there; tiles: configurations by the kernels' names."""
     assert set(wanted) <= set(GRADIENTS)
     tensors, spec = resolve(inputs, **arguments)
-    out, lse, statistics = forward(tensors, spec, (tiles or {}).get("forward"))
+    out, lse, softmax_stats = forward(tensors, spec, (tiles or {}).get("forward"))
     wants = [name in wanted for name in GRADIENTS]
-    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, wants, tiles)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wants, tiles)
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 

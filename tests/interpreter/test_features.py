@@ -112,7 +112,7 @@ def test_random_combination(seed: int) -> None:
     """out, lse and all gradients; a fifth in float16."""
     inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
     if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
-        arguments["exact_delta"] = True  # out, rounded, is no key's value, and the usual delta off by more than plain torch's
+        arguments["exact_query_grad"] = True  # out, rounded, is no key's value: delta is off by more than plain torch's
     check_every_term(inputs, (SMALL, OTHER, None)[seed % 3], **arguments)
 
 
@@ -343,7 +343,7 @@ def test_every_kernel_drops_the_same(kind: str, tiles: Any) -> None:
 def test_dropout_does_not_depend_on_the_tiles(kind: str) -> None:
     """All results are the same but for rounding."""
     inputs = all_terms((1, 1, 45, 38), POSITIONS[kind].num_rows)
-    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.3, "exact_delta": True}
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.3, "exact_query_grad": True}
     assert_close(all_gradients(inputs, SMALL, **arguments), all_gradients(inputs, OTHER, **arguments))
 
 
@@ -621,10 +621,10 @@ def test_exact_delta(own_query: bool, counted: Counter[str]) -> None:
     errors = []
     for exact in (False, True):
         counted.clear()
-        results = all_gradients(inputs, exact_delta=exact)
+        results = all_gradients(inputs, exact_query_grad=exact)
         assert counted["dq_kernel"] == 1 + exact
         errors.append([float((results[name].double() - golden[name]).norm()) for name in names])
     assert all(after < 0.7 * before for before, after in zip(*errors, strict=True)), errors
     counted.clear()
-    run_backward(inputs, wanted=("d_key", "d_rel_bias"), exact_delta=True)
+    run_backward(inputs, wanted=("d_key", "d_rel_bias"), exact_query_grad=True)
     assert counted["dq_kernel"] == 1

@@ -200,9 +200,9 @@ def test_guarded(name: str, order: Order, config: TileConfig | None) -> None:
 
     def run(given: GridTensors, d_out: torch.Tensor) -> Tensors:
         given = given._replace(dropout_seed=seed)
-        out, statistics = forward(given, 0.3, dropout_p, config)
-        gradients = backward(d_out, out, statistics, given, 0.3, dropout_p, tiles=tiles)
-        return out, statistics, *(each for each in gradients if each is not None)
+        out, softmax_stats = forward(given, 0.3, dropout_p, config)
+        gradients = backward(d_out, out, softmax_stats, given, 0.3, dropout_p, tiles=tiles)
+        return out, softmax_stats, *(each for each in gradients if each is not None)
 
     given = GridTensors(query, key, value, rel_h, rel_w)
     poisoned = GridTensors(*(in_poisoned_storage(each, choose) for each in given[:5])), in_poisoned_storage(d_out, choose)
@@ -298,9 +298,9 @@ def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
     query, key, value, *_, d_out = tensors(case)
     given = GridTensors(query, key, value, torch.randn(3, 3, 16), torch.randn(21, 21, 16))
     tiles = {"dkv": TileConfig(16, block_n, 4, 1)}
-    out, statistics = forward(given, 1.0, 0.0)
+    out, softmax_stats = forward(given, 1.0, 0.0)
     with guarded():
-        _, d_key, d_value, _, _ = backward(d_out, out, statistics, given, 1.0, 0.0, tiles=tiles)
+        _, d_key, d_value, _, _ = backward(d_out, out, softmax_stats, given, 1.0, 0.0, tiles=tiles)
     assert d_key is not None and d_value is not None and d_key.isfinite().all() and d_value.isfinite().all()
     columns = cut_of(3, 21, prefix, block_n).columns
     on_grid = math.ceil(21 / columns) * math.ceil(3 / (block_n // columns))

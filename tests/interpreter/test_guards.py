@@ -63,7 +63,7 @@ EVERYTHING: dict[str, Any] = {
     "dropout_p": 0.2,
     "softcap": 9.0,
     "enable_gqa": True,
-    "exact_delta": True,
+    "exact_query_grad": True,
 }
 FLOAT_MASK = torch.randn(2, 1, 20, 27, generator=torch.Generator().manual_seed(0)).masked_fill(torch.arange(27) == 20, -torch.inf)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "softcap": ("none", {}, {"softcap": 5.0}),
     "query_offset": ("zero", {"rel_bias": True}, {"query_offset": -6, "is_causal": True}),
     "query_offsets": ("zero", {"batch": 2, "heads": 1, "rel_value": True}, {"query_offset": torch.tensor([3, -5])}),
-    "exact_delta": ("clamp", {"rel_value": True}, {"exact_delta": True}),
+    "exact_query_grad": ("clamp", {"rel_value": True}, {"exact_query_grad": True}),
     "odd_widths": ("full", {"width": 5, "value_width": 3, "rel_width": 21}, {}),
     "float16": ("clamp", {"dtype": torch.float16}, {}),
     "ratio_of_scales": ("zero", {"dtype": torch.float16}, {"scale": 0.1, "rel_scale": 0.3}),
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-NEED_A_TABLE = {"rel_query", "rel_value", "rel_bias", "query_offset", "query_offsets", "exact_delta", "odd_widths"}
+NEED_A_TABLE = {"rel_query", "rel_value", "rel_bias", "query_offset", "query_offsets", "exact_query_grad", "odd_widths"}
 NEED_A_TABLE |= {"ratio_of_scales", "everything", "packed_everything"}
 PACKING: dict[str, Any] = {
     "cu_seqlens_q": torch.tensor([0, 0, 7, 25, 25, 30]),
@@ -144,11 +144,11 @@ def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, Attenti
 
 
 def results_of(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
-    """out, lse, statistics and the gradients of all tensors that there are."""
+    """out, lse, softmax_stats and the gradients of all tensors that there are."""
     inputs, tensors, spec = resolved(inputs, arguments)
-    out, lse, statistics = forward(tensors, spec, (tiles or {}).get("forward"))
-    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, tensors, spec, tiles=tiles)
-    named = {"out": out, "lse": lse, "statistics": statistics, **dict(zip(GRADIENTS, gradients, strict=True))}
+    out, lse, softmax_stats = forward(tensors, spec, (tiles or {}).get("forward"))
+    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)
+    named = {"out": out, "lse": lse, "softmax_stats": softmax_stats, **dict(zip(GRADIENTS, gradients, strict=True))}
     return {name: result for name, result in named.items() if result is not None}
 
 
@@ -193,7 +193,7 @@ def test_guarded(name: str, kind: str, order: Order) -> None:
     _, tensors, spec = resolved(inputs, arguments)
     tables = [name for name in ("rel_key", "rel_value", "rel_bias") if getattr(tensors, name) is not None]
     clamps = bool(tables) and spec.coverage(tensors.query_offsets is None) == "clamp"
-    kernels = ["forward_kernel", *["dq_kernel"] * (1 + spec.exact_delta), "dkv_kernel", *["dtable_kernel"] * bool(tables)]
+    kernels = ["forward_kernel", *["dq_kernel"] * (1 + spec.exact_query_grad), "dkv_kernel", *["dtable_kernel"] * bool(tables)]
     kernels += ["dtable_ends_kernel"] * (clamps * len({"rel_key", "rel_value"}.intersection(tables)))
     assert [launch.kernel for launch in launches] == kernels
     assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)

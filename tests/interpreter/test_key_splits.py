@@ -27,9 +27,9 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     original = key_splits.launch_merge
 
-    def recorded(call: Any, parts: torch.Tensor, statistics: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
+    def recorded(call: Any, parts: torch.Tensor, softmax_stats: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
         numbers.append(parts.shape[1] // out.shape[1])
-        original(call, parts, statistics, out, *others)
+        original(call, parts, softmax_stats, out, *others)
 
     monkeypatch.setattr("triton_relattn.kernels.forward.launch_merge", recorded)
     return numbers
@@ -41,7 +41,7 @@ def test_random_combination(number: int) -> None:
     dtype = torch.float16 if number % 5 == 4 else torch.float32
     inputs, arguments = random_case(number, dtype=dtype, features=ALL_FEATURES, **LONG)
     if dtype == torch.float16 and inputs.rel_value is not None:
-        arguments["exact_delta"] = True
+        arguments["exact_query_grad"] = True
     check_every_term(inputs, (SMALL, OTHER)[number % 2], **arguments)
 
 
@@ -88,8 +88,8 @@ def test_repeats(splits: list[int]) -> None:
 def test_nobody_sees_anything() -> None:
     inputs = decoded(num_rows=51)
     tensors, spec = resolve(inputs, key_lengths=torch.tensor([0, 200]))
-    out, lse, statistics = forward(tensors, spec, SMALL["forward"])
-    assert not out[0].any() and bool((lse[0] == -torch.inf).all()) and not statistics[0].any()
+    out, lse, softmax_stats = forward(tensors, spec, SMALL["forward"])
+    assert not out[0].any() and bool((lse[0] == -torch.inf).all()) and not softmax_stats[0].any()
     assert bool(out[1].any()) and bool(lse[1].isfinite().all())
 
 

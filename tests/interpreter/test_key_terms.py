@@ -55,7 +55,7 @@ def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[number // 2 % len(WORKSPACES)])
     inputs, arguments = with_table(random_case, number, dtype=torch.float16 if number % 5 == 4 else torch.float32, **SHORT)
     if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
-        arguments["exact_delta"] = True
+        arguments["exact_query_grad"] = True
     check_every_term(inputs, TILES[number % len(TILES)], **arguments)
 
 
@@ -80,7 +80,7 @@ FAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"rel_key": False}, {"is_causal": True, "query_offset": 9}),
     "values and bias": ({"rel_value": True, "rel_bias": True, "per_head": True}, {}),
     "lengths": ({"sizes": (2, 1, 90, 100)}, {"key_lengths": torch.tensor([100, 61]), "query_offset": torch.tensor([0, -70])}),
-    "dropout": ({"rel_bias": True}, {"dropout_p": 0.2, "softcap": 4.0, "exact_delta": True}),
+    "dropout": ({"rel_bias": True}, {"dropout_p": 0.2, "softcap": 4.0, "exact_query_grad": True}),
     "own query": ({"rel_width": 8}, {"query_offset": -80, "rel_scale": -0.5}),
 }
 """Inputs and arguments of calls with far tiles, past, future or both."""

@@ -30,7 +30,7 @@ from triton_relattn.testing import make_inputs
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
 """A number for each row: the rows are always next to each other."""
-SIDES = {"statistics", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
+SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
 """Two numbers for each row."""
 ENDS = {"d_tables"}
 """Tensors whose last row of a head is addressed from the first row of the next head."""
@@ -151,8 +151,8 @@ def results(
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
     tiles = dict.fromkeys(configs.KERNELS, TileConfig(block, block, 4, 1))
-    out, lse, statistics = forward(*call, tiles["forward"])
-    gradients = backward(inputs.d_out, inputs.d_lse, out, statistics, *call, tiles=tiles)
+    out, lse, softmax_stats = forward(*call, tiles["forward"])
+    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
 
 
@@ -184,7 +184,7 @@ def test_results_are_the_same(
         found = results(*sizes, packed=packed, block=block, p2c=p2c)
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
-    absent = {"attn_mask", "statistics"} if packed else set()
+    absent = {"attn_mask", "softmax_stats"} if packed else set()
     absent |= {name for name in SIDES if name.startswith("far_")} if p2c else {"rel_p2c", "d_rel_p2c"}
     assert len(kept) == (4 if apart in (TILES, TABLE) and not p2c else 5)
     assert all(names <= apart.kept | absent for names in kept.values()), kept
@@ -226,8 +226,8 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         assert single.rel_key is not None
         rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
         call = validation.resolve(query, key, value, rel_key, positions=RelativePositions(-2, 3))
-        out, lse, statistics = forward(*call, tiles["forward"])
-        gradients = backward(d_out, d_lse, out, statistics, *call, wants, tiles)
+        out, lse, softmax_stats = forward(*call, tiles["forward"])
+        gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
         results = [each[-1, -1] for each in (out, lse, *others) if each is not None]
         return results if d_rel_key is None else [*results, d_rel_key[-1]]

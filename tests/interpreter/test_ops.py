@@ -36,7 +36,7 @@ FEATURE_ARGUMENTS: dict[str, Any] = {
     "softcap": 3.0,
     "dropout_p": 0.3,
     "enable_gqa": True,
-    "exact_delta": True,
+    "exact_query_grad": True,
 }
 CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
     "rel_key": (INPUTS, {"key_lengths": LENGTHS, "scale": 0.3}),

@@ -18,7 +18,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clamp": ({"num_rows": 9, **TERMS}, {"dropout_p": 0.3, "softcap": 2.0, "query_offset": 3}),
     "zero": ({"num_rows": 9, **TERMS}, {"positions": RelativePositions(-3, 5, "zero"), "window_size": (30, 11)}),
     "full": ({"num_rows": 159}, {"is_causal": True, "query_offset": torch.tensor([5, -20]), "scale": -0.2, "rel_scale": 0.3}),
-    "mask": ({"num_rows": 9, "key_heads": 1}, {"attn_mask": torch.randn(2, 1, 60, 80), "enable_gqa": True, "exact_delta": True}),
+    "mask": (
+        {"num_rows": 9, "key_heads": 1},
+        {"attn_mask": torch.randn(2, 1, 60, 80), "enable_gqa": True, "exact_query_grad": True},
+    ),
     "lengths": ({"num_rows": None}, {"key_lengths": torch.tensor([41, 0]), "dropout_p": 0.2}),
 }
 

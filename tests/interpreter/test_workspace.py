@@ -94,7 +94,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bool_mask": ({}, {"attn_mask": torch.arange(43) % 3 != torch.arange(37)[:, None] % 4}),
     "float_mask": ({"rel_bias": True}, {"attn_mask": torch.randn(2, 1, 43, generator=torch.Generator().manual_seed(0))}),
     "dropout": ({"rel_bias": True}, {"dropout_p": 0.3}),
-    "softcap": ({"rel_width": 8}, {"softcap": 3.0, "exact_delta": True}),
+    "softcap": ({"rel_width": 8}, {"softcap": 3.0, "exact_query_grad": True}),
     "negative_scale": ({}, {"scale": -0.3}),
     "p2c": ({"rel_p2c": True}, {"key_lengths": torch.tensor([43, 17]), "query_offset": -9}),
     "p2c_alone": ({"rel_p2c": True, "rel_key": False, "per_head": True}, {"is_causal": True, "query_offset": 6}),

@@ -256,7 +256,7 @@ def resolve(
     rel_scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-    exact_delta: bool = False,
+    exact_query_grad: bool = False,
     return_lse: bool = False,
     cu_seqlens: Mapping[str, torch.Tensor] | None = None,
     max_seqlens: Mapping[str, int] | None = None,
@@ -277,7 +277,7 @@ def resolve(
         check_operand(name, getattr(tensors, name), query)
     if rel_query is not None:
         check_operand("rel_query", rel_query, query)
-    _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_delta=exact_delta, return_lse=return_lse)
+    _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_query_grad=exact_query_grad, return_lse=return_lse)
     _check_shapes(tensors, cu_seqlens is not None, enable_gqa)
     if rel_key is None and rel_query is not None:
         raise ValueError("rel_query needs rel_key, the table that it is multiplied with")
@@ -339,7 +339,7 @@ def resolve(
         max_seqlen_k=max_seqlen_k,
         softcap=softcap,
         dropout_p=dropout_p,
-        exact_delta=exact_delta,
+        exact_query_grad=exact_query_grad,
     )
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)

@@ -4,7 +4,7 @@ With lse and delta = rowsum(out * d_out) - d_lse of all keys, the gradient of th
 
     P = exp(logits - lse)      dS = P * (dP - delta)
 
-so that no part needs its own out, lse or statistics again, and the gradients of the parts add up to those of the whole.
+so that no part needs its own out, lse or softmax_stats again, and the gradients of the parts add up to those of the whole.
 """
 
 from __future__ import annotations

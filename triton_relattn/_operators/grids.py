@@ -17,7 +17,7 @@ _NUM_TENSORS, _NUM_GRADIENTS = 6, 5
 
 define(f"grid_attention_forward({_TENSORS}, float scale, float dropout_p, str implementation) -> (Tensor, Tensor)")
 define(
-    f"grid_attention_backward(Tensor d_out, Tensor? out, Tensor statistics, {_TENSORS}, float scale, float dropout_p, "
+    f"grid_attention_backward(Tensor d_out, Tensor? out, Tensor softmax_stats, {_TENSORS}, float scale, float dropout_p, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})"
 )
 
@@ -44,14 +44,14 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     return blockwise.new_out(tensors), _statistics(tensors, arguments[-1])
 
 
-def _backward(d_out, out, statistics, *arguments):  # type: ignore[no-untyped-def]
+def _backward(d_out, out, softmax_stats, *arguments):  # type: ignore[no-untyped-def]
     tensors, (*scalars, implementation, wanted) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
     with without_autocast(d_out.device):
         if implementation == "triton":
             from ..kernels.grids import backward
 
             with torch.cuda.device_of(d_out):
-                gradients = backward(d_out, out, statistics, tensors, *scalars, wanted)
+                gradients = backward(d_out, out, softmax_stats, tensors, *scalars, wanted)
         else:
             gradients = blockwise.backward(d_out, tensors, *scalars, wanted)
     return tuple(d_out.new_empty(0) if gradient is None else gradient for gradient in gradients)
@@ -65,11 +65,11 @@ def _backward_fake(_d_out, _out, _statistics, *arguments):  # type: ignore[no-un
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    out, statistics = output
+    out, softmax_stats = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(statistics)
+    ctx.mark_non_differentiable(softmax_stats)
     # blockwise computes delta from its blocks and does not need out.
-    ctx.save_for_backward(out if inputs[-1] == "triton" else None, statistics, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(out if inputs[-1] == "triton" else None, softmax_stats, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:]
 
 
@@ -83,7 +83,7 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, _: Any) -> tuple[Any, .
 
 
 class _Forward(Operator):
-    """out, statistics = f(tensors, scalars...); out is differentiable."""
+    """out, softmax_stats = f(tensors, scalars...); out is differentiable."""
 
     operator = OPERATORS.grid_attention_forward.default
     setup_context = staticmethod(_save_for_backward)

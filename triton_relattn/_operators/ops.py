@@ -33,7 +33,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 define = _library.define
 define(f"attention_forward({TENSORS}, {SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
 define(
-    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? statistics, {TENSORS}, {SCALARS}, "
+    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? softmax_stats, {TENSORS}, {SCALARS}, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
 
@@ -74,7 +74,7 @@ def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     return out, lse, _statistics(tensors, implementation)
 
 
-def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[no-untyped-def]
+def _backward(d_out, d_lse, out, lse, softmax_stats, *arguments):  # type: ignore[no-untyped-def]
     *arguments, wanted = arguments
     tensors, spec, implementation = _split(arguments)
     if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
@@ -83,10 +83,10 @@ def _backward(d_out, d_lse, out, lse, statistics, *arguments):  # type: ignore[n
         from ..kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
-            gradients = backward(d_out, d_lse, out, statistics, tensors, spec, wanted)
+            gradients = backward(d_out, d_lse, out, softmax_stats, tensors, spec, wanted)
     else:
         with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, statistics)
+            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, softmax_stats)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -99,13 +99,13 @@ def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, *arguments):  # type
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    out, lse, statistics = output
+    out, lse, softmax_stats = output
     ctx.implementation = inputs[-1]
     ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
-    ctx.mark_non_differentiable(statistics)
+    ctx.mark_non_differentiable(softmax_stats)
     # blockwise computes delta from its blocks and does not need out.
     needed_out = out if ctx.implementation == "triton" else None
-    needed_statistics = None if ctx.implementation == "blockwise" else statistics
+    needed_statistics = None if ctx.implementation == "blockwise" else softmax_stats
     ctx.save_for_backward(needed_out, lse, needed_statistics, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:-1]
 
@@ -190,7 +190,7 @@ def refusal(name: str, what: str) -> Callable[..., None]:
 
 
 class _Forward(Operator):
-    """out, lse, statistics = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
+    """out, lse, softmax_stats = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
 
     operator = ATTENTION_FORWARD
     setup_context = staticmethod(_save_for_backward)

@@ -69,12 +69,12 @@ def register() -> None:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
         ways = []
         for result, placements in kinds(tensors):
-            statistics = Replicate() if others[-1] == "blockwise" else result
-            ways.append(([result, result, statistics], [*of_tensors(tensors, placements), *(None for _ in others)]))
+            softmax_stats = Replicate() if others[-1] == "blockwise" else result
+            ways.append(([result, result, softmax_stats], [*of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
     def backward(
-        d_out: Any, d_lse: Any, out: Any, lse: Any, statistics: Any, *arguments: Any
+        d_out: Any, d_lse: Any, out: Any, lse: Any, softmax_stats: Any, *arguments: Any
     ) -> list[tuple[list[Any], list[Any]]]:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
         wanted, implementation = others[-1], others[-2]
@@ -88,7 +88,7 @@ def register() -> None:
                 gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
             of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]
             of_statistics = Replicate() if implementation == "blockwise" else result
-            saved = [*of_results, None if statistics is None else of_statistics]
+            saved = [*of_results, None if softmax_stats is None else of_statistics]
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
@@ -105,7 +105,7 @@ def register() -> None:
             for way, placements in on_grid(tensors)
         ]
 
-    def grid_backward(d_out: Any, out: Any, statistics: Any, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+    def grid_backward(d_out: Any, out: Any, softmax_stats: Any, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         tensors, others = GridTensors(*arguments[:_GRID_TENSORS]), arguments[_GRID_TENSORS:]
         wanted, ways = others[-1], []
         for way, placements in on_grid(tensors):

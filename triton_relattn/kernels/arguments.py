@@ -63,7 +63,7 @@ class PerQuery(NamedTuple):
     """Numbers of each query, float32: the forward's statistics, and those that the dq kernel stores for the other kernels. At the
     end one of each key."""
 
-    statistics: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
+    softmax_stats: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
     deltas: Strided  # (B, H, N)
     far_scores: Strided | None = None  # (B, H, 2, N), as those below: for keys beyond a clamped table, past and future
     far_values: Strided | None = None
@@ -133,7 +133,7 @@ class TableRows(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Arguments of dropout.kept, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6 cannot
+    """Arguments of dropout.keep_mask, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6 cannot
     compare a group that holds None with None, so kernels ask for the seed.)"""
 
     seed: torch.Tensor | None = None
@@ -246,23 +246,23 @@ def fixed(
     has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
     has_table = has_rel_key or has_rel_value or has_rel_bias or has_rel_p2c
     coverage = spec.coverage(offset_is_known) if has_table else "no table"
-    special = None
+    term_set = None
     if has_rel_value:
-        special = "rel_value"
+        term_set = "rel_value"
     elif has_rel_p2c:
-        special = "rel_p2c"
+        term_set = "rel_p2c"
     elif has_rel_query:
         narrow = configs.padded_width(rel_dim) < configs.padded_width(head_dim)
-        special = "narrow rel_query" if narrow else "rel_query"
+        term_set = "narrow rel_query" if narrow else "rel_query"
     elif has_rel_bias:
-        special = "rel_key and rel_bias" if has_rel_key else "rel_bias"
+        term_set = "rel_key and rel_bias" if has_rel_key else "rel_bias"
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
     blocks = map(configs.padded_width, widths)
     return Fixed(
         object(),
-        configs.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, special),
+        configs.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set),
         Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index),
         keep_scale(spec.dropout_p),
         (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right),

@@ -24,7 +24,7 @@ def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
     out: torch.Tensor | None,
-    statistics: torch.Tensor,
+    softmax_stats: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
@@ -44,9 +44,9 @@ def backward(
 
     Args:
         d_lse: None for zeros.
-        statistics: as the forward returns them.
+        softmax_stats: as the forward returns them.
         tiles: configurations by the names of kernels, in place of the selected ones.
-        delta: given if the keys are a part of those that statistics are of: ``rowsum(out * d_out) - d_lse`` of all of them.
+        delta: given if the keys are a part of those that softmax_stats are of: ``rowsum(out * d_out) - d_lse`` of all of them.
             out and d_lse, which it stands for, are None then.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
@@ -59,7 +59,7 @@ def backward(
     has_two_roles = given_rel_query is None and tensors.rel_query is not None
     if has_two_roles:
         wants["rel_query"] = wants["query"]
-    results = _backward(d_out, d_lse, out, statistics, tensors, spec, wants, tiles, delta)
+    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, delta)
     gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
     if (d_query := gradients["query"]) is not None:
         if scale_is_negative:
@@ -76,7 +76,7 @@ def _backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
     out: torch.Tensor | None,
-    statistics: torch.Tensor,
+    softmax_stats: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wants: Mapping[str, bool],
@@ -111,14 +111,14 @@ def _backward(
     far_key_sums = None
     if call.inputs.far_keys is not None and gradients["rel_p2c"] is not None:
         far_key_sums = query.new_zeros(entries, heads, 2, tensors.key.shape[2], dtype=torch.float32)
-    per_query = PerQuery(*map(strided, (statistics, deltas, *far, far_key_sums)))
+    per_query = PerQuery(*map(strided, (softmax_stats, deltas, *far, far_key_sums)))
     of_values = ("value", "rel_value")  # they need no delta, only the dq kernel's terms and sums of far keys
     needs_far = (far[0] is not None and gradients["value"] is not None) or (
         far[3] is not None and gradients["rel_value"] is not None
     )
     if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
         d_query, d_rel_query = gradients["query"], gradients["rel_query"]
-        if spec.exact_delta and not is_part and not (d_query is None and d_rel_query is None):
+        if spec.exact_query_grad and not is_part and not (d_query is None and d_rel_query is None):
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, None, None)
             launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)
         else:

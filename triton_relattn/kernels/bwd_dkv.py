@@ -7,7 +7,7 @@ import triton.language as tl
 from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_waiting, blocks_before, empty_band, waiting_dtype, whole_tile
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .key_terms import (
     add_end_rows_of_keys,
     add_far_queries,
@@ -23,7 +23,7 @@ from .key_terms import (
     store_key_sums,
 )
 from .masking import exists, locate, visible
-from .scores import LN_2, exponent_scale, finished, load_normaliser, probabilities, score_gradients, tile_scores
+from .scores import LN_2, apply_softcap_and_mask, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .table import Table, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, first_part, part_range, query_range, stop_part, walk_position
@@ -146,7 +146,7 @@ def dkv_kernel(
                     scores = whole_tile(rel_query, term, relative, TILE)
                 else:
                     scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-                row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+                row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
@@ -159,11 +159,11 @@ def dkv_kernel(
                 scores = tile_scores(query, key, scores, TILE)
                 # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
                 seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
-                scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
-                stays = None
+                keep = None
                 if call.dropout.seed is not None:
-                    stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                    keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
                 if WANTS_SCORES:
                     if PART == NEAR and inputs.rel_value is not None:
@@ -177,13 +177,13 @@ def dkv_kernel(
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
                 # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
                 if d_values is not None:
-                    kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
+                    kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
                     # [N, M] @ [M, Dv] -> [N, Dv]
                     d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
                 if WANTS_SCORES:
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                    d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, inputs.rel_value is not None)
+                    d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, inputs.rel_value is not None)
                     if call.scaling.softcap is not None:
                         d_scores *= slope
                     d_words = d_scores.to(query.dtype)

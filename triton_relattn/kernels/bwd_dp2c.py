@@ -12,10 +12,18 @@ import triton.language as tl
 from .arguments import Call, PerQuery, TableGradients, TableRows, cdiv, strided
 from .band import whole_tile
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .key_terms import key_terms, keys_at, mirrored, natural_keys, near_queries, rotate_columns
 from .masking import exists, locate, visible
-from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, score_gradients, tile_scores
+from .scores import (
+    apply_softcap_and_mask,
+    exponent_scale,
+    load_softmax_stats,
+    probabilities,
+    rel_unit,
+    score_gradients,
+    tile_scores,
+)
 from .table import Table
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
 
@@ -107,19 +115,19 @@ def dp2c_kernel(
                 if TILE.coverage == "clamp":
                     start_m, stop_m = near_queries(offs_n[None, :], first, last, place, ROWS, TILE)
                     seen = seen & (offs_m[:, None] >= start_m) & (offs_m[:, None] < stop_m)
-                scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
-                row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+                scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                 if inputs.rel_value is not None:
                     d_probs = whole_tile(d_out, value_table, relative, VALUE_TILE)
                 d_probs = tile_scores(d_out, value, d_probs, TILE)
-                stays = None
+                keep = None
                 if call.dropout.seed is not None:
-                    stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                    keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                 delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, inputs.rel_value is not None)
+                d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, inputs.rel_value is not None)
                 if call.scaling.softcap is not None:
                     d_scores *= slope
                 d_tile = tl.where(belongs, d_scores, d_tile)

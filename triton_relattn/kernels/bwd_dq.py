@@ -11,14 +11,14 @@ import triton.language as tl
 from .arguments import Call, PerQuery, cdiv, strided
 from .band import add_terms, add_waiting, blocks_before, empty_band, next_terms, waiting_dtype
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
 from .scores import (
     LN_2,
+    apply_softcap_and_mask,
     exponent_scale,
-    finished,
-    load_normaliser,
+    load_softmax_stats,
     probabilities,
     rel_unit,
     score_gradients,
@@ -110,7 +110,7 @@ def dq_kernel(
     d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
     d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
-    row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+    row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
     deltas = row_vector(per_query.deltas, place.entry, head, place.query_start)
     if d_lses is not None:
         d_lses = row_vector(d_lses, place.entry, head, place.query_start)
@@ -187,7 +187,7 @@ def dq_kernel(
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:
                 seen = seen & valid_m[:, None]
-            scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+            scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
             probs = probabilities(scores, seen, scale, row_max, log_sum)
 
             if PART == NEAR and inputs.rel_value is not None:
@@ -198,10 +198,10 @@ def dq_kernel(
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             d_probs = tile_scores(d_out, value, d_probs, TILE)
-            stays = None
+            keep = None
             if call.dropout.seed is not None:
-                stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-            d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, inputs.rel_value is not None)
+                keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+            d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, inputs.rel_value is not None)
             total += tl.sum(d_scores, axis=1)
             if call.scaling.softcap is not None:
                 d_scores *= slope
@@ -212,7 +212,7 @@ def dq_kernel(
                     slopes = probs * slope if call.scaling.softcap is not None else probs
                     past_sum, future_sum = add_far_tile(past_sum, future_sum, slopes, is_past)
                 if inputs.rel_value is not None:
-                    kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
+                    kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
                     past_kept, future_kept = add_far_tile(past_kept, future_kept, kept_probs, is_past)
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]

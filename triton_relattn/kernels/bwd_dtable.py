@@ -22,10 +22,18 @@ from .band import (
     term_dtype,
 )
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .key_terms import key_terms, mirrored, natural_keys
 from .masking import exists, locate, visible_band
-from .scores import exponent_scale, finished, load_normaliser, probabilities, rel_unit, score_gradients, tile_scores
+from .scores import (
+    apply_softcap_and_mask,
+    exponent_scale,
+    load_softmax_stats,
+    probabilities,
+    rel_unit,
+    score_gradients,
+    tile_scores,
+)
 from .table import Table, block_of_rows, table_rows
 from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
 from .walk import clamp_margin, near_keys
@@ -176,15 +184,15 @@ def dtable_kernel(
             # Queries that do not exist are excluded here. As rows of zeros, they would turn a table row of NaN into NaN for all.
             seen = band_within(low, high, TILE)
             offs_n = first_keys[:, None] + band_column(TILE)
-            scores, seen, slope = finished(scores, seen, offs_m[:, None], offs_n, mask, call.scaling)
-            row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+            scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n, mask, call.scaling)
+            row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
             probs = probabilities(scores, seen, scale, row_max, log_sum)
-            stays = None
+            keep = None
             if call.dropout.seed is not None:
-                stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n)
+                keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n)
 
             if d_tables.rel_value is not None:
-                kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
+                kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
                 kept_band = rotated_tile(kept_probs, TILE, query.dtype, BACK=True)
                 # [N, M] @ [M, Dv] -> [N, Dv]
                 value_acc = tl.dot(tl.trans(kept_band), d_out, value_acc, input_precision=TILE.precision)
@@ -194,7 +202,7 @@ def dtable_kernel(
                     d_probs += band_terms(d_out, value_rows, value_table, relative, VALUE_TILE)
                 delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                 delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                d_scores = score_gradients(probs, d_probs, delta, seen, stays, call, HAS_VALUE_TERM)
+                d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, HAS_VALUE_TERM)
                 if call.scaling.softcap is not None:
                     d_scores *= slope
                 # Rotating 16 bits takes half the shuffles. With a bias it is float32: its gradient is summed before rounding.

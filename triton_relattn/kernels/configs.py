@@ -23,7 +23,7 @@ from .tile_config import KERNELS as KERNELS
 from .tile_config import OF_WORDS as OF_WORDS
 
 DEFAULTS = Path(__file__).parent / "defaults.csv"
-CALL_COLUMNS = ("kernel", "precision", "unit", "width", "special", "coverage")
+CALL_COLUMNS = ("kernel", "precision", "unit", "width", "term_set", "coverage")
 """Columns of defaults.csv that describe a call. The others have the fields of a TileConfig."""
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
@@ -86,7 +86,7 @@ class Kind(NamedTuple):
     width: int
     coverage: str
     is_causal: bool
-    special: str | None
+    term_set: str | None
 
 
 def profile_key(
@@ -96,14 +96,14 @@ def profile_key(
     width: int,
     coverage: str,
     is_causal: bool,
-    special: str | None,
+    term_set: str | None,
     length: int,
 ) -> profiles.Key:
     """Return the properties that select depends on, as a profile stores them. Arguments as of select."""
     precision = input_precision(dtype, arch)
     dtype_name = str(dtype).removeprefix("torch.") if precision == "ieee" else precision
     bucket = profiles.length_bucket(length)
-    return profiles.Key(kernel, arch, dtype_name, padded_width(width, LEAST_WIDTH), coverage, is_causal, special, bucket)
+    return profiles.Key(kernel, arch, dtype_name, padded_width(width, LEAST_WIDTH), coverage, is_causal, term_set, bucket)
 
 
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
@@ -135,7 +135,7 @@ def select(
     width: int,
     coverage: str = "no table",
     is_causal: bool = False,
-    special: str | None = None,
+    term_set: str | None = None,
     length: int | None = None,
 ) -> TileConfig:
     """Return the configuration of one of KERNELS for a call.
@@ -143,28 +143,28 @@ def select(
     Args:
         width: the largest width of a head: of query, value or rel_query.
         coverage: see AttentionSpec.coverage; "no table" if there is none.
-        special: "grid" on a grid; else "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else
+        term_set: "grid" on a grid; else "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else
             "rel_query" if the call has one ("narrow rel_query" if it is narrower than the query); else "rel_key and rel_bias", or
             "rel_bias" if that is the only term; else None.
         length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
     """
     if length is not None and profiles.exist(arch):
-        tuned = profiles.find(profile_key(kernel, arch, dtype, width, coverage, is_causal, special, length))
+        tuned = profiles.find(profile_key(kernel, arch, dtype, width, coverage, is_causal, term_set, length))
         if tuned is not None:
             return tuned
     precision = input_precision(dtype, arch) if dtype == torch.float32 else "16 bits"
-    return _default(kernel, precision, architecture_of(arch).unit, width, special, coverage)
+    return _default(kernel, precision, architecture_of(arch).unit, width, term_set, coverage)
 
 
 @functools.cache
-def _default(kernel: str, precision: str, unit: str, width: int, special: str | None, coverage: str) -> TileConfig:
+def _default(kernel: str, precision: str, unit: str, width: int, term_set: str | None, coverage: str) -> TileConfig:
     """Return the configuration of the first row of defaults.csv that fits a call."""
     if coverage not in COVERAGES:
         raise ValueError(f"coverage must be one of {COVERAGES}, got {coverage!r}")
     call = dict(
         zip(
             CALL_COLUMNS,
-            (kernel, precision, unit, str(padded_width(width, LEAST_WIDTH)), special or "none", coverage),
+            (kernel, precision, unit, str(padded_width(width, LEAST_WIDTH)), term_set or "none", coverage),
             strict=True,
         )
     )

@@ -9,7 +9,7 @@ NUM_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
-def kept(dropout, batch, head, offs_m, offs_n):
+def keep_mask(dropout, batch, head, offs_m, offs_n):
     """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: arguments.Dropout."""
     seed = tl.load(dropout.seed)
     if dropout.origins is not None:

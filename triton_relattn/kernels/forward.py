@@ -9,13 +9,13 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
 from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .far_keys import launch_far_keys
 from .fitting import until_it_fits
 from .key_splits import launch_merge, number_of_splits, split_range
 from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
 from .masking import exists, locate_queries, visible
-from .scores import LN_2, exponent_scale, finished, softmax_update, tile_scores
+from .scores import LN_2, apply_softcap_and_mask, exponent_scale, softmax_update, tile_scores
 from .table import Table, add_end_rows, add_far_tile, far_terms, far_tile, reached_positions, reached_rows
 from .tiles import head_matrix, head_vector, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
@@ -26,7 +26,7 @@ def forward_kernel(
     inputs,
     outs,
     lses,
-    statistics,
+    softmax_stats,
     call,
     first,
     last,
@@ -34,11 +34,11 @@ def forward_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute out and lse of BLOCK_M queries of one head, and the statistics [B, H, 2, Nq] from which the backward computes
+    """Compute out and lse of BLOCK_M queries of one head, and the softmax_stats [B, H, 2, Nq] from which the backward computes
     probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
     Grid: (query blocks * batch * heads,), query blocks fastest. If lses is None, the grid has a second dimension, whose programs
-    share the keys; outs and statistics hold the results of each as those of further heads (key_splits.py merges them).
+    share the keys; outs and softmax_stats hold the results of each as those of further heads (key_splits.py merges them).
     """
     VALUE_TILE: tl.constexpr = TILE.values
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
@@ -115,11 +115,11 @@ def forward_kernel(
             seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
             if mask is not None:
                 seen = seen & valid_m[:, None]
-            scores, seen, _ = finished(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+            scores, seen, _ = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if call.dropout.seed is not None:
-                probs = tl.where(kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
+                probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
@@ -144,7 +144,7 @@ def forward_kernel(
         lse = row_vector(lses, place.entry, head, place.query_start)
         tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
         row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-    store_sides(statistics, place, out_head, offs_m, valid_m, row_max, log_sum)
+    store_sides(softmax_stats, place, out_head, offs_m, valid_m, row_max, log_sum)
 
 
 @until_it_fits
@@ -161,7 +161,7 @@ def forward(
     heads, seqlen_q = query.shape[1:3]
     out = new_like(query, tensors.value.shape[-1], dtype)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    statistics = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
+    softmax_stats = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:
         tensors, spec = with_positive_scale(tensors, spec)
         tensors = with_aligned_operands(tensors)
@@ -171,13 +171,13 @@ def forward(
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         splits = number_of_splits(spec, tile, programs, query.device)
         if splits == 1:
-            results, grid = (out, lse, statistics), (programs,)
+            results, grid = (out, lse, softmax_stats), (programs,)
         else:
             parts = query.new_empty(query.shape[0], splits * heads, seqlen_q, out.shape[3], dtype=torch.float32)
             part_statistics = query.new_empty(query.shape[0], splits * heads, 2, seqlen_q, dtype=torch.float32)
             results, grid = (parts, None, part_statistics), (programs, splits)
         outs, lses, all_statistics = map(strided, results)
-        call.launch("forward", forward_kernel, tile, grid, outs=outs, lses=lses, statistics=all_statistics)
+        call.launch("forward", forward_kernel, tile, grid, outs=outs, lses=lses, softmax_stats=all_statistics)
         if splits > 1:
-            launch_merge(call, parts, part_statistics, out, lse, statistics)
-    return out, lse, statistics
+            launch_merge(call, parts, part_statistics, out, lse, softmax_stats)
+    return out, lse, softmax_stats

@@ -52,7 +52,7 @@ class GridCall(Call):
         spec = AttentionSpec(scale, 1.0, 0, 0, False, -1, -1, 0, query.shape[2], key.shape[2], dropout_p=dropout_p)
         operands, spec = with_positive_scale(AttentionTensors(query, key, value, dropout_seed=seed), spec)
         super().__init__(with_aligned_operands(operands), spec, others, arch)
-        self.kind, self.limits = self.kind._replace(special="grid"), {}
+        self.kind, self.limits = self.kind._replace(term_set="grid"), {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
         unit = -self.common.scaling.bias_scale  # negated: see grid_tiles.py
         of_rows, of_columns = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)

@@ -6,11 +6,11 @@ import triton.language as tl
 
 from .arguments import PerQuery, strided
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .grid_call import GridCall
 from .grid_tiles import block_at, key_blocks, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 from .masking import locate
-from .scores import LN_2, exponent_scale, load_normaliser, probabilities, tile_scores
+from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, tile_scores
 from .tiles import head_matrix, load_rows, row_vector, store_rows
 
 
@@ -61,23 +61,23 @@ def grid_dkv_kernel(
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
         of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
         of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
-        row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+        row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
         scores = tile_scores(query, key, nothing, TILE)
         scores = with_terms(scores, of_rows, of_columns, CUT)
         probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
         if call.dropout.seed is not None:
-            stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+            keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
         d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
         if d_keys is not None:
             d_probs = tile_scores(d_out, value, nothing, TILE)
         # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
         if d_values is not None:
-            kept_probs = probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)
+            kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
             # [N, M] @ [M, Dv] -> [N, Dv]
             d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
         if d_keys is not None:
             if call.dropout.seed is not None:
-                d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+                d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
             delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
             d_scores = (probs * (d_probs - delta[:, None])).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]

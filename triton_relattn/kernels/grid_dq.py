@@ -11,7 +11,7 @@ import triton.language as tl
 from .arguments import PerQuery, cdiv, strided
 from .bwd_dq import rounded_delta
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .grid_call import GridCall, Sums
 from .grid_tiles import (
     column_mask,
@@ -29,7 +29,7 @@ from .grid_tiles import (
     with_terms,
 )
 from .masking import locate_queries
-from .scores import LN_2, exponent_scale, load_normaliser, probabilities, settled, tile_scores
+from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, settled, tile_scores
 from .tiles import head_matrix, load_rows, row_vector, store_rows
 
 
@@ -66,7 +66,7 @@ def grid_dq_kernel(
     outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
     out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     delta = rounded_delta(out, d_out, tile_m, TILE)
-    row_max, log_sum = load_normaliser(per_query.statistics, place, head, offs_m, valid_m)
+    row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
     places, exist = on_grid(offs_m, valid_m, key_grid)
 
     total = tl.full([TILE.block_m], 0.0, tl.float32)
@@ -91,8 +91,8 @@ def grid_dq_kernel(
             d_probs = tile_scores(d_out, value, nothing, TILE)
             if call.dropout.seed is not None:
                 offs_n = start + rows
-                stays = kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-                d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+                keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
             d_scores = probs * (d_probs - delta[:, None])
             d_rows, d_tile = sums_by_place(d_scores, CUT)
             total += tl.sum(d_rows, axis=1)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .arguments import cdiv, strided
 from .configs import TileConfig
-from .dropout import kept
+from .dropout import keep_mask
 from .grid_call import GridCall
 from .grid_tiles import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 from .masking import locate_queries
@@ -18,7 +18,7 @@ from .tiles import head_matrix, load_rows, store_rows, store_sides
 def grid_forward_kernel(
     inputs,
     outs,
-    statistics,
+    softmax_stats,
     call,
     key_grid,
     num_heads,
@@ -59,7 +59,7 @@ def grid_forward_kernel(
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if call.dropout.seed is not None:
                 offs_n = start + rows
-                probs = tl.where(kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
+                probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
@@ -69,10 +69,10 @@ def grid_forward_kernel(
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
-    store_sides(statistics, place, head, offs_m, valid_m, row_max, tl.log2(row_sum))
+    store_sides(softmax_stats, place, head, offs_m, valid_m, row_max, tl.log2(row_sum))
 
 
-def launch_grid_forward(call: GridCall, tile: TileConfig, out: torch.Tensor, statistics: torch.Tensor) -> None:
+def launch_grid_forward(call: GridCall, tile: TileConfig, out: torch.Tensor, softmax_stats: torch.Tensor) -> None:
     """Launch grid_forward_kernel for all queries; see there."""
     programs = cdiv(call.common.sequences.max_seqlen_q, tile.block_m) * call.num_sequences * call.heads
-    call.launch("forward", grid_forward_kernel, tile, (programs,), outs=strided(out), statistics=strided(statistics))
+    call.launch("forward", grid_forward_kernel, tile, (programs,), outs=strided(out), softmax_stats=strided(softmax_stats))

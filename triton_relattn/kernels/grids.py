@@ -23,18 +23,18 @@ def forward(
     """Return out (B, H, Nq, Dv) in query's dtype, and statistics for the backward as forward.forward has them."""
     query = tensors.query
     out = query.new_empty(*query.shape[:3], tensors.value.shape[3])
-    statistics = query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
+    softmax_stats = query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
     if out.numel() > 0:
         call = GridCall(tensors, scale, dropout_p, (out,))
-        launch_grid_forward(call, call.tile("forward", config), out, statistics)
-    return out, statistics
+        launch_grid_forward(call, call.tile("forward", config), out, softmax_stats)
+    return out, softmax_stats
 
 
 @until_it_fits
 def backward(
     d_out: torch.Tensor,
     out: torch.Tensor,
-    statistics: torch.Tensor,
+    softmax_stats: torch.Tensor,
     tensors: GridTensors,
     scale: float,
     dropout_p: float,
@@ -46,7 +46,7 @@ def backward(
     Memory beyond the gradients: for each query two numbers, d_query in float32, its terms, and twice as many sums.
 
     Args:
-        statistics: as the forward returns them.
+        softmax_stats: as the forward returns them.
         tiles: configurations by the names of kernels, in place of the selected ones.
     """
     if d_out.numel() == 0:
@@ -59,7 +59,7 @@ def backward(
     call = GridCall(tensors, scale, dropout_p, (out, d_out, d_query))
     of_dq, of_dkv = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
     deltas = query.new_empty(query.shape[:3], dtype=torch.float32)
-    per_query = PerQuery(*map(strided, (statistics, deltas)))  # type: ignore[arg-type]
+    per_query = PerQuery(*map(strided, (softmax_stats, deltas)))  # type: ignore[arg-type]
     sums = call.new_sums(of_dq.block_n) if wanted[0] or wanted[3] or wanted[4] else None
     if sums is not None or d_key is not None:
         launch_grid_dq(call, of_dq, per_query, out, d_out, d_query, sums)

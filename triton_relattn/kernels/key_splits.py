@@ -39,7 +39,7 @@ def merge_kernel(
     part_statistics,
     outs,
     lses,
-    statistics,
+    softmax_stats,
     scaling,
     mask,
     splits,
@@ -49,7 +49,7 @@ def merge_kernel(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Merge out [B, splits * H, Nq, Dv] and statistics [B, splits * H, 2, Nq] of the splits into out, lse and statistics.
+    """Merge out [B, splits * H, Nq, Dv] and softmax_stats [B, splits * H, 2, Nq] of the splits into out, lse and softmax_stats.
 
     Grid: (query blocks, heads, batch).
     """
@@ -80,8 +80,8 @@ def merge_kernel(
     log_sum = tl.log2(total)
     lse = row_max * (scale * LN_2) + log_sum * LN_2
     tl.store(row_vector(lses, entry, head, 0) + offs_m, lse, mask=valid_m)
-    tl.store(side_vector(statistics, entry, head, 0, 0) + offs_m, shift, mask=valid_m)
-    tl.store(side_vector(statistics, entry, head, 1, 0) + offs_m, log_sum, mask=valid_m)
+    tl.store(side_vector(softmax_stats, entry, head, 0, 0) + offs_m, shift, mask=valid_m)
+    tl.store(side_vector(softmax_stats, entry, head, 1, 0) + offs_m, log_sum, mask=valid_m)
 
 
 def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
@@ -101,7 +101,7 @@ def launch_merge(
     part_statistics: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    statistics: torch.Tensor,
+    softmax_stats: torch.Tensor,
 ) -> None:
     """Launch merge_kernel; see there."""
     entries, heads, queries, _ = out.shape
@@ -110,7 +110,7 @@ def launch_merge(
         "part_statistics": strided(part_statistics),
         "outs": strided(out),
         "lses": strided(lse),
-        "statistics": strided(statistics),
+        "softmax_stats": strided(softmax_stats),
         "scaling": call.common.scaling,
         "mask": call.inputs.attn_mask,
         "splits": parts.shape[1] // heads,

@@ -42,7 +42,7 @@ class Key:
     width: int  # of the tile: 64, 128 or 256
     coverage: str
     is_causal: bool
-    special: str | None
+    term_set: str | None
     length_bucket: int
 
 

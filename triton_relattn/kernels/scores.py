@@ -66,7 +66,7 @@ def is_linear(softcap, mask):
 
 
 @triton.jit
-def finished(scores, seen, offs_m, offs_n, mask, scaling):
+def apply_softcap_and_mask(scores, seen, offs_m, offs_n, mask, scaling):
     """Apply softcap and attn_mask to scores; return them, the mask of pairs that are still seen, and the softcap's slope, which
     is 0 at the other pairs.
 
@@ -121,11 +121,11 @@ def settled(sums, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_normaliser(statistics, place, head, offs_m, valid_m):
+def load_softmax_stats(softmax_stats, place, head, offs_m, valid_m):
     """Load the statistics that the forward stored, two [M]: the maximum of each query's scores, and the base-2 logarithm of the
     sum of their exponentials."""
-    row_max = side_vector(statistics, place.entry, head, 0, place.query_start)
-    log_sum = side_vector(statistics, place.entry, head, 1, place.query_start)
+    row_max = side_vector(softmax_stats, place.entry, head, 0, place.query_start)
+    log_sum = side_vector(softmax_stats, place.entry, head, 1, place.query_start)
     return tl.load(row_max + offs_m, mask=valid_m, other=0.0), tl.load(log_sum + offs_m, mask=valid_m, other=0.0)
 
 
@@ -144,14 +144,14 @@ def probabilities(scores, seen, scale, row_max, log_sum):
 
 
 @triton.jit
-def score_gradients(probs, d_probs, delta, seen, stays, call, HAS_VALUE_TERM: tl.constexpr):
+def score_gradients(probs, d_probs, delta, seen, keep, call, HAS_VALUE_TERM: tl.constexpr):
     """Compute dS = P (dP - delta) [M, N], the gradient of the logits before softcap, delta [M].
 
-    stays: the pairs that dropout keeps, or None. HAS_VALUE_TERM: dP has a term of rel_value, whose row for a hidden pair may be
+    keep: the pairs that dropout keeps, or None. HAS_VALUE_TERM: dP has a term of rel_value, whose row for a hidden pair may be
     NaN.
     """
-    if stays is not None:
-        d_probs = tl.where(stays, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+    if keep is not None:
+        d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
     if HAS_VALUE_TERM:
         d_probs = tl.where(seen, d_probs, 0.0)
     return probs * (d_probs - delta[:, None])

@@ -166,7 +166,7 @@ OF_GRID_KERNELS = (
         "the gradient of the value is that of all probabilities",
         on_kernels("dropout"),
         DKV,
-        "probs if call.dropout.seed is None else tl.where(stays, probs, 0.0)",
+        "probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)",
         "probs",
     ),
     fault(

@@ -166,8 +166,8 @@ OF_FORWARD = (
         (
             Change(
                 FORWARD,
-                "kept(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])",
-                "kept(call.dropout, place.batch, head, offs_m[:, None], tile_n[None, :])",
+                "keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])",
+                "keep_mask(call.dropout, place.batch, head, offs_m[:, None], tile_n[None, :])",
             ),
         ),
     ),
@@ -377,7 +377,7 @@ OF_TABLE = (
         "table-dropout-by-entry",
         "in a packed batch the gradient of a table drops what the first sequence drops",
         (f"{ON_FEATURES}::test_packed[full-0.4]",),
-        (Change(DTABLE, "kept(call.dropout, place.batch, head", "kept(call.dropout, place.entry, head"),),
+        (Change(DTABLE, "keep_mask(call.dropout, place.batch, head", "kept(call.dropout, place.entry, head"),),
     ),
     Fault(
         "shared-table-of-the-first-heads",

@@ -122,7 +122,7 @@ OF_LAUNCHERS = (
     ),
     Fault(
         "exact-delta-skipped",
-        "exact_delta makes no first pass",
+        "exact_query_grad makes no first pass",
         (f"{ON_FEATURES}::test_exact_delta[False]",),
         (
             Change(
