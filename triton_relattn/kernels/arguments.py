@@ -133,8 +133,8 @@ class TableRows(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Arguments of dropout.keep_mask, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6 cannot
-    compare a group that holds None with None, so kernels ask for the seed.)"""
+    """Arguments of dropout.keep_mask, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6
+    cannot compare a group that holds None with None, so kernels ask for the seed.)"""
 
     seed: torch.Tensor | None = None
     largest_dropped: int | None = None

@@ -154,7 +154,7 @@ OF_DISTRIBUTED = (
         (Change(DQ, "    if IS_PART:\n", "    if False:\n"),),
     ),
     Fault(
-        "softmax_stats-of-lse-without-scale",
+        "statistics-of-lse-without-scale",
         "lse takes the place of a maximum that is in other units",
         (ON_PARTS,),
         (Change(LAUNCHER, "(scale if is_linear else 1.0)", "1.0"),),

@@ -27,7 +27,7 @@ OF_KEY_SPLITS = (
         (Change(KEY_SPLITS, "tl.exp2((part_max - shift) * scale + log_sum)", "tl.exp2(log_sum)"),),
     ),
     Fault(
-        "merged-softmax_stats-of-the-last-split",
+        "merged-statistics-of-the-last-split",
         "the backward gets the sum of one split",
         (f"{ON_KEY_SPLITS}::test_repeats",),
         (Change(KEY_SPLITS, "    log_sum = tl.log2(total)\n    lse =", "    lse ="),),
