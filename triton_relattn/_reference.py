@@ -23,7 +23,7 @@ def reference_attention(
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def reference_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
-    left, right = window_size
+    left, right = window_size or (-1, -1)
     visible = torch.ones_like(relative_position, dtype=torch.bool)
     if left >= 0:
         visible = visible & (relative_position >= -left)

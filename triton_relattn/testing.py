@@ -234,7 +234,7 @@ def dense_gradients(
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     keep: torch.Tensor | None = None,
@@ -280,7 +280,7 @@ def dense_gradients(
     if softcap is not None:
         limited = torch.tanh(scores / softcap)
         scores, slope = softcap * limited, 1 - limited.square()
-    left, right = window_size
+    left, right = window_size or (-1, -1)
     hidden = (relative_position > 0) & is_causal
     hidden = hidden | ((relative_position < -left) & (left >= 0)) | ((relative_position > right) & (right >= 0))
     if key_lengths is not None:

@@ -59,7 +59,7 @@ def magnitudes(
     attn_mask: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     query_offset: int | torch.Tensor = 0,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -108,7 +108,7 @@ def magnitudes(
         limited_error = (slope * z_error / softcap + unit * (1 + limited.abs())).clamp_max(2)
         slope_error = (2 * limited.abs() + limited_error) * limited_error
         z, z_error = softcap * limited, softcap * limited_error
-    left, right = window_size
+    left, right = window_size or (-1, -1)
     visible = torch.ones_like(z, dtype=torch.bool)
     for hides, hidden in ((is_causal, relative > 0), (left >= 0, relative < -left), (right >= 0, relative > right)):
         visible &= ~hidden if hides else visible
