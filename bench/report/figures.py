@@ -64,9 +64,10 @@ QUANTITIES: dict[str, tuple[float, float, Callable[[float], str]]] = {
 
 
 def ticks_of(values: Sequence[float], quantity: str) -> tuple[list[float], list[str]]:
-    """Return the ticks of a logarithmic axis and their labels. quantity: one of QUANTITIES."""
+    """Return the ticks of a logarithmic axis and their labels, for the values that are positive. quantity: one of QUANTITIES."""
     base, unit, show = QUANTITIES[quantity]
-    ticks = _powers(min(values), max(values), base, unit)
+    positive = [value for value in values if value > 0] or [unit]  # a peak above the inputs may be 0
+    ticks = _powers(min(positive), max(positive), base, unit)
     return ticks, [show(tick) for tick in ticks]
 
 

@@ -28,6 +28,7 @@ from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
 from bench.measure import point, timing
 from bench.report import summary
+from bench.report.figures import ticks_of
 from bench.report.rows import STAMP, read
 from bench.verbs import accuracy, memory, speed, verify
 from triton_relattn import RelativePositions, fused_relative_attention
@@ -465,3 +466,9 @@ def test_a_decode_step_is_the_last_query() -> None:
     expected = METHODS[OURS].make(whole)(inputs)[:, :, -1:]
     torch.testing.assert_close(METHODS[OURS].make(step)(last), expected)
     assert METHODS["gather"].why_not(step, "cpu") and METHODS["sdpa"].why_not(step, "cpu") is None
+
+
+def test_ticks_of_a_peak_that_nobody_saw() -> None:
+    """0 bytes above the inputs has no place on a logarithmic axis; the others have."""
+    assert ticks_of([0.0, 2.0**21, 0.0], "bytes") == ticks_of([2.0**21], "bytes")
+    assert ticks_of([0.0], "bytes")[0][0] == 2**20
