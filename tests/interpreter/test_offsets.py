@@ -30,7 +30,7 @@ from triton_relattn.testing import make_inputs
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
 """A number for each row: the rows are always next to each other."""
-SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_kept", "sums"}
+SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_kept", "far_keys", "far_key_sums", "sums"}
 """Two numbers for each row."""
 ENDS = {"d_tables"}
 """Tensors whose last row of a head is addressed from the first row of the next head."""
@@ -48,7 +48,7 @@ ROWS_OF = {
     "d_rel_queries",
 }
 """A row for each query or key."""
-NO_TENSORS = {"dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
+NO_TENSORS = {"GROUP", "dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
 """Arguments that are None or no tensors in these calls. (words would be one with a workspace, but there is none here.)"""
 
 
@@ -176,7 +176,7 @@ SMALL = (10, 70, -4, 4, 30)
 def test_results_are_the_same(
     apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, whatever the strides. The far keys' kernel is launched only where a table is clamped; with rel_p2c none is."""
+    """Bit for bit, whatever the strides. The kernels of far keys and of end rows are launched only where a table is clamped."""
     monkeypatch.setattr(configs, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
     block = 128 if apart is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
@@ -185,8 +185,9 @@ def test_results_are_the_same(
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
     absent = {"attn_mask", "softmax_stats"} if packed else set()
-    absent |= {name for name in SIDES if name.startswith("far_")} if p2c else {"rel_p2c", "d_rel_p2c"}
-    assert len(kept) == (4 if apart in (TILES, TABLE) and not p2c else 5)
+    absent |= set() if p2c else {"rel_p2c", "d_rel_p2c", "far_keys", "far_key_sums"}
+    of_tables = 1 + p2c
+    assert len(kept) == 3 + of_tables + (0 if apart in (TILES, TABLE) else of_tables)
     assert all(names <= apart.kept | absent for names in kept.values()), kept
 
 

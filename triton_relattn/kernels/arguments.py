@@ -358,7 +358,6 @@ class Call:
             OutOfResources: a configuration that was asked for does not fit the GPU.
         """
         every = {
-            **arguments,
             "inputs": self.inputs,
             "call": self.common,
             **self.limits,
@@ -367,6 +366,7 @@ class Call:
             "TILE": self.compiled_tile(config, walks_keys=name in ("forward", "dq")),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
+            **arguments,
         }
         if config.max_registers is not None:
             every["maxnreg"] = config.max_registers
