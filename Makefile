@@ -41,7 +41,7 @@ test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 G
 # take: words handed from one kernel function to another, and groups of arguments that are compared with None.
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
-	PYTHONPATH=.triton-oldest $(PYTEST) tests/compile/test_launches.py tests/compile/test_grids.py
+	PYTHONPATH=.triton-oldest $(PYTEST) tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py
 
 # Some tests with the newest triton that pip finds, beside the torch of constraints.txt, in .venv-newest.
 test-newest: ## smoke with the newest triton, in .venv-newest (2.5 GB)
