@@ -25,11 +25,11 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, a sixth of the cases of every test, and those that notice known faults, in five minutes: before a pull request
-	$(MAKE) suite SHARE=6
+test: lint ## lint, an eighth of the cases of every test, and those that notice known faults, in five minutes: before a pull request
+	$(MAKE) suite SHARE=8
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need; SHARE=6: a sixth of the cases
+suite: setup ## the tests alone, in the two processes that they need; SHARE=8: an eighth of the cases
 	$(PYTEST) tests --ignore tests/interpreter --share $(or $(SHARE),1)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py --share $(or $(SHARE),1)
 

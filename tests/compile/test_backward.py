@@ -72,6 +72,7 @@ def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
     return [loop.total() * config.num_warps / (config.block_m * config.block_n) for loop in loops]
 
 
+@pytest.mark.thorough
 @on_triton_3_7
 def test_cost_of_the_relative_term() -> None:
     """Instructions per score on sm_90, width 64, against the plain kernels: full tables, and far tiles of clamped ones."""
@@ -102,6 +103,7 @@ def test_products_per_tile() -> None:
     assert products("dtable", "sm_80", "full") == 6  # QK and dP of two tiles, QE, dE
 
 
+@pytest.mark.thorough
 def test_grids() -> None:
     """Blocks, heads and entries lie on axis 0, whose limit is 2**31 - 1, even with 70,000 heads. The dtable kernel's programs
     just fill the GPU."""

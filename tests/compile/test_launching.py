@@ -153,6 +153,7 @@ def test_lengths_are_told_apart(searches: list[str]) -> None:
     assert len({launches[0][0] for launches in first}) > 1
 
 
+@pytest.mark.thorough
 def test_other_ways_are_left_to_triton(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton is asked on AMD's GPUs, when it compiles for debugging or for a profiler, and by whoever replaces its launch."""
     arguments = usual(torch.bfloat16)

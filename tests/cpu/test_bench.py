@@ -132,6 +132,7 @@ def test_wrong_and_broken_methods_get_no_time(
     assert "off, forward, b1 h2 n32 d16 full fp32: wrong" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_red_gate_prints_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """speed and memory run the tests first, and measure nothing if one fails; verify says so."""
     test = tmp_path / "test_red.py"

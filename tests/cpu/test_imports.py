@@ -108,6 +108,7 @@ except RuntimeError as error:
     assert "pip install triton" in output
 
 
+@pytest.mark.thorough
 def test_interpreter_asked_for_after_the_import() -> None:
     """TRITON_INTERPRET=1 counts until the kernels are loaded, when "triton" is first looked at; after that it says why not."""
     program = f"""
@@ -262,6 +263,7 @@ def call(dtype=torch.float16, width=16, generation=9, compiled=False, dynamic=No
 '''
 
 
+@pytest.mark.thorough
 def test_a_gpu_without_numpy_gets_the_kernels() -> None:
     """Neither torch nor triton requires numpy; only Triton's interpreter does. The device is a stand-in, without memory."""
     program = f"""
@@ -294,6 +296,7 @@ def assert_told_why(printed: str, reason: str) -> None:
     assert 'implementation="blockwise" asks for that without this warning' in warning
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", NO_TRITON)
 def test_a_gpu_that_gets_blockwise_for_lack_of_triton_is_told_why(how: str) -> None:
     calls = "".join(f"call(implementation={implementation})\n" for implementation in ("'blockwise'", None, None))

@@ -356,6 +356,7 @@ assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.thorough
 def test_flop_counter_of_an_exported_call(tmp_path: Path) -> None:
     """A program that calls the operator, and none of our functions, is counted."""
     query = torch.zeros(1, 1, 4, 8)

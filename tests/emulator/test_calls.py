@@ -80,6 +80,7 @@ def test_what_was_wrong(subject: Subject) -> None:
     assert not check(subject).problems
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_programs_that_share_keys(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_splits, "LEAST_KEYS", 64)
