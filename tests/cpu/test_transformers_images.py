@@ -86,10 +86,10 @@ def build(name: str, implementation: str = "eager", **changes: Any) -> Any:
     return varied(made).eval().double()
 
 
-def images(name: str) -> dict[str, torch.Tensor]:
+def images(name: str, batch: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     names = ["pixel_values", *(["prompt_pixel_values", "prompt_masks"] if name == "seggpt" else [])]
-    return {each: torch.randn(2, 3, WHOLE[name].height, SIZE, dtype=torch.float64) for each in names}
+    return {each: torch.randn(batch, 3, WHOLE[name].height, SIZE, dtype=dtype) for each in names}
 
 
 def test_every_family_is_here() -> None:

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.families import EVERY, FAMILIES, Family
-from tests.cpu.test_transformers_images import SIZE
 from tests.cpu.test_transformers_images import WHOLE as OF_IMAGES
+from tests.cpu.test_transformers_images import images
 
 LAYERS = 2
 Inputs = Callable[[Any, int, int], dict[str, torch.Tensor]]
@@ -66,10 +66,9 @@ def tokens(config: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(1, 50, (batch, length)), "attention_mask": torch.ones(batch, length, dtype=torch.long)}
 
 
-def images(name: str) -> Inputs:
+def images_of(name: str) -> Inputs:
     """Return a function for images of the family's size."""
-    names = ["pixel_values", *(["prompt_pixel_values", "prompt_masks"] if name == "seggpt" else [])]
-    return lambda config, batch, length: {each: torch.randn(batch, 3, OF_IMAGES[name].height, SIZE) for each in names}
+    return lambda config, batch, length: images(name, batch, torch.float32)
 
 
 def small(name: str, **others: Any) -> dict[str, Any]:
@@ -111,7 +110,7 @@ WHOLE = (
     Subject("fastspeech2_conformer", "fastspeech2_conformer", "FastSpeech2ConformerModel", "FastSpeech2ConformerConfig",
           small("fastspeech2_conformer", **TO_SPEECH), tokens),
     Subject("vits", "vits", "VitsModel", "VitsConfig", small("vits", **FLOWS), tokens),
-    *(Subject(name, name, each.model, each.config, each.sizes, images(name)) for name, each in OF_IMAGES.items()),
+    *(Subject(name, name, each.model, each.config, each.sizes, images_of(name)) for name, each in OF_IMAGES.items()),
 )  # fmt: skip
 
 SUBJECTS = (*(of_family(family) for family in EVERY if is_whole(family)), *WHOLE)

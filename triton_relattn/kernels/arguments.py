@@ -314,8 +314,9 @@ class Call:
             strided(mask),
             per_head(tensors.rel_p2c, 2),
         )
-        of_sequences = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-        vectors = [contiguous(vector) for vector in (*of_sequences, tensors.dropout_seed, tensors.dropout_origins)]
+        vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+        of_sequences = [contiguous(vector) for vector in vectors]
+        of_dropout = contiguous(tensors.dropout_seed), contiguous(tensors.dropout_origins)
         wide_index = False
         for tensor in (query, key, value, tensors.rel_query, *others):
             wide_index |= tensor is not None and configs.needs_wide_index(tensor)
@@ -333,14 +334,14 @@ class Call:
             tuple([tensor is not None for tensor in with_terms]),  # type: ignore[arg-type]
             tensors.query_offsets is None,
             wide_index,
-            (description(self.inputs), description(vectors)),
+            (description(self.inputs), description((*of_sequences, *of_dropout))),
         )
         self.fixed, self.kind, self.coverage, self.shape = of_call, of_call.kind, of_call.kind.coverage, of_call.shape
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
-        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *vectors[:4])
+        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *of_sequences)
         dropout = Dropout()
         if tensors.dropout_seed is not None:
-            dropout = Dropout(vectors[4], of_call.largest_dropped, of_call.keep_scale, vectors[5])
+            dropout = Dropout(of_dropout[0], of_call.largest_dropped, of_call.keep_scale, of_dropout[1])
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
         self.likeness: tuple[Any, ...] = (of_call.likeness,)

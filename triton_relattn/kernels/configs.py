@@ -161,13 +161,8 @@ def _default(kernel: str, precision: str, unit: str, width: int, term_set: str |
     """Return the configuration of the first row of defaults.csv that fits a call."""
     if coverage not in COVERAGES:
         raise ValueError(f"coverage must be one of {COVERAGES}, got {coverage!r}")
-    call = dict(
-        zip(
-            CALL_COLUMNS,
-            (kernel, precision, unit, str(padded_width(width, LEAST_WIDTH)), term_set or "none", coverage),
-            strict=True,
-        )
-    )
+    padded = str(padded_width(width, LEAST_WIDTH))
+    call = dict(zip(CALL_COLUMNS, (kernel, precision, unit, padded, term_set or "none", coverage), strict=True))
     return next(config for wanted, config in _defaults() if wanted.items() <= call.items())
 
 

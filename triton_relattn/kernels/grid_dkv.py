@@ -10,7 +10,7 @@ from .dropout import keep_mask
 from .grid_call import GridCall
 from .grid_tiles import block_at, key_blocks, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 from .masking import locate
-from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, tile_scores
+from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .tiles import head_matrix, load_rows, row_vector, store_rows
 
 
@@ -65,6 +65,7 @@ def grid_dkv_kernel(
         scores = tile_scores(query, key, nothing, TILE)
         scores = with_terms(scores, of_rows, of_columns, CUT)
         probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
+        keep = None
         if call.dropout.seed is not None:
             keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
         d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
@@ -76,10 +77,8 @@ def grid_dkv_kernel(
             # [N, M] @ [M, Dv] -> [N, Dv]
             d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
         if d_keys is not None:
-            if call.dropout.seed is not None:
-                d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
             delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
-            d_scores = (probs * (d_probs - delta[:, None])).to(query.dtype)
+            d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]
             d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
 

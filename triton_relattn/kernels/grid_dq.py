@@ -29,7 +29,7 @@ from .grid_tiles import (
     with_terms,
 )
 from .masking import locate_queries
-from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, settled, tile_scores
+from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, settled, tile_scores
 from .tiles import head_matrix, load_rows, row_vector, store_rows
 
 
@@ -89,11 +89,11 @@ def grid_dq_kernel(
             probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             d_probs = tile_scores(d_out, value, nothing, TILE)
+            keep = None
             if call.dropout.seed is not None:
                 offs_n = start + rows
                 keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-                d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
-            d_scores = probs * (d_probs - delta[:, None])
+            d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False)
             d_rows, d_tile = sums_by_place(d_scores, CUT)
             total += tl.sum(d_rows, axis=1)
             if sums is not None:
