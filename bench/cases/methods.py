@@ -17,6 +17,8 @@ from .attention import Case, Inputs
 from .baselines import BASELINES
 
 OURS = "triton_relattn"
+OF_OURS = (OURS, "plain")
+"""Methods that our operator computes, with the table and without."""
 Function = Callable[[Inputs], torch.Tensor]
 
 

@@ -88,12 +88,12 @@ PARTS: dict[str, tuple[Part, float]] = {
     "smoke": (kernels.smoke, 40),
     "variants": (kernels.variants, 70),
     "correctness": (checks.correctness, 60),
-    "speed": (measurements.measure_speed, 85),
+    "speed": (measurements.measure_speed, 80),
     "tests": (marked_tests, 50),
     "configs": (checks.every_config, 25),
-    "memory": (measurements.measure_memory, 20),
+    "memory": (measurements.measure_memory, 15),
     "flex": (measurements.measure_flex, 30),
-    "host": (measurements.host, 10),
+    "host": (measurements.host, 20),
     "repeats": (checks.repeats, 15),
     "sanitizer": (sanitizer.sanitizer, 25),
     "tune": (measurements.search, 20),
@@ -113,6 +113,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
     parser.add_argument("--reach", type=int, default=2, help="of the search, see python -m bench tune (%(default)s)")
     parser.add_argument("--here", type=Path, metavar="FOLDER", help="run parts in this process, with raw files in FOLDER")
+    # Of a part in a process of its own, whose imports count: time.monotonic() is the same in all processes.
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs is None:
         options.jobs = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0
@@ -135,7 +137,7 @@ def run_here(part: str, options: argparse.Namespace) -> None:
     report = Report(options, part)
     run, _ = PARTS[part]
     try:
-        run(options, report, time.monotonic() + options.seconds)
+        run(options, report, options.until or time.monotonic() + options.seconds)
     except Exception as error:
         report.say(traceback.format_exc())
         report.fail(in_one_line(error))
@@ -144,7 +146,8 @@ def run_here(part: str, options: argparse.Namespace) -> None:
 
 def command_of(part: str, options: argparse.Namespace, seconds: float) -> list[str]:
     """The command that runs a part in a process of its own."""
-    command = [sys.executable, "-m", "bench.gpu", "--here", str(options.raw), "--parts", part, "--seconds", f"{seconds:.1f}"]
+    command = [sys.executable, "-m", "bench.gpu", "--here", str(options.raw), "--parts", part]
+    command += ["--until", f"{time.monotonic() + seconds:.1f}"]
     command += ["--results", str(options.results), "--device", options.device, "--jobs", str(options.jobs)]
     return [*command, "--reach", str(options.reach), *["--tiny"] * options.tiny]
 
@@ -174,6 +177,7 @@ class Run:
             outcome = outcome_of(self.options.raw, part, status, time.monotonic() - began)
             outcome.ended = "interrupted" if interrupted else outcome.ended
             self.outcomes.append(outcome)
+            pack(self.options.results, self.options.raw)  # also if this process is killed before its end
         self.say(f"{part}: {outcome.status} in {outcome.seconds:.0f} s" + f"; {outcome.note}" * bool(outcome.note))
 
     def run_all(self) -> None:
@@ -238,12 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(reason)
         return 2
     options.arch = configs.architecture(torch.device(options.device))
+    signal.signal(signal.SIGTERM, interrupt)  # so that what a part has started ends with it
     if options.here is not None:
         options.raw = options.here
         for part in options.parts:
             run_here(part, options)
         return 0
-    signal.signal(signal.SIGTERM, interrupt)
     options.results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         options.raw = Path(folder)

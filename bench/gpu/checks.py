@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,7 +20,7 @@ from triton_relattn import RelativePositions, fused_relative_attention, testing
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
@@ -29,6 +31,7 @@ from .report import Report, synchronize
 from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
+IN_PARTS = str(4 << 20)  # bytes of a workspace that some calls fill twice
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
 
 
@@ -51,6 +54,8 @@ class Case:
     kernel: str = ""
     p2c: bool = False
     """Whether the keys have a table, too."""
+    workspace: str = ""
+    """The limit of the backward's workspace in bytes, if it is not the usual one."""
 
     def positions(self) -> RelativePositions | None:
         """Return the positions of a table with a row for every visible pair, or with fewer."""
@@ -146,10 +151,11 @@ def run_case(case: Case, device: str) -> list[dict[str, Any]]:
             synchronize(device)  # raises if an earlier case has left the GPU in an error
             failure = "error"
             inputs, arguments = case.inputs(device, sharp), case.arguments(device)
-            if case.kernel:
-                row["config"], results = run_kernel(case, inputs, arguments)
-            else:
-                results = testing.forward_backward(OURS, inputs, **arguments)
+            with mock.patch.dict(os.environ, {workspace.VARIABLE: case.workspace} if case.workspace else {}):
+                if case.kernel:
+                    row["config"], results = run_kernel(case, inputs, arguments)
+                else:
+                    results = testing.forward_backward(OURS, inputs, **arguments)
             synchronize(device)
             row |= judge(results, inputs, arguments)
         except Exception as error:
@@ -175,7 +181,9 @@ def correctness_cases(tiny: bool) -> list[Case]:
         {"value_width": 96, "per_head": True},
         {"batch": 1, "heads": 1, "num_queries": 2048, "num_keys": 2048},
         {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200},
+        {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200, "workspace": IN_PARTS},
         {"num_queries": 1, "num_keys": 300, "query_offset": 299},
+        {"num_queries": 1, "num_keys": 4100, "query_offset": 4099},  # several programs share the keys
         {"num_queries": 300, "num_keys": 1},
     ]
     main = [(table, causal, width) for width in (64, 128) for table in TABLES for causal in (False, True)]

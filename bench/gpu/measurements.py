@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import tune
 from bench.cases.attention import CLIPPED, DTYPES, Case, choose
-from bench.cases.methods import METHODS, OURS
+from bench.cases.methods import METHODS, OF_OURS, OURS
 from bench.measure import timing
 from bench.measure.processes import processes
 from bench.report import summary
@@ -29,8 +29,7 @@ from .workers import Lost, spread
 
 SECONDS_A_CASE = 3.0
 SLOW_TO_START = ("flex_attention", "disentangled_flash", "flashdeberta")
-OURS_ALONE = (OURS, "plain")
-PEAKS = (*OURS_ALONE, "gather", "dense_bias")
+PEAKS = (*OF_OURS, "gather", "dense_bias")
 TINY = [Case(1, 1, 45, 16, True, dtype="fp16"), Case(1, 1, 60, 16, False, 9, dtype="fp16")]
 CHECKED_LENGTHS = (512, 500)  # of calls that stand for longer ones: divisible by 16, as Triton likes it, and not
 
@@ -43,7 +42,7 @@ def speed_cases() -> list[Case]:
 
 def _options(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
     """Return the options of the verbs."""
-    usual = {"methods": list(METHODS), "directions": list(timing.DIRECTIONS), "seconds": SECONDS_A_CASE}
+    usual = {"methods": list(METHODS), "directions": [*timing.DIRECTIONS, *timing.PARTS], "seconds": SECONDS_A_CASE}
     usual |= {"no_verify": True, "memory_limit": 4 << 30} | ({"seconds": 0.0} if options.tiny else {})
     return argparse.Namespace(**{**vars(options), **usual, **changes})
 
@@ -90,7 +89,7 @@ def verified(case: Case, device: str) -> dict[str, str]:
 
 def _compile(case: Case, device: str) -> str:
     """Run a case in a process that times nothing: what is compiled is then in caches on disk."""
-    for name in OURS_ALONE:
+    for name in OF_OURS:
         inputs, d_out = case.inputs(device)
         for step in timing.steps(METHODS[name].make(case), inputs, d_out, METHODS[name].has_table).values():
             step.run()
@@ -106,11 +105,8 @@ def measure_case(
     case, methods, not_tried = item
     wrong = verified(case, options.device)
     rows = speed.measure(case, _options(options, methods=methods), not_tried)
-    ours = [name for name in OURS_ALONE if name in methods]
-    if OURS in ours:
-        rows += speed.measure(case, _options(options, methods=ours, directions=list(timing.PARTS)), {})
     for row in rows:
-        is_wrong = row["method"] in wrong or (row["method"] not in OURS_ALONE and OURS in wrong)
+        is_wrong = row["method"] in wrong or (row["method"] not in OF_OURS and OURS in wrong)
         row["verified"] = "no" if is_wrong else "yes"
     return wrong, rows
 
@@ -191,7 +187,7 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
 def host(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Microseconds of the host for a call whose work is nothing: the best of three times many calls in a row."""
     number, times = (1, 1) if options.tiny else (200, 3)
-    case = replace(TINY[1], dtype="fp16" if options.device == "cpu" else "bf16")
+    case = TINY[1] if options.device == "cpu" else replace(TINY[1], head_dim=64, dtype="bf16")
     inputs, d_out = case.inputs(options.device)
     for method in (OURS, "plain", "sdpa"):
         steps = timing.steps(METHODS[method].make(case), inputs, d_out, METHODS[method].has_table)

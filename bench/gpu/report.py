@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bench import predictions
+from bench.cases.methods import OF_OURS
 from bench.report.rows import STAMP, Table, output_of, stamp
 from bench.verbs.speed import COLUMNS as MEASURED
 
@@ -24,7 +25,8 @@ from .workers import ending, watch
 
 RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_rel_key", "d_rel_p2c")
 CASE_COLUMNS = [
-    *"part table is_causal dtype width value_width batch heads num_queries num_keys per_head query_offset padded p2c".split(),
+    *"part table is_causal dtype width value_width batch heads num_queries num_keys".split(),
+    *"per_head query_offset padded p2c workspace".split(),
     *("kernel", "config", "sharp", "status", "seconds", *RESULTS, "message"),
 ]
 COLUMNS = {
@@ -121,7 +123,7 @@ class Report:
     def add_measured(self, row: dict[str, Any], what_else: str = "") -> None:
         """Append a row of speed, memory or kernels, with what the model of cycles predicts, and print its time.
 
-        What cannot run here, or lacks the memory, has not failed.
+        What cannot run here, or lacks the memory, has not failed; nor have we if a method of others raises.
         """
         row = row | predictions.beside(row, self.arch)
         self.measured.add(row)
@@ -131,7 +133,9 @@ class Report:
             self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {text}{what_else}")
         elif row.get("p50_ms") and row["verb"] == "kernels":
             self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {row['p50_ms']:.3f} ms{what_else}")
-        failed = str(row["status"]).startswith(("wrong", "failed"))
+        elif row["status"] != "ok" and not row["status"].startswith("does not apply"):
+            self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {row['status']}{what_else}")
+        failed = row["status"].startswith(("wrong", "failed") if row["method"] in OF_OURS else "wrong")
         self._judge(row["status"] if failed else "ok", {name: row.get(name) for name in names})
 
     def left(self, count: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cases.attention import DTYPES, Case, Inputs
-from ..cases.methods import METHODS, OURS, Function, ours
+from ..cases.methods import METHODS, OF_OURS, OURS, Function, ours
 from ..report.rows import in_one_line
 from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
 
@@ -87,12 +87,20 @@ def steps(function: Function, inputs: Inputs, d_out: torch.Tensor, has_table: bo
 
 
 def golden(case: Case, inputs: Inputs, d_out: torch.Tensor, device: str, has_table: bool) -> tuple[Sequence[torch.Tensor], str]:
-    """Output and gradients to compare with, and what they are: float64, or for large cases those of this package."""
-    large = case.batch * case.heads * case.length**2 > LARGEST_GOLDEN[device]
-    dtype = DTYPES[case.dtype] if large else torch.float64
-    exact = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_())
-    function = ours(case, has_table, None if large else "blockwise")
-    return steps(function, exact, d_out.to(dtype), has_table)["forward+backward"].run(), OURS if large else "float64"
+    """Output and gradients to compare with, and what they are: float64, or those of this package for cases that are large or
+    for which float64 has too little memory."""
+
+    def results(dtype: torch.dtype, implementation: str | None) -> Sequence[torch.Tensor]:
+        given = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_())
+        return steps(ours(case, has_table, implementation), given, d_out.to(dtype), has_table)["forward+backward"].run()
+
+    if case.batch * case.heads * case.length**2 <= LARGEST_GOLDEN[device]:
+        try:
+            return results(torch.float64, "blockwise"), "float64"
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    return results(DTYPES[case.dtype], None), OURS
 
 
 def distance(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -124,7 +132,7 @@ def attempt(work: Callable[[], object], found: dict[str, Any]) -> None:
 
 
 def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], device: str, not_tried: dict[str, str]) -> list[Timed]:
-    """Every direction of every method, checked; the status says which cannot be timed, and why.
+    """Every direction of every method, checked, but PARTS of ours alone; the status says which cannot be timed, and why.
 
     Args:
         not_tried: methods that have failed before, and why they are not tried again.
@@ -136,7 +144,8 @@ def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], devic
         method = METHODS[name]
         reason = method.why_not(case, device)
         status = f"does not apply: {reason}" if reason else not_tried.get(name, "ok")
-        of_method = [Timed(name, direction, {"status": status}) for direction in directions]
+        wanted = [direction for direction in directions if direction in DIRECTIONS or name in OF_OURS]
+        of_method = [Timed(name, direction, {"status": status}) for direction in wanted]
         every += of_method
         if status != "ok":
             continue

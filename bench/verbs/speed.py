@@ -9,7 +9,7 @@ from typing import Any
 from ..cases import attention as cases
 from ..cases.attention import Case
 from ..cases.configurations import used_configurations
-from ..cases.methods import METHODS
+from ..cases.methods import METHODS, OF_OURS
 from ..measure import timing
 from ..measure.memory import limit_memory
 from ..report import summary
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def new_row(verb: str, case: Case, method: str, direction: str, options: argparse.Namespace) -> dict[str, Any]:
     row = {"verb": verb, **case.columns(), "method": method, "direction": direction}
     row["verified"] = "no" if options.no_verify else "yes"
-    if METHODS[method].kind == "ours" or method == "plain":
+    if method in OF_OURS:
         row["config"] = used_configurations(case, direction, options.device, METHODS[method].has_table)
     return row
 

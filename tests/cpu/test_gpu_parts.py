@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.cases.attention import choose
 from bench.gpu import __main__ as gpu
 from bench.gpu import report as reports
 from bench.gpu import workers
@@ -158,7 +159,7 @@ def test_watch_does_not_pass_on_everything(monkeypatch: pytest.MonkeyPatch) -> N
 def options_in(folder: Path, **changes: Any) -> argparse.Namespace:
     (folder / "raw").mkdir(parents=True, exist_ok=True)
     usual = {"results": folder, "raw": folder / "raw", "device": "cpu", "arch": "sm_90", "jobs": 0, "tiny": True, "seconds": 60.0}
-    return argparse.Namespace(**{**usual, "parts": ["smoke"], "reach": 1, "dtype": "float16", **changes})
+    return argparse.Namespace(**{**usual, "parts": ["smoke"], "reach": 1, "dtype": "float16", "until": None, **changes})
 
 
 def leaves(outcome: Outcome, then: str = "") -> list[str]:
@@ -233,6 +234,34 @@ def test_seconds_that_are_left_go_to_the_next(tmp_path: Path, monkeypatch: pytes
     given.clear()
     run.run_all()
     assert max(given.values()) <= 10
+
+
+def test_imports_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is told when it ends, not how long it has from the time that torch is there."""
+    monkeypatch.setattr(gpu.configs, "architecture", lambda _: "sm_90")
+    monkeypatch.setattr(gpu, "why_not", lambda _: None)
+    options = gpu.parse(["--results", str(tmp_path), "--device", "cpu"])
+    options.raw = tmp_path
+    before = time.monotonic()
+    command = gpu.command_of("smoke", options, 40.0)
+    deadlines: list[float] = []
+    monkeypatch.setitem(PARTS, "smoke", (lambda _options, _report, deadline: deadlines.append(deadline), 40))
+    assert gpu.main(command[command.index("bench.gpu") + 1 :]) == 0
+    assert deadlines[0] - before == pytest.approx(40, abs=1)
+
+
+def test_errors_of_others_are_not_ours(tmp_path: Path) -> None:
+    """A method of others that raises is a row; one that computes something else, or one of ours that raises, has failed."""
+    case = choose(["long"])[0]
+    for method, status, failed in (
+        ("sdpa_cudnn", "failed: RuntimeError: no kernel", 0),
+        ("sdpa_cudnn", "wrong: differs from float64 by 1", 1),
+        ("plain", "failed: RuntimeError: no kernel", 1),
+    ):
+        report = Report(options_in(tmp_path), "speed")
+        row = {"verb": "speed", **case.columns(), "method": method, "direction": "forward", "status": status}
+        report.add_measured(row)
+        assert report.outcome.failed == failed
 
 
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

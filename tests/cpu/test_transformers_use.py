@@ -504,7 +504,12 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "parakeet", "t5", "deberta", "deberta_v2", "sew_d", "longt5", "mpt"])
+SEVERAL_GRAPHS = ("nemotron_asr_streaming", "vits", "switch_transformers", "inkling2")
+"""Families whose stock model cannot be compiled as one graph either."""
+
+
+@pytest.mark.thorough
+@every_family
 def test_compiled(name: str) -> None:
     model = build(name)
     given = arguments(name, model, PADDED)
@@ -512,7 +517,7 @@ def test_compiled(name: str) -> None:
     eager = output(model, given)
     torch._dynamo.reset()
     with torch.no_grad():
-        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=name not in SEVERAL_GRAPHS)
         torch.testing.assert_close(families.output(compiled(**given)), eager, rtol=0, atol=1e-5 * float(eager.abs().max()))
 
 

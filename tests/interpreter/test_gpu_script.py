@@ -133,7 +133,9 @@ def test_as_processes(tmp_path: Path) -> None:
     assert len((tmp_path / "log.txt").read_text().split("== summary")) == 3
 
 
-def test_a_kernel_that_is_wrong_or_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_or_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Beside the selected one: what differs from it has failed and is not timed, what does not fit has not failed."""
     from bench.gpu import kernels
 
@@ -151,8 +153,12 @@ def test_a_kernel_that_is_wrong_or_cannot_run(tmp_path: Path, monkeypatch: pytes
     rows = kernels.measure_group(Group("dkv", kernels.TINY, True, tiles), "cpu", 0.0)
     assert [row["status"].partition(":")[0] for row in rows] == ["ok", "cannot run", "wrong"]
     assert ["p50_ms" in row for row in rows] == [True, False, False]
-    monkeypatch.setattr(kernels, "groups", lambda _: [Group("dkv", kernels.case_of(64, "full"), True, tiles)])
-    assert here(tmp_path, "variants")["variants"].status == "FAILED, 1 of 3"
+    for folder, order in (("selected", tiles), ("cannot run", (tiles[1], tiles[0], tiles[2]))):
+        group = Group("dkv", kernels.case_of(64, "full"), True, order)
+        monkeypatch.setattr(kernels, "groups", lambda _, group=group: [group])
+        outcome = here(tmp_path / folder, "variants")["variants"]
+        assert (outcome.status, outcome.note) == ("FAILED, 1 of 3", "1 of 1 kernels")
+        assert "cannot run: RuntimeError: out of resource" in capsys.readouterr().out
 
 
 def test_only_one_kernel_runs() -> None:
@@ -267,6 +273,7 @@ case "$2" in
     {finding}) echo "call: one"; echo "========= ERROR SUMMARY: 2 errors"; exit "$4" ;;
 esac
 shift 4
+[ "$1" = --report-api-errors ] && shift 2
 "$@" && echo "========= ERROR SUMMARY: 0 errors"
 """
 
@@ -276,7 +283,7 @@ shift 4
 def test_sanitizer(
     broken: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Findings of a tool are failures, that it cannot work here is none; without one the part is left out."""
+    """Findings of memcheck are failures; those of racecheck may be false; a tool that cannot work here has not failed."""
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
     program.write_text(SANITIZER.format(broken=broken, finding=finding))
@@ -284,9 +291,11 @@ def test_sanitizer(
     outcome = here(tmp_path / "results", "sanitizer")["sanitizer"]
     assert (outcome.status, outcome.note) == ("left out", "there is no compute-sanitizer")
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    assert here(tmp_path / "results", "sanitizer")["sanitizer"].failed == 1
+    outcome = here(tmp_path / "results", "sanitizer")["sanitizer"]
+    assert (outcome.failed, outcome.cut_off) == ((1, 0) if finding == "memcheck" else (0, 1))
     rows = {row["case"]: row for row in rows_of(tmp_path / "results" / "raw" / "checks.csv")}
-    assert (rows[finding]["status"], rows[finding]["value"]) == ("FAILED", "1") and "2 errors" in rows[finding]["message"]
+    assert rows[finding]["status"].startswith("FAILED" if finding == "memcheck" else "cut off: it found hazards")
+    assert rows[finding]["value"] == "1" and "2 errors" in rows[finding]["message"]
     if broken == "racecheck":
         assert "racecheck cannot work here: ========= Error: device not supported" in capsys.readouterr().out
         assert set(rows) == {finding}
@@ -333,6 +342,25 @@ def test_interrupted_with_several_processes(tmp_path: Path) -> None:
     rows = read(tmp_path / "results.csv")
     assert rows and all(row["status"] == "ok" for row in rows)
     assert (unpacked(tmp_path) / "part-variants.json").exists()
+
+
+@pytest.mark.thorough
+def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Programs in groups of their own, too."""
+    program, number = tmp_path / "compute-sanitizer", tmp_path / "number"
+    program.write_text(f"#!/bin/sh\necho $$ > {number}.new; mv {number}.new {number}\nexec sleep 600\n")
+    program.chmod(0o755)
+    (tmp_path / "raw").mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = [*COMMAND, "--results", str(tmp_path), "--here", str(tmp_path / "raw"), "--parts", "sanitizer"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not number.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
 
 
 def test_parts_are_known(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ BLOCK_QUERIES = 128
 """Queries of a block, or more if their scores fit the working set: products with few rows are slow."""
 ELEMENTS_PER_THREAD = 1 << 18
 """Scores of a block for each thread: a megabyte, about the size of a core's own cache."""
+THREADS_ELSEWHERE = 64
+"""Threads that a device other than a CPU counts as: the time of its steps is that of starting them, unless they are large."""
 
 
 class Stack(NamedTuple):
@@ -157,7 +159,7 @@ class Call:
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
-        num_threads = torch.get_num_threads()
+        num_threads = torch.get_num_threads() if self.tensors.query.device.type == "cpu" else THREADS_ELSEWHERE
         elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
         fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
