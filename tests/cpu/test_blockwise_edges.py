@@ -11,7 +11,7 @@ import torch
 from tests.cases import one_hot_case
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend
-from triton_relattn import RelativePositions
+from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention
 from triton_relattn._blockwise.partition import Call
 from triton_relattn._core.validation import resolve
@@ -368,3 +368,11 @@ def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> 
         [(head, *queries) for head in (0, 1) for queries in ((26, 37), (13, 26), (0, 13))] if small else [(0, 0, 37)]
     )
     assert [(band.num_panels, band.num_full) for band in bands if band] == ([(3, 2), (4, 3), (4, 3)] * 2 if small else [(1, 1)])
+
+
+def test_no_heads_of_the_query() -> None:
+    """Keys and values that no head attends to have gradients, which are zero."""
+    query, key, value = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (0, 2, 2))
+    out = fused_relative_attention(query, key, value, enable_gqa=True, implementation="blockwise")
+    for gradient in torch.autograd.grad(out.sum(), (key, value)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))

@@ -137,6 +137,25 @@ def test_repeats_in_any_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_threads_in_the_backward(before: int, after: int) -> None:
+    """Blocks are other ones then, of sequences of other lengths, than those in which the forward kept probabilities."""
+    inputs = make_inputs(64, 2, 64, 64, 32, num_rows=127, dtype=torch.float64, seed=3)
+    leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
+    lengths, usual = torch.tensor([10] * 32 + [64] * 32), torch.get_num_threads()
+    gradients = []
+    try:
+        for threads in ((before, before), (before, after)):
+            torch.set_num_threads(threads[0])
+            out = fused_relative_attention(*leaves, key_lengths=lengths)
+            torch.set_num_threads(threads[1])
+            gradients.append(torch.autograd.grad(out, leaves, inputs.d_out))
+    finally:
+        torch.set_num_threads(usual)
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
 MODULES: dict[str, Callable[..., RelativeMultiheadAttention]] = {
     "shaw": lambda **options: RelativeMultiheadAttention.shaw(16, 2, 4, **options),
     "music_transformer": lambda **options: RelativeMultiheadAttention.music_transformer(16, 2, 8, **options),

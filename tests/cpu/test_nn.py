@@ -337,6 +337,44 @@ def test_another_scale(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_from_meta_and_a_checkpoint(kind: str) -> None:
+    """A state_dict has all that a module needs: what is not in it may be left uninitialised."""
+    attention, other = module(kind, device="meta").to_empty(device="cpu"), module(kind)
+    for tensor in attention.buffers():
+        nn.init.constant_(tensor, 77)
+    assert str(attention.load_state_dict(other.state_dict())) == "<All keys matched successfully>"
+    x = inputs()
+    assert torch.equal(attention(x, x, x, is_causal=True)[0], other(x, x, x, is_causal=True)[0])
+
+
+def test_a_projection_that_is_wrapped() -> None:
+    """As LoRA wraps it, which shows the weight below: the wrapper is called."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.change = base, nn.Parameter(torch.randn_like(base.weight))
+
+        @property
+        def weight(self) -> torch.Tensor:
+            return self.base.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.base.weight + self.change)
+
+    attention, x = module("transformer_xl"), inputs()
+    encoding: Any = attention.attention.encoding
+    encoding.linear_pos = adapter = Adapter(encoding.linear_pos)
+    out = attention(x, x, x)[0]
+    out.square().sum().backward()
+    assert adapter.change.grad is not None and adapter.change.grad.norm() > 0
+    merged = module("transformer_xl")
+    with torch.no_grad():
+        merged.attention.encoding.linear_pos.weight.add_(adapter.change)  # type: ignore[union-attr, operator]
+    assert_same("output", out, merged(x, x, x)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_from_meta(kind: str) -> None:
     """Made without memory, then filled: reset_parameters leaves nothing uninitialised, buffers included."""
     attention = module(kind, device="meta").to_empty(device="cpu")

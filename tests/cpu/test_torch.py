@@ -454,3 +454,12 @@ def test_compiled_training_step_of_a_module(backend: str) -> None:
         *(torch.autograd.grad(each(x).sum(), tuple(model.parameters())) for each in (compiled, model)), strict=True
     ):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_traced_calls_are_refused() -> None:
+    """torch.jit.trace would give the positions of the traced length to every other, and only warn."""
+    query, table = torch.randn(1, 2, 10, 16), torch.randn(19, 16)
+    with pytest.raises(NotImplementedError, match="would keep the positions of this call"):
+        torch.jit.trace(lambda x: fused_relative_attention(x, x, x, table), query)
+    with pytest.raises(NotImplementedError, match=r"disable\(model\)"):
+        torch.jit.trace(Model(), torch.randn(2, 10, 16))

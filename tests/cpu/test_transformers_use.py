@@ -39,6 +39,7 @@ from tests.cpu.models import (
 )
 from triton_relattn.integrations.transformers import disable, enable, supported_families
 from triton_relattn.integrations.transformers.encoder import Encoder
+from triton_relattn.integrations.transformers.heads import attend_evenly
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 # One whose parts are plain modules, one that is itself what asks for masks, one with a forward of its own, and one of two.
@@ -502,6 +503,83 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
         assert math.isnan(errors[1]) and 0 < errors[0] <= 0.1 * golden.norm()
         return
     assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.parametrize("name", ["t5", "mpnet", "speecht5", "wav2vec2_conformer"])
+def test_nothing_but_padding_in_float16(name: str) -> None:
+    """Keys that are all hidden are seen evenly, beside logits that float16's lowest number does not make vanish."""
+    model = build(name, torch.float16)
+    given = arguments(name, model, [LENGTH, LENGTH])
+    given["attention_mask"][1] = 0
+    exact = copy.deepcopy(model).float()
+    golden = output(exact, {key: each.float() if each.is_floating_point() else each for key, each in given.items()})
+    stock = output(model, given)
+    enable(model)
+    errors = [float((each.float() - golden).norm() / golden.norm()) for each in (output(model, given), stock)]
+    assert 0 < errors[0] <= 1.5 * errors[1] + 2e-3, errors
+
+
+def test_even_attention_in_float16() -> None:
+    """Of many keys that go with their values: the gradient is float16's, its sums are not beyond it."""
+    torch.manual_seed(0)
+    key = 3.5 * torch.randn(1, 2, 9000, 16, dtype=torch.float64)
+    value = 4 * key + torch.randn_like(key)
+    gradients = list[torch.Tensor]()
+    for dtype in (torch.float64, torch.float16):
+        query = torch.ones(1, 2, 5, 16, dtype=dtype, requires_grad=True)
+        out = attend_evenly(query, key.to(dtype), value.to(dtype), 0.25)
+        gradients += torch.autograd.grad(out.sum(), query)
+    exact, ours = gradients
+    assert (ours.double() - exact).norm() <= 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["mpnet", "deberta", "deberta_v2", "sew_d", "bloom", "fastspeech2_conformer"])
+def test_dropout_in_evaluation(name: str) -> None:
+    """Dropout modules that train drop, also in a model that does not (Monte Carlo dropout)."""
+    model = build(name).eval()
+    given = arguments(name, model, PADDED)
+    enable(model)
+    for module in model.modules():
+        dropout = getattr(module, "attention_dropout", getattr(module, "dropout", None))
+        if "Attention" in type(module).__name__ and isinstance(dropout, torch.nn.Module):
+            vars(dropout).update({"drop_prob" if hasattr(dropout, "drop_prob") else "p": 0.5})
+            dropout.train()
+    assert not model.training and not torch.equal(output(model, given), output(model, given))
+
+
+def test_no_limit_to_the_past() -> None:
+    """Which the stock model of Nemotron's streaming ASR takes a window of 0 for."""
+    model = build("nemotron_asr_streaming", sliding_window=0)
+    enable(model)
+    with pytest.raises(ValueError, match="sliding_window must be positive"):
+        output(model, arguments("nemotron_asr_streaming", model, PADDED))
+
+
+@pytest.mark.parametrize("name", ["deberta", "deberta_v2", "sew_d"])
+def test_a_mask_of_keys_alone(name: str) -> None:
+    """A mask (B, 1, 1, N) of the user's hides keys; queries of padding attend as others do."""
+    model = build(name, torch.float64)
+    encoder = model.encoder
+    torch.manual_seed(1)
+    states = torch.randn(2, LENGTH, model.config.hidden_size, dtype=torch.float64)
+    mask = (torch.arange(LENGTH) < torch.tensor(PADDED)[:, None])[:, None, None].long()
+
+    def result() -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = encoder(states, mask)[0]
+        return made
+
+    with in_float64():
+        stock = result()
+        enable(model)
+        torch.testing.assert_close(result(), stock, rtol=0, atol=1e-12 * float(stock.abs().max()))
+
+
+def test_buckets_of_wavlm() -> None:
+    """They are rounded as the stock model rounds them, which is not T5's way: with this number of buckets it shows at 319."""
+    model = build("wavlm", torch.float64, num_buckets=316, max_bucket_distance=512)
+    with in_float64():
+        assert_same(*both(model, arguments("wavlm", model, [330], 330)))
 
 
 SEVERAL_GRAPHS = ("nemotron_asr_streaming", "vits", "switch_transformers", "inkling2")

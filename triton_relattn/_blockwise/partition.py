@@ -24,6 +24,8 @@ from .mirror import MirroredBand
 
 BLOCK_QUERIES = 128
 """Queries of a block, or more if their scores fit the working set: products with few rows are slow."""
+FEWEST_QUERIES = 32
+"""Queries of a block whose window is shorter."""
 ELEMENTS_PER_THREAD = 1 << 18
 """Scores of a block for each thread: a megabyte, about the size of a core's own cache."""
 THREADS_ELSEWHERE = 64
@@ -136,7 +138,8 @@ class Call:
             return False
         (stack,) = stacks(tensors, spec)
         num_queries, num_heads = self._block_size(stack)
-        return 0 < stack.num_queries <= num_queries and tensors.query.shape[1] <= num_heads * tensors.key.shape[1]
+        heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
+        return 0 < stack.num_queries <= num_queries and 0 < heads <= num_heads * key_heads
 
     def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
         """Return a frame of this shape and place: that of the block before, if it fits."""
@@ -166,6 +169,8 @@ class Call:
         most = BLOCK_QUERIES
         if left < 0 and right < 0:  # else more queries of a block see more keys
             most = max(most, elements // (fewest_heads * num_keys))
+        elif left >= 0 and right >= 0:  # most scores of a block that is much longer than the window would be hidden
+            most = min(most, max(left + right + 1, FEWEST_QUERIES))
         num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
         if left >= 0 and right >= 0:
             num_keys = min(num_keys, num_queries + left + right)

@@ -60,10 +60,12 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
 
 def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
     """Allocate the third result, which is kept for the backward: two numbers of each query for the kernels, the probabilities for
-    KEEPING, nothing for "blockwise"."""
+    KEEPING, nothing for "blockwise". Probabilities of keys that the forward leaves out for their sequences' lengths are 0: the
+    backward, whose blocks depend on the number of threads at its time, may read them."""
     query, key = tensors.query, tensors.key
     sizes = {"triton": (*query.shape[:2], 2, query.shape[2]), KEEPING: (*query.shape[:3], key.shape[2])}
-    return query.new_empty(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
+    has_gaps = implementation == KEEPING and tensors.key_lengths is not None
+    return (query.new_zeros if has_gaps else query.new_empty)(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ import torch
 from .. import tables
 from ..functional import fused_relative_attention
 from ..positions import RelativePositions
-from .heads import split_heads
+from .heads import drop_probability, split_heads
 
 
 def folded(
@@ -68,5 +68,5 @@ def of_module(module: Any, pos_emb: torch.Tensor, positions: RelativePositions) 
         u=module.pos_bias_u,
         v=module.pos_bias_v,
         positions=positions,
-        dropout_p=module.dropout.p if module.training else 0.0,
+        dropout_p=drop_probability(module.dropout),
     )

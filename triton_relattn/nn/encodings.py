@@ -108,7 +108,9 @@ class TransformerXLEncoding(nn.Module):
             dtype=self.linear_pos.weight.dtype,
             device=query.device,
         )
-        projected = nn.functional.linear(sinusoids, local(self.linear_pos.weight))
+        weight = local(self.linear_pos.weight)
+        is_whole = weight is self.linear_pos.weight  # then linear_pos is called, which may be wrapped, or have hooks
+        projected = self.linear_pos(sinusoids) if is_whole else nn.functional.linear(sinusoids, weight)
         rel_key = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1).to(query.dtype)
         query, rel_bias = tables.fold_transformer_xl(query, rel_key, local(self.pos_bias_u), local(self.pos_bias_v), scale)
         return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": positions}
@@ -212,7 +214,8 @@ class ALiBiEncoding(nn.Module):
         positions = every_position(query, num_keys, query_offset, is_causal)
         dtype = compute_dtype(query.dtype)
         if self.slopes is None:
-            slopes = tables.alibi_slopes(self.num_heads, dtype=dtype, device=query.device)[local(self.heads)]
+            slopes, heads = tables.alibi_slopes(self.num_heads, dtype=dtype, device=query.device), local(self.heads)
+            slopes = slopes if heads is self.heads else slopes[heads]
         else:
             slopes = local(self.slopes).to(dtype)
         return query, {"rel_bias": tables.alibi_bias(slopes, positions.first, positions.last), "positions": positions}

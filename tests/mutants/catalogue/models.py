@@ -201,6 +201,40 @@ OF_MODELS = (
         change("falcon", "(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)", "(0, (-1, self.num_heads))"),
     ),
     Fault(
+        "masks-too-high-for-float32",
+        "keys that are all hidden by float16's lowest number are not seen evenly",
+        (f"{ON_USE}::test_nothing_but_padding_in_float16",),
+        change("heads", "wide = torch.promote_types(dtype, torch.float32)", "wide = dtype"),
+    ),
+    Fault(
+        "even-attention-beyond-float16",
+        "the covariance of many keys and values is a sum that float16 does not hold",
+        (f"{ON_USE}::test_even_attention_in_float16",),
+        change("heads", "each = key.shape[2] ** -0.5", "each, scale = 1.0, scale / key.shape[2]"),
+    ),
+    Fault(
+        "dropout-of-its-own-ignored",
+        "a dropout module that trains in a model that does not drops nothing",
+        (f"{ON_USE}::test_dropout_in_evaluation",),
+        (Change("triton_relattn/integrations/heads.py", "return dropout.p if dropout.training else 0.0", "return 0.0"),),
+    ),
+    Fault(
+        "deberta-mask-of-keys-is-of-padding",
+        "a mask (B, 1, 1, N) of the user's makes queries of padding attend evenly",
+        (f"{ON_USE}::test_a_mask_of_keys_alone",),
+        change("deberta_v2", "attention_mask.dim() == 4 and attention_mask.shape[2] == 1", "attention_mask.dim() == 0"),
+    ),
+    Fault(
+        "wavlm-buckets-of-t5",
+        "buckets are rounded as T5 rounds them",
+        (f"{ON_USE}::test_buckets_of_wavlm",),
+        change(
+            "wavlm",
+            "self._relative_positions_bucket(distances)",
+            '__import__("triton_relattn").tables.t5_buckets(distances, self.num_buckets, self.max_distance)',
+        ),
+    ),
+    Fault(
         "falcon-without-alibi-is-enabled",
         "a model that rotates queries and keys gets attention that does not",
         (f"{ON_USE}::test_models_without_the_term",),

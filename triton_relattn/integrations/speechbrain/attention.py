@@ -10,7 +10,7 @@ from speechbrain.nnet import attention as stock
 from torch import nn
 
 from ...positions import RelativePositions
-from ..heads import join_heads, split_heads
+from ..heads import drop_probability, join_heads, split_heads
 from ..seen import Seen
 from ..transformer_xl import attend
 
@@ -47,7 +47,7 @@ class RelPosMHAXL(stock.RelPosMHAXL):
             # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
             positions=RelativePositions(1 - queries, pos_embs.shape[1] - queries, "error"),
             scale=self.scale,
-            dropout_p=self.dropout_att.p if self.training else 0.0,
+            dropout_p=drop_probability(self.dropout_att),
         )
         real = None if key_padding_mask is None else ~key_padding_mask.bool()
         if isinstance(attn_mask, Seen):

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers.models.bloom import modeling_bloom as stock
 
 from .encoder import Encoder
-from .heads import attend_to_past, join_heads, refuse_weights, with_past
+from .heads import attend_to_past, drop_probability, join_heads, refuse_weights, with_past
 from .masks import SHOWN
 
 
@@ -53,7 +53,7 @@ class BloomAttention(stock.BloomAttention):
             bias_of_keys(alibi.unflatten(0, (-1, self.num_heads)), attention_mask),
             is_causal=attention_mask.dim() == 2,
             query_offset=offset,
-            dropout_p=self.attention_dropout.p if self.training else 0.0,
+            dropout_p=drop_probability(self.attention_dropout),
             scale=self.inv_norm_factor,
         )
         dropped = functional.dropout(self.dense(join_heads(out)), self.hidden_dropout, self.training)

@@ -12,7 +12,7 @@ from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights, split_heads
+from .heads import drop_probability, join_heads, refuse_weights, split_heads
 
 
 class DisentangledAttention:
@@ -43,7 +43,7 @@ class DisentangledAttention:
         if self.relative_attention and rel_embeddings is not None:
             term |= self.tables(self.pos_dropout(rel_embeddings), query.shape[2])
         out: Any = fused_relative_attention(
-            query, key, value, attn_mask=attention_mask.bool(), dropout_p=self.dropout_p() if self.training else 0.0, **term
+            query, key, value, attn_mask=attention_mask.bool(), dropout_p=self.dropout_p(), **term
         )
         return join_heads(self.of_padding(out, value, attention_mask)), None
 
@@ -81,7 +81,7 @@ class DisentangledAttention:
         return (self.pos_key_proj if kind == "c2p" else self.pos_query_proj)(rows)  # type: ignore[no-any-return]
 
     def dropout_p(self: Any) -> float:
-        return self.dropout.p  # type: ignore[no-any-return]
+        return drop_probability(self.dropout)
 
     def of_padding(self: Any, out: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """out, and the mean of all values for queries that are padding, whose logits the stock model makes all the same."""
@@ -99,12 +99,16 @@ def last_that_differs(max_position: int, buckets: int) -> int:
 
 
 class DisentangledEncoder(Encoder):
-    """Mixin: the mask stays (B, 1, 1, N), and there are no distances of all pairs."""
+    """Mixin: the mask of padding stays (B, 1, 1, N), and there are no distances of all pairs."""
 
     mask_function = None
 
     def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        return attention_mask[:, None, None] if attention_mask.dim() == 2 else super().get_attention_mask(attention_mask)  # type: ignore[misc, no-any-return]
+        if attention_mask.dim() == 2:
+            return attention_mask[:, None, None]
+        if attention_mask.dim() == 4 and attention_mask.shape[2] == 1:  # given so, it hides keys, and says nothing of queries
+            return attention_mask.bool().expand(-1, -1, attention_mask.shape[3], -1)
+        return super().get_attention_mask(attention_mask)  # type: ignore[misc, no-any-return]
 
     def get_rel_pos(self, hidden_states: Any, query_states: Any = None, relative_pos: Any = None) -> Any:
         return relative_pos

@@ -7,7 +7,7 @@ from transformers.models.fastspeech2_conformer import modeling_fastspeech2_confo
 
 from ...positions import RelativePositions
 from ..transformer_xl import attend
-from .heads import join_heads, refuse_weights, split_heads
+from .heads import drop_probability, join_heads, refuse_weights, split_heads
 
 
 class FastSpeech2ConformerAttention(stock.FastSpeech2ConformerAttention):
@@ -32,7 +32,7 @@ class FastSpeech2ConformerAttention(stock.FastSpeech2ConformerAttention):
             self.pos_bias_v,
             RelativePositions(-last, last),
             attn_mask=None if attention_mask is None else attention_mask[:, None].ne(0),
-            dropout_p=self.dropout.p if self.training else 0.0,
+            dropout_p=drop_probability(self.dropout),
         )
         return self.linear_out(join_heads(out)), None
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
 from ...functional import fused_relative_attention
+from ..heads import drop_probability as drop_probability
 from ..heads import join_heads as join_heads
 from ..heads import split_heads as split_heads
 
@@ -23,13 +24,20 @@ def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def added(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as transformers' eager attention adds it to the logits: the lowest number where a key is hidden.
+    """Return a mask as transformers' eager attention adds it to the logits of dtype: the lowest number where a key is hidden.
 
-    Beside that number all logits vanish. So a query whose keys are all hidden sees them evenly, in the operator as in eager.
+    Beside that number all logits vanish. So a query whose keys are all hidden sees them evenly, in the operator as in eager. The
+    operator's logits are float32 at least, beside which -65504, the lowest number of float16, is not low enough.
     """
-    if attention_mask is None or attention_mask.dtype != torch.bool:
-        return attention_mask
-    return torch.zeros((), dtype=dtype, device=attention_mask.device).where(attention_mask, torch.finfo(dtype).min)
+    if attention_mask is None:
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    lowest = torch.finfo(wide).min
+    if attention_mask.dtype == torch.bool:
+        return torch.zeros((), dtype=wide, device=attention_mask.device).where(attention_mask, lowest)
+    if attention_mask.dtype == torch.float16:
+        return attention_mask.float().masked_fill(attention_mask == torch.finfo(torch.float16).min, lowest)
+    return attention_mask
 
 
 def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -39,7 +47,8 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     has the same gradient: where all logits are equal, the derivative of softmax is the covariance of keys and values.
     """
     mean = value.mean(2, keepdim=True)
-    covariance = (key - key.mean(2, keepdim=True)).mT @ (value - mean).detach() / key.shape[2]
+    each = key.shape[2] ** -0.5  # of both factors, so that float16 holds the sum
+    covariance = (each * (key - key.mean(2, keepdim=True))).mT @ (each * (value - mean).detach())
     change = scale * (query @ covariance)
     return mean + (change - change.detach())
 

@@ -11,7 +11,7 @@ from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
-from .heads import added, join_heads, refuse_weights, split_heads
+from .heads import added, drop_probability, join_heads, refuse_weights, split_heads
 
 BUCKETS, LAST = 32, 128
 """The model's own numbers, whatever its config says: all distances from LAST on share one bucket."""
@@ -41,7 +41,7 @@ class MPNetSelfAttention(stock.MPNetSelfAttention):
             split_heads(self.k(hidden_states), self.attention_head_size),
             split_heads(self.v(hidden_states), self.attention_head_size),
             attn_mask=added(attention_mask, hidden_states.dtype),
-            dropout_p=self.dropout.p if self.training else 0.0,
+            dropout_p=drop_probability(self.dropout),
             **term,
         )
         return (self.o(join_heads(out)),)

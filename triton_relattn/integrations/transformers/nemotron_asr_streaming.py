@@ -96,6 +96,8 @@ class NemotronAsrStreamingEncoder(Encoder, stock.NemotronAsrStreamingEncoder):
 
     def forward(self, *args: Any, num_lookahead_tokens: int | None = None, **kwargs: Any) -> Any:
         left, right = self._resolve_attn_context(num_lookahead_tokens)
+        if left < 0:
+            raise ValueError("sliding_window must be positive: without a limit, all chunks see all others; call disable(model)")
         chunks = (right + 1, left // (right + 1))
         return super().forward(*args, num_lookahead_tokens=num_lookahead_tokens, chunks=chunks, **kwargs)
 

@@ -13,7 +13,7 @@ from .deberta_v2 import DisentangledAttention, DisentangledEncoder
 class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAttention):
     def dropout_p(self) -> float:
         """Return that of a dropout of its own kind."""
-        return self.dropout.drop_prob  # type: ignore[no-any-return]
+        return self.dropout.drop_prob if self.dropout.training else 0.0
 
     def of_padding(self, out: torch.Tensor, *_: Any) -> torch.Tensor:
         """Return out: queries that are padding attend as others do."""

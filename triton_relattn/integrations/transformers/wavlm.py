@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.models.wavlm import modeling_wavlm as stock
 
-from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from .encoder import Encoder
@@ -48,7 +47,7 @@ class WavLMAttention(stock.WavLMAttention):
         """Return the biases (H, R) of the distances that occur, up to max_distance."""
         last = min(self.max_distance, length - 1)
         distances = torch.arange(-last, last + 1, device=self.rel_attn_embed.weight.device)
-        return self.rel_attn_embed(tables.t5_buckets(distances, self.num_buckets, self.max_distance)).T
+        return self.rel_attn_embed(self._relative_positions_bucket(distances)).T  # whose rounding is not T5's
 
     def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the gate of each query and head, (B, H, N, 1)."""
