@@ -520,7 +520,7 @@ def test_nothing_but_padding_in_float16(name: str) -> None:
 
 
 def test_even_attention_in_float16() -> None:
-    """Of many keys that go with their values: the gradient is float16's, its sums are not beyond it."""
+    """Many keys that go with their values have a sum beyond float16, the gradient of the query is within it."""
     torch.manual_seed(0)
     key = 3.5 * torch.randn(1, 2, 9000, 16, dtype=torch.float64)
     value = 4 * key + torch.randn_like(key)

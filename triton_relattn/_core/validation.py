@@ -234,15 +234,6 @@ def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets:
     )
 
 
-def refuse_tracing() -> None:
-    """Raise NotImplementedError within torch.jit.trace: the positions of the traced lengths would hold for all lengths."""
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
-        raise NotImplementedError(
-            "torch.jit.trace would keep the positions of this call's lengths for all other lengths; torch.export and "
-            "torch.compile do not, and disable(model) makes an enabled model stock again"
-        )
-
-
 @with_cures
 def resolve(
     query: torch.Tensor,
@@ -278,8 +269,13 @@ def resolve(
     Raises:
         ValueError: wrong rank, shape, device or value; the message names the argument, what is wanted and what was got.
         TypeError: wrong type or dtype.
+        NotImplementedError: torch.jit.trace is at work.
     """
-    refuse_tracing()
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace would keep the positions of this call's lengths for all other lengths; torch.export and "
+            "torch.compile do not, and disable(model) makes an enabled model stock again"
+        )
     if not isinstance(query, torch.Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
     tensors = AttentionTensors(query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c)
