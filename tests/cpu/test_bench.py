@@ -171,8 +171,8 @@ def test_ctrl_c_keeps_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 def test_memory_in_a_process_of_its_own() -> None:
     """Dense attention holds all scores at once, ours does not; where memory is limited that is a row, not the end."""
-    case = CASE.resized(2048)
-    scores = 2 * 2048**2 * 4
+    case = CASE.resized(4096)
+    scores = 2 * 4096**2 * 4
     dense, ours = (point.measure_in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
     assert dense["status"] == ours["status"] == "ok"
     assert dense["peak_bytes"] > 2 * scores > 8 * ours["peak_bytes"] > 0

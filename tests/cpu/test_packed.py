@@ -12,6 +12,7 @@ import torch
 from triton_relattn import RelativePositions
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.tile_config import OF_QUERY
 from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,
@@ -129,7 +130,7 @@ def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
             for width in (64, 128, 256):
                 config = configs.select(kernel, arch, torch.bfloat16, width, "full")
                 assert max(config.block_m, config.block_n) <= 64 and config.rotation == "gather"
-                assert config.why_invalid(arch, True) is None
+                assert config.why_invalid(arch, True, kernel) is None
         assert [record.getMessage() for record in caplog.records] == [
             f"the kernels have no configurations for {arch}; small tiles are used, which are slow"
         ]
@@ -140,7 +141,7 @@ def test_who_rotates_how(arch: str) -> None:
     """Rotations in registers are for where accumulators lie as quads.py says."""
     found: dict[torch.dtype, set[str]] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for kernel in set(configs.KERNELS) - set(configs.OF_WORDS):  # these have nothing to rotate by exchanges
+        for kernel in set(configs.KERNELS) - {*configs.OF_WORDS, OF_QUERY}:  # these have nothing to rotate by exchanges
             for width in (64, 128):
                 for coverage in ("full", "clamp", "zero"):
                     config = configs.select(kernel, arch, dtype, width, coverage)
