@@ -19,10 +19,10 @@ import triton
 
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.architectures import ARCHITECTURES
-from triton_relattn.kernels.tile_config import OF_TABLES
+from triton_relattn.kernels.tile_config import OF_QUERY, OF_TABLES
 
 from .cases.attention import DTYPES
-from .cases.configurations import TILE_COLUMNS
+from .cases.configurations import TILE_COLUMNS, own_tile
 from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import (
@@ -101,7 +101,8 @@ def used_by(case: KernelCase, config: configs.TileConfig) -> Resources:
 @functools.cache
 def predicted(case: KernelCase, config: configs.TileConfig) -> Prediction | None:
     """Return the prediction for the kernel with this configuration; None if the model does not know the target."""
-    return predict(compiled(case.kernel, case.target, *case.call, config), config.block_m, config.block_n)
+    tile = own_tile(case.kernel, config, DTYPES[case.dtype])
+    return predict(compiled(case.kernel, case.target, *case.call, config), *tile)
 
 
 def predictions(found: Prediction | None) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
-        if case.kernel not in OF_TABLES:
+        if case.kernel not in (*OF_TABLES, OF_QUERY):
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:

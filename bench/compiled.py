@@ -26,13 +26,14 @@ from triton.runtime.jit import JITFunction
 
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors
+from triton_relattn._core.tails import rows_of_tail, wants_tail
 from triton_relattn.kernels import configs, grids, workspace
 from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.grid_call import GridCall
-from triton_relattn.kernels.tile_config import OF_TABLES, OF_WORDS
+from triton_relattn.kernels.tile_config import OF_QUERY, OF_TABLES, OF_WORDS
 
 from .cases.configurations import has_table_of, way_of
 
@@ -173,12 +174,12 @@ def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, 
 
 def is_launched(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> bool:
     """Whether a call, all of whose gradients are wanted, can need one of configs.KERNELS."""
-    if kernel not in OF_TABLES:
+    if kernel not in (*OF_TABLES, OF_QUERY):
         return True
     if isinstance(tensors, GridTensors):
         return False
-    has_words = kernel not in OF_WORDS or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
-    return has_words and has_table_of(kernel, tensors)
+    has_words = kernel not in (*OF_WORDS, OF_QUERY) or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
+    return has_words and (wants_tail(tensors, spec) if kernel == OF_QUERY else has_table_of(kernel, tensors))
 
 
 def compiled(
@@ -201,6 +202,8 @@ def compiled(
         elif of_grid:
             grids.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
         else:
+            tail = rows_of_tail(tensors.value.shape[3]) if kernel == OF_QUERY else 0
+            softmax_stats = torch.empty(*tensors.query.shape[:2], 2 + tail, tensors.query.shape[2])
             backward(out, None, out, softmax_stats, tensors, spec, tiles=tiles)
     return launches[0].kernel
 

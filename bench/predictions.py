@@ -21,13 +21,14 @@ import triton
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.tile_config import OF_TABLES, OF_WORDS
+from triton_relattn.kernels.tile_config import OF_QUERY, OF_TABLES
+from triton_relattn.kernels.words import queries_apart
 
 from .cases.attention import CLIPPED, Case
-from .cases.configurations import kernels_of, shown
+from .cases.configurations import kernels_of, own_tile, shown
 from .cases.methods import OURS
 from .compiled import compiled
-from .cycles.calls import WORD, moved
+from .cycles.calls import cycles_of as cycles_for_scores
 from .cycles.machine import MACHINES
 from .cycles.predict import SCORES, Prediction, near_share, predict
 from .measure import timing
@@ -119,7 +120,7 @@ def cycles_of(kernel: Kernel) -> tuple[Prediction | None, str]:
     try:
         call = kernel.case.resolved(kernel.case.empty(), kernel.has_table)
         code = compiled(kernel.name, TARGET, *call, kernel.config)
-        return predict(code, kernel.config.block_m, kernel.config.block_n), ""
+        return predict(code, *own_tile(kernel.name, kernel.config)), ""
     except Exception as error:
         return None, in_one_line(error)
 
@@ -131,22 +132,25 @@ def seconds_of(kernel: Kernel, found: Prediction) -> float:
     """
     case, machine, config = kernel.case, MACHINES[TARGET], kernel.config
     length, heads = case.length, case.batch * case.heads
+    # Queries of a block of OF_QUERY are spread; between the first and the last of them its walks have keys of neither.
+    spread = queries_apart(16) if kernel.name == OF_QUERY else 1
+    span = spread * config.block_m
     near = 1.0
     if kernel.has_table and case.rows is not None:
         last = min(case.positions.last, 0) if case.is_causal else case.positions.last
         keys = length // 2 if case.is_causal else length
         near = near_share(case.positions.first, last, keys, config.block_m, config.block_n)
     if case.is_causal:
-        scores = length * (length + max(config.block_m, config.block_n)) / 2
+        scores = length * (length + max(span, config.block_n)) / 2
         uneven = 1.0
     else:
-        rows, columns = cdiv(length, config.block_m), cdiv(length, config.block_n)
+        rows, columns = spread * cdiv(length, span), cdiv(length, config.block_n)
         scores = rows * config.block_m * columns * config.block_n
+        if kernel.name == OF_QUERY:  # in one of its two walks
+            scores *= 1 + span / length / 2
         programs = heads * (columns if kernel.name == "dkv" else rows) / machine.multiprocessors
         uneven = 1.0 if kernel.name in OF_TABLES else math.ceil(programs) / programs
-    cycles = near * found.cycles if kernel.name in OF_TABLES else found.mean_cycles(near)
-    if kernel.name in OF_WORDS:  # no faster than its words come from memory
-        cycles = max(cycles, near * moved(SCORES * WORD, machine))
+    cycles = cycles_for_scores(kernel.name, found, near)
     return float(heads * scores / SCORES * cycles * uneven / machine.cycles_per_second)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from triton_relattn._core import tails
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
 from triton_relattn.kernels.architectures import ARCHITECTURES
@@ -26,10 +27,11 @@ from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.tile_config import OF_QUERY
 
 from .cases import attention as cases
 from .cases.attention import Case
-from .cases.configurations import TILE_COLUMNS, WANTED, shown
+from .cases.configurations import TILE_COLUMNS, WANTED, own_tile, shown
 from .compile import counts
 from .compiled import compiled, is_launched, resources, way_of
 from .cycles.predict import near_share, predict
@@ -110,12 +112,17 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
             row["status"] = (
                 f"does not fit: {used.shared_bytes} of {ARCHITECTURES[task.arch].shared_memory} bytes, {used.registers} registers"
             )
-        elif (prediction := predict(kernel, config.block_m, config.block_n)) is not None:
+        elif (prediction := predict(kernel, *own_tile(task.kernel, config, call_tensors.query.dtype))) is not None:
             near = near_share(spec.first, spec.last, task.case.length, config.block_m, config.block_n)
             row["cycles"] = round(prediction.mean_cycles(near))
     except Exception as error:
         row["status"] = f"does not compile: {in_one_line(error)}"
     return row
+
+
+def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and softmax_stats."""
+    return forward(tensors, spec, keeps_tail=tails.wants_tail(tensors, spec))[::2]
 
 
 def run_kernel(
@@ -133,14 +140,15 @@ def run_kernel(
 @cache
 def _small_call(task: Task, device: str) -> tuple[Any, ...]:
     """A short call of the same kind: its tensors, and the exact results of the kernel."""
-    case = task.case.resized(min(CHECKED_LENGTH, task.case.length), batch=min(2, task.case.batch))
+    length = tails.FEWEST_QUERIES if task.kernel == OF_QUERY else CHECKED_LENGTH
+    case = task.case.resized(min(length, task.case.length), batch=min(2, task.case.batch))
     inputs, d_out = case.inputs(device)
     tensors, spec = case.resolved(inputs, task.has_table)
     (out, *gradients), _ = timing.golden(case, inputs, d_out, device, task.has_table)
     names = ("query", "key", "value", "rel_key", "rel_query", "rel_p2c")
     given = [name for name, tensor in zip(names, inputs, strict=True) if tensor is not None]
     exact = [gradient for name, gradient in zip(given, gradients, strict=False) if name in WANTED[task.kernel]]
-    return tensors, spec, d_out, forward(tensors, spec)[::2], exact or [out]
+    return tensors, spec, d_out, run_forward(tensors, spec), exact or [out]
 
 
 def error_of(task: Task, config: TileConfig, device: str) -> float:
@@ -162,7 +170,7 @@ def time_all(task: Task, rows: list[dict[str, Any]], tiles: Sequence[TileConfig]
     default_error = error_of(task, tiles[0], device)
     inputs, d_out = task.case.inputs(device)
     tensors, spec = task.case.resolved(inputs, task.has_table)
-    saved = forward(tensors, spec)[::2]
+    saved = run_forward(tensors, spec)
     every = []
     for row, config in zip(rows, tiles, strict=True):
         timing.attempt(partial(check, task, config, row, default_error, device), row)

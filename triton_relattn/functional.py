@@ -181,7 +181,7 @@ def fused_relative_attention(
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
         exact_query_grad: compute the gradients of query and rel_query from a delta without the rounding of out (docs/numerics.md
             says when to ask for it). All other gradients are computed so anyway, and with ``"blockwise"`` and ``"reference"``
-            these, too. Costs ``"triton"`` a second pass over the keys.
+            these, too. Costs ``"triton"`` a second pass over the keys, but in long calls with a row for every pair nothing.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default "triton" on a GPU
             that can run it, else "blockwise". A GPU that gets "blockwise" warns why, once for each reason. An implementation
             that is asked for by name is used, or the call raises.

@@ -8,25 +8,29 @@ from contextlib import contextmanager
 from dataclasses import fields
 from unittest import mock
 
+import torch
+
 from triton_relattn import can_run_triton
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn._core.tails import wants_tail
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
-from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES, OF_WORDS
+from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY, OF_TABLES, OF_WORDS
+from triton_relattn.kernels.words import queries_apart, rows_of_program
 
 from .attention import Case
 
 TILE_COLUMNS = tuple(field.name for field in fields(configs.TileConfig))
 """Columns of a configuration."""
 WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dtable_words": ("rel_key",)}
-WANTED |= dict.fromkeys(OF_P2C, ("rel_p2c",))
+WANTED |= {OF_QUERY: ("query",), **dict.fromkeys(OF_P2C, ("rel_p2c",))}
 """Gradients that make the backward launch a kernel, after the dq kernel if that has to come first."""
 OF_DIRECTION = {
     "forward": configs.KERNELS[:1],
     "backward": configs.KERNELS[1:],
     "forward+backward": configs.KERNELS,
-    "backward of query": configs.KERNELS[1:2],
-    "backward of all but the table": configs.KERNELS[1:3],
+    "backward of query": ("dq", OF_QUERY),
+    "backward of all but the table": ("dq", "dkv", OF_QUERY),
 }
 
 
@@ -35,6 +39,13 @@ def shown(config: configs.TileConfig) -> str:
     rotation = "" if config.rotation == "gather" else f" {config.rotation}"
     limit = "" if config.max_registers is None else f" r{config.max_registers}"
     return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
+
+
+def own_tile(kernel: str, config: configs.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+    """Return how many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
+    if kernel != "dtable_words":
+        return config.block_m, config.block_n
+    return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
 
 
 @contextmanager
@@ -59,9 +70,12 @@ def kernels_of(
     multiprocessors: int,
 ) -> list[str]:
     """Return the kernels that a direction of a call launches, first to last."""
-    has_workspace = workspace.plan(call, tensors, spec, tiles, multiprocessors) is not None
-    is_launched = {kernel: has_table_of(kernel, tensors) and (kernel in OF_WORDS) == has_workspace for kernel in OF_TABLES}
-    return [kernel for kernel in OF_DIRECTION[direction] if is_launched.get(kernel, True)]
+    plan = workspace.plan(call, tensors, spec, tiles, multiprocessors)
+    is_launched = {kernel: has_table_of(kernel, tensors) and (kernel in OF_WORDS) == (plan is not None) for kernel in OF_TABLES}
+    from_words = plan is not None and plan.has_all_keys and wants_tail(tensors, spec)
+    is_launched |= {"dq": not from_words, OF_QUERY: from_words}
+    kernels = [kernel for kernel in OF_DIRECTION[direction] if is_launched.get(kernel, True)]
+    return ["dkv", OF_QUERY] if kernels == [OF_QUERY] else kernels  # which reads what the dkv kernel leaves
 
 
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from triton_relattn.kernels.configs import KERNELS, PROGRAMS_PER_MULTIPROCESSOR
-from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES, OF_WORDS
+from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY, OF_TABLES, OF_WORDS
 
 from ..cases.features import GRIDS
 from ..compile import KernelCase
@@ -28,11 +28,11 @@ def of_call(
 ) -> float | None:
     """Return the cycles of a direction; None if one of its kernels is not known.
 
-    call: whatever its kernel. far: of scores beyond a bounded table, which no kernel of OF_TABLES visits. Those of OF_WORDS take
-    at least as long as their words take from memory.
+    call: whatever its kernel. far: of scores beyond a bounded table, which no kernel of OF_TABLES visits.
     """
     total = 0.0
     has_workspace = any(replace(call, kernel=kernel) in found for kernel in OF_WORDS)
+    has_query_words = not far and replace(call, kernel=OF_QUERY) in found
     has_p2c = any(replace(call, kernel=kernel) in found for kernel in OF_P2C)
     for kernel in kernels:
         if kernel in OF_TABLES and (far or call.features in GRIDS or call.features.startswith("none")):
@@ -41,12 +41,24 @@ def of_call(
             continue
         if kernel in OF_P2C and not has_p2c:
             continue
+        if (kernel == OF_QUERY and not has_query_words) or (kernel == "dq" and has_query_words):
+            continue
         prediction = found.get(replace(call, kernel=kernel))
         if prediction is None or (far and prediction.far_cycles is None):
             return None
-        cycles = prediction.mean_cycles(0.0 if far else 1.0)
-        total += max(cycles, moved(SCORES * WORD, prediction.machine)) if kernel in OF_WORDS else cycles
+        total += cycles_of(kernel, prediction, 0.0 if far else 1.0)
     return total
+
+
+def cycles_of(kernel: str, prediction: Prediction, near: float) -> float:
+    """Return the cycles of a kernel if a share ``near`` of the tiles lie near the diagonal. Loops that read words (OF_QUERY has
+    two) are no faster than these come from memory."""
+    words = moved(SCORES * WORD, prediction.machine)
+    if kernel == OF_QUERY:
+        return sum(max(loop.cycles, words) for loop in prediction.loops)
+    if kernel in OF_TABLES:
+        return near * max(prediction.cycles, words * (kernel in OF_WORDS))
+    return prediction.mean_cycles(near)
 
 
 @dataclass(frozen=True)
@@ -83,17 +95,20 @@ def workspace(size: Size, machine: Machine, programs: int, block_n: int) -> floa
 
 
 def designs(cycles: Mapping[str, float], size: Size, machine: Machine, table_block_n: int) -> dict[str, float]:
-    """Return the cycles of the whole backward by design. cycles: of the four kernels, columns with its stores of words.
+    """Return the cycles of the whole backward by design. cycles: of each kernel, as cycles_of gives them.
 
     * dtable kernel: each partial sum is written and read once. The dkv kernel would be faster without its stores.
-    * workspace: the dkv kernel writes dS as words, the dtable_words kernel reads them. Writing is hidden by the dkv kernel's
-      work, or is not.
+    * table from words: the dkv kernel writes dS as words, the dtable_words kernel reads them. Writing is hidden by the dkv
+      kernel's work, or is not.
+    * query from words, too: the dq_words kernel takes the place of the dq kernel.
     """
     sums = 2 * moved(partial_sums(size, machine, table_block_n), machine) / size.blocks
     words = moved(SCORES * WORD, machine)
-    rows, columns, diagonals = cycles["dq"], cycles["dkv"], max(cycles["dtable_words"], words)
+    rows, columns, diagonals = cycles["dq"], cycles["dkv"], cycles["dtable_words"]
     return {
         "dtable kernel": rows + columns + cycles["dtable"] + sums,
-        "workspace, writing hidden": rows + max(columns, words) + diagonals,
-        "workspace, writing not hidden": rows + columns + words + diagonals,
+        "table from words, writing hidden": rows + max(columns, words) + diagonals,
+        "table from words, writing not hidden": rows + columns + words + diagonals,
+        "query from words, too, writing hidden": cycles[OF_QUERY] + max(columns, words) + diagonals,
+        "query from words, too, writing not hidden": cycles[OF_QUERY] + columns + words + diagonals,
     }

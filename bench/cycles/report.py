@@ -27,7 +27,7 @@ from ..report.rows import in_one_line
 from ..report.text import table
 from ..verbs.options import add_jobs, add_list, some_of
 from . import calibrate, sensitivity
-from .calls import BACKWARD, FORWARD, PRODUCTS, Size, designs, of_call, workspace
+from .calls import BACKWARD, FORWARD, PRODUCTS, Size, cycles_of, designs, of_call, workspace
 from .machine import MACHINES
 from .predict import UNITS, Prediction, teraflops, why_serialised
 
@@ -120,7 +120,7 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
         kernels = {
             name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD if name not in OF_P2C
         }
-        cycles = {name: found.cycles for name, (_, found) in kernels.items() if found is not None}
+        cycles = {name: cycles_of(name, found, 1.0) for name, (_, found) in kernels.items() if found is not None}
         columns_case, columns = kernels["dkv"]
         if len(cycles) < len(kernels) or columns is None:
             continue
@@ -128,7 +128,7 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
         space = workspace(size, machine, columns.programs, columns_case.config.block_n)
         for name, value in designs(cycles, size, machine, case.config.block_n).items():
             speed = teraflops(value, machine, case.head_dim, PRODUCTS[BACKWARD])
-            memory = f"{space / 2**20:.0f} MiB" if name.startswith("workspace") else ""
+            memory = f"{space / 2**20:.0f} MiB" if name != "dtable kernel" else ""
             call = f"{name}, {case.target} {case.dtype} {case.head_dim} {case.features}"
             body.append((call, f"{value:.0f}", f"{speed:.0f}", memory))
     header = (f"backward of b{default.batch} h{default.heads} n{default.length}", "cycles", "TFLOP/s", "workspace")

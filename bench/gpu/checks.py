@@ -17,14 +17,14 @@ from bench.cases.configurations import WANTED, shown
 from bench.compiled import way_of
 from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing
-from triton_relattn._core import validation
+from triton_relattn._core import tails, validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile_config import OF_P2C, OF_TABLES
+from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY, OF_TABLES
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize
@@ -97,7 +97,7 @@ def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[s
     query, key, value, rel_key = inputs[:4]
     tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
     config = Call(tensors, spec).tile(case.kernel)
-    out, lse, softmax_stats = forward(tensors, spec)
+    out, lse, softmax_stats = forward(tensors, spec, keeps_tail=tails.wants_tail(tensors, spec))
     if case.kernel == "forward":
         return shown(config), {"out": out, "lse": lse}
     wanted, tiles = [name in WANTED[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
@@ -180,6 +180,8 @@ def correctness_cases(tiny: bool) -> list[Case]:
         *({"width": width} for width in (16, 40, 80, 256)),
         {"value_width": 96, "per_head": True},
         {"batch": 1, "heads": 1, "num_queries": 2048, "num_keys": 2048},
+        {"batch": 3, "num_queries": 1100, "num_keys": 1100, "padded": True},  # the query's gradient from the workspace
+        {"num_queries": 1030, "num_keys": 1300, "query_offset": 270, "width": 128, "per_head": True},
         {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200},
         {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200, "workspace": IN_PARTS},
         {"num_queries": 1, "num_keys": 300, "query_offset": 299},
@@ -199,9 +201,13 @@ def correctness_cases(tiny: bool) -> list[Case]:
 
 def config_cases(tiny: bool) -> list[Case]:
     """Every call that configs.select distinguishes."""
-    length, batch, heads = (45, 1, 1) if tiny else (301, 2, 2)
+    batch, heads = (1, 1) if tiny else (2, 2)
+
+    def length_of(kernel: str) -> int:
+        return max(45 if tiny else 301, tails.FEWEST_QUERIES if kernel == OF_QUERY else 0)
+
     return [
-        Case(table, causal, dtype, width, None, batch, heads, length, length, kernel=kernel, p2c=p2c)
+        Case(table, causal, dtype, width, None, batch, heads, *2 * (length_of(kernel),), kernel=kernel, p2c=p2c)
         for dtype in (("float16",) if tiny else ("bfloat16", "float16"))
         for width in ((64,) if tiny else (64, 128, 256))
         for causal in ((True,) if tiny else (False, True))
@@ -209,6 +215,7 @@ def config_cases(tiny: bool) -> list[Case]:
         for kernel in configs.KERNELS
         for p2c in (False, True)
         if (table == "full" if p2c else kernel not in OF_P2C and (table != "none" or kernel not in OF_TABLES))
+        if table == "full" or kernel != OF_QUERY
     ]
 
 

@@ -19,10 +19,12 @@ from bench.cases.methods import OURS
 from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn._core.tails import wants_tail
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.tile_config import OF_QUERY
 
 from .checks import Case as Checked
 from .checks import run_case
@@ -72,7 +74,7 @@ def run_kernels(
     tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, tiles: Mapping[str, TileConfig]
 ) -> list[torch.Tensor]:
     """Forward and backward of a call, some kernels with other configurations; out and the gradients."""
-    out, _, softmax_stats = forward(tensors, spec, tiles.get("forward"))
+    out, _, softmax_stats = forward(tensors, spec, tiles.get("forward"), keeps_tail=wants_tail(tensors, spec))
     of_backward = {name: tile for name, tile in tiles.items() if name != "forward"}
     gradients = backward(d_out, None, out, softmax_stats, tensors, spec, tiles=of_backward)
     return [out, *(gradient for gradient in gradients if gradient is not None)]
@@ -133,7 +135,7 @@ def _compile_calls(calls: Sequence[tuple[Case, bool]], options: argparse.Namespa
     items = [
         (Group(kernel, case, has_table, (tile := selected(kernel, case, has_table, options.arch),)), tile)
         for case, has_table in calls
-        for kernel in (*KERNELS[:3], *["dtable_words"] * has_table)  # a workspace takes the dtable kernel's place
+        for kernel in (("forward", "dkv", "dtable_words", OF_QUERY) if has_table else KERNELS[:3])
     ]
     for _ in spread(partial(_compile, device=options.device), items, options.jobs, deadline):
         pass

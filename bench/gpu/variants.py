@@ -68,8 +68,10 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
     ],
     ("dkv", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
     ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
-    ("dtable_words", 64, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1), TileConfig(128, 64, 4, 1)],
-    ("dtable_words", 128, "full"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
+    ("dtable_words", 64, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 2)],
+    ("dtable_words", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 128, 8, 3)],
+    ("dq_words", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 1), TileConfig(128, 64, 8, 2)],
+    ("dq_words", 128, "full"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 1), TileConfig(64, 64, 4, 2)],
     # Instead of a workspace. Spilled registers cost less than a tile that is four times too small.
     ("dtable", 64, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 64, 4, 2, "scores", Q)],
     ("dtable", 64, "clamp"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 1, "scores", Q)],
@@ -102,5 +104,5 @@ def groups(arch: str) -> Iterator[Group]:
     for (kernel, head_dim, table), tiles in VARIANTS.items():
         case, has_table = case_of(head_dim, table), table != "plain"
         first = selected(kernel, case, has_table, arch)
-        others = [tile for tile in tiles if tile != first and tile.why_invalid(arch, has_table) is None]
+        others = [tile for tile in tiles if tile != first and tile.why_invalid(arch, has_table, kernel) is None]
         yield Group(kernel, case, has_table, (first, *others))

@@ -198,7 +198,8 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
         """Return the bytes of the partial sums of programs that share a block of rows, and of their total. As many programs share
         one as keep the GPU busy, whatever the length."""
         rows, tile = 2 * length - 1, selected("dtable_words", "sm_90", *call("full", torch.float16, 16, length=length))
-        splits = min(length // tile.block_m, 4 * architecture_of("sm_90").multiprocessors // triton.cdiv(rows, tile.block_n))
+        programs = triton.cdiv(rows, tile.block_n - 8)
+        splits = min(length // (8 * tile.block_m), 4 * architecture_of("sm_90").multiprocessors // programs)
         return (splits + 1 if splits > 1 else 0) * rows * 16 * 4
 
     limit = 32 * 2**20
@@ -212,10 +213,25 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a bounded table a band.
     monkeypatch.delenv(workspace.VARIABLE)
     tiles = {kernel: selected(kernel, "sm_90", *call("clamp", torch.float16, 16, length=4096)) for kernel in configs.KERNELS}
-    skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
-    band = -(-(9 + 2 * configs_margin(4096) + skew - 1 + 15) // 64) * 64
+    band = -(-(9 + 2 * configs_margin(4096) + tiles["dkv"].block_m - 1 + 15) // 64) * 64
     most = 2 * 4 * architecture_of("sm_90").multiprocessors * tiles["dtable_words"].block_n * 16 * 4  # partial sums
     assert all(0 <= more(length, "clamp") - length * min(band, length) * 2 <= most for length in lengths)
+
+
+def test_memory_of_the_tail() -> None:
+    """A byte for each number of out, in rows of four; the backward then allocates nothing for the query but its gradient."""
+    tensors, spec = call("full", torch.bfloat16, 64, length=2048, heads=2, has_lengths=False)
+    tensors = tensors._replace(value=tensors.value[..., :49])
+    kept, backwards = [], []
+    for keeps_tail in (False, True):
+        with recorded_launches("sm_90", only=""):
+            with Allocations() as of_forward:
+                out, _, softmax_stats = forward(tensors, spec, keeps_tail=keeps_tail)
+            with Allocations() as of_backward:
+                backward(torch.empty_like(out), None, out, softmax_stats, tensors, spec)
+        kept.append(of_forward.total)
+        backwards.append(of_backward.total)
+    assert kept[1] - kept[0] == 2 * 2048 * 52 and backwards[1] == backwards[0]
 
 
 def configs_margin(length: int) -> int:
@@ -254,4 +270,4 @@ def test_selected_configurations_are_valid(kernel: str) -> None:
                 for name in features.FEATURES:
                     config = selected(kernel, target, *call(name, dtype, width, length=100))
                     has_table = not name.startswith("none") and name not in features.GRIDS
-                    assert config.why_invalid(target, has_table) is None, (target, dtype, width, name)
+                    assert config.why_invalid(target, has_table, kernel) is None, (target, dtype, width, name)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("tqdm")
 
 from bench.__main__ import main
+from bench.cases.features import call
 from bench.compile import KernelCase, predicted
-from bench.compiled import compiled
+from bench.compiled import compiled, recorded_launches, resources, selected
 from bench.cycles import calibrate
 from bench.cycles.machine import MACHINES
 from bench.cycles.predict import SCORES, predict, teraflops, why_serialised
 from bench.cycles.sensitivity import AS_IT_IS, VARIED
+from triton_relattn.kernels.forward import forward
 
 PLAIN_PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
 
@@ -100,7 +103,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     calls = {line.split("  ")[1].strip(): line.split() for line in lines}
     assert float(calls["forward, sm_90 bf16 64 none"][-1]) == 1 < float(calls["backward, sm_90 bf16 64 full"][-1]) < 10
     assert 100 < float(calls["forward, sm_90 bf16 64 none"][-2]) < 989
-    assert "workspace, writing hidden, sm_90 bf16 64 full" in printed and "MiB" in printed
+    assert "query from words, too, writing hidden, sm_90 bf16 64 full" in printed and "MiB" in printed
 
 
 def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,3 +125,18 @@ def test_sensitivity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     (slow,) = (line for line in printed.splitlines() if line.startswith("  slow ALU"))
     assert int(slow.split()[2].removesuffix("%")) > 0 and len(slow.split()) == 3  # the backward's kernels are not known
     assert "1.00 to 1.00" in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("target", "width"), [("sm_80", 64), ("sm_90", 64), ("sm_90", 128)])
+def test_forward_with_a_tail(target: str, width: int) -> None:
+    """To keep the tail of out costs the forward a tenth at most: one more product, with 16 columns."""
+    tensors, spec = call("full", torch.bfloat16, width)
+    tile = selected("forward", target, tensors, spec)
+    with recorded_launches(target) as launches:
+        forward(tensors, spec, tile)
+        forward(tensors, spec, tile, keeps_tail=True)
+    plain, kept = (predict(launch.kernel, tile.block_m, tile.block_n) for launch in launches)
+    assert plain is not None and kept is not None and resources(launches[1].kernel).fits(target)
+    assert kept.wgmma_products == plain.wgmma_products + (target == "sm_90") and not kept.is_serialised
+    assert kept.cycles <= 1.1 * plain.cycles

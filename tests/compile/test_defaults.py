@@ -23,7 +23,7 @@ def test_calls_are_served() -> None:
         has_table = coverage != "no table"
         is_call = term_set != "grid" if has_table else term_set in (None, "grid") and kernel not in OF_TABLES
         if is_call and unit != "interpreter":
-            reason = config.why_invalid(arch, has_table)
+            reason = config.why_invalid(arch, has_table, kernel)
             assert reason is None, (kernel, precision, arch, width, term_set, coverage, config)
             assert config.rotation == "gather" or architecture_of(arch).rotates_in_registers, (arch, config)
 

@@ -33,10 +33,11 @@ from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "merge", "dq", "dkv", "dtable", "dtable_words", "dtable_ends")
-WITHOUT_TILE = ("merge", "dtable_ends")
+KERNELS = ("forward", "merge", "dq", "dkv", "dtable", "dtable_words", "dtable_ends", "delta", "dq_words")
+OF_WORDS = ("dtable_words", "delta", "dq_words")
+WITHOUT_TILE = ("merge", "dtable_ends", "delta")
 TABLES = ("rel_key", "rel_value", "rel_bias")
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1", torch.int8: "*i8"}
 BUFFERS = {
     "lses",
     "softmax_stats",
@@ -132,6 +133,11 @@ class Call:
         of_scores = self.tables.keys() & {"rel_key", "rel_bias"} and "rel_value" not in self.tables
         return bool(of_scores) and not self.packed and not has_offsets and target.startswith("sm_")
 
+    def may_use_words_for_query(self, target: str) -> bool:
+        """Whether the query's gradient is a product of words, if a workspace has all keys of a head."""
+        is_long = self.sizes()[3] >= 1024 and self.tensors["query"].dtype != torch.float32
+        return self.may_use_workspace(target) and is_long and self.coverage() == "full"
+
     def key_splits(self, target: str, programs: int, block_m: int) -> int:
         """Return how many programs have to share the keys of a block of queries: they fill the GPU, with 1,024 keys each."""
         if self.sizes()[3] > block_m:  # more than a block of queries for each head
@@ -142,8 +148,13 @@ class Call:
             keys = min(keys, left + right + block_m)
         return max(1, min(architecture_of(target).multiprocessors // programs, keys // 1024))
 
-    def kernels(self, parts: int) -> list[str]:
-        """The kernels that have to run, in their order; parts: in which a workspace is filled, or 0."""
+    def kernels(self, parts: int, from_words: bool) -> list[str]:
+        """The kernels that have to run, in their order.
+
+        Args:
+            parts: in which a workspace is filled, or 0.
+            from_words: whether it has the query's gradient, too.
+        """
         if self.tensors["query"].numel() == 0:
             return []
         if not self.wanted or self.tensors["key"].numel() == 0:
@@ -154,14 +165,15 @@ class Call:
         needs_far_scores = clamped and "value" in self.wanted and self.tables.keys() & {"rel_key", "rel_bias"}
         rows = 1 if needs_delta or needs_far_scores or (clamped and "rel_value" in self.wanted) else 0
         if self.arguments.get("exact_query_grad") and self.wanted & {"query", "rel_query"}:
-            rows = 2
+            rows = 1 if from_words else 2
+        of_query = from_words and bool(self.wanted & {"query", "rel_query"})
         ends = [name for name in ("rel_key", "rel_value") if clamped and name in self.wanted]
         return [
             "forward",
-            *["dq"] * rows,
+            *(["delta"] if from_words else ["dq"]) * rows,
             *["dkv"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
             *["dtable"] * (parts == 0 and bool(self.wanted & set(TABLES))),
-            *["dkv", "dtable_words"] * parts,
+            *["dkv", *["dtable_words"] * bool(self.wanted & set(TABLES)), *["dq_words"] * of_query] * parts,
             *["dtable_ends"] * len(ends),
         ]
 
@@ -316,6 +328,13 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
         programs = blocks(num_queries, "block_m") * sequences * heads
         splits = call.key_splits(target, programs, launch["TILE"].block_m) if launch.name == "forward" else 1
         assert launch.grid == ((programs,) if splits == 1 else (programs, splits)), launch.grid
+    elif launch.name == "delta":
+        entries, _, queries, _ = launch["outs"][0].shape
+        assert launch.grid == (-(-queries // launch["BLOCK_M"]), heads, entries), launch.grid
+    elif launch.name == "dq_words":  # blocks of queries that are eight apart
+        items = launch["words"][0].shape[1]
+        assert launch.grid[0] % (8 * -(-num_queries // (8 * launch["TILE"].block_m))) == 0, launch.grid
+        assert launch.grid[0] <= items * 8 * -(-num_queries // (8 * launch["TILE"].block_m)), launch.grid
     elif launch.name == "merge":
         entries, _, queries, _ = launch["outs"][0].shape
         assert launch.grid == (-(-queries // launch["BLOCK_M"]), heads, entries), launch.grid
@@ -335,13 +354,20 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
             tile = rows["TILE"]
             margin = tile.block_m + tile.block_n
             assert table["ROWS"][1:3] == (tile.block_m, tile.block_n)
-        units = blocks(num_queries, "block_m") if launch.name == "dtable_words" else units if table.name == "dtable" else splits
+        if launch.name == "dtable_words":  # blocks of queries that are so far apart, of the heads in the workspace
+            apart = 16 // launch["words"][0].element_size()
+            units = -(-num_queries // (apart * launch["TILE"].block_m)) * -(-launch["words"][0].shape[1] // table_heads)
+        elif table.name != "dtable":
+            units = splits
         assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
         assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
         per_head = launch["PER_HEAD"] if launch.name == "dtable_ends" else launch["ROWS"].per_head
         assert per_head == call.per_head
         if launch.name in OF_TABLES:
-            programs = blocks(call.num_rows + 2 * margin, "block_n") * table_heads
+            tile, own_rows = launch["TILE"], launch["TILE"].block_n
+            if launch.name == "dtable_words":
+                own_rows -= 8 if call.tensors["query"].dtype != torch.float32 else 4
+            programs = -(-(call.num_rows + 2 * margin) // own_rows) * table_heads
             assert launch.grid == (programs, splits)
             if launch.name == "dtable":
                 assert launch["num_sequences"] == sequences
@@ -358,7 +384,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     has_tile = launch.name not in WITHOUT_TILE
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
     coverage = launch["TILE"].coverage if has_tile else "clamp"
-    wide_index = launch.name == "merge" or (launch["SHAPE"].wide_index if has_tile else launch["WIDE_INDEX"])
+    wide_index = launch.name in ("merge", "delta") or (launch["SHAPE"].wide_index if has_tile else launch["WIDE_INDEX"])
     for name, tensor, strides in launch.strided():
         pointer, types = launch.signature[name]
         added = len(strides) - tensor.dim()  # of a table: it has no entries, and a shared one no heads
@@ -368,9 +394,12 @@ def check_arguments(call: Call, launch: Recorded) -> None:
         for stride, kind in zip(strides, types, strict=True):
             assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
         if name in BUFFERS | PARTIAL_SUMS:
-            assert tensor.is_contiguous(), name
+            above_a_tail = name == "softmax_stats" and tensor.stride()[2:] == (tensor.shape[3], 1)
+            assert tensor.is_contiguous() or above_a_tail, name
             is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and coverage != "clamp"
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
+        elif name == "tails":
+            assert tensor.dtype == torch.int8
         elif name == "outs" and launch.name == "forward" and len(launch.grid) == 2:
             assert tensor.dtype == torch.float32  # of parts of the keys
         elif name not in ("rel_bias", "attn_mask", "mask"):
@@ -397,11 +426,15 @@ def check_arguments(call: Call, launch: Recorded) -> None:
 
 def check(target: str, call: Call, launches: list[Recorded]) -> None:
     """Everything that holds for the launches of one call."""
-    parts = sum(launch.name == "dtable_words" for launch in launches)
+    of_words = [launch["words"][0] for launch in launches if launch.name == "dkv" and launch["words"] is not None]
+    parts, from_words = len(of_words), any(launch.name == "delta" for launch in launches)
+    assert not from_words or call.may_use_words_for_query(target)
+    if of_words and call.may_use_words_for_query(target):
+        assert from_words == (of_words[0].shape[3] >= call.sizes()[4])
     names = [launch.name for launch in launches]
     if "merge" in names:
         assert names.pop(1) == "merge" and len(launches[0].grid) == 2
-    assert names == call.kernels(parts), (target, sorted(call.wanted))
+    assert names == call.kernels(parts, from_words), (target, sorted(call.wanted))
     assert parts == 0 or call.may_use_workspace(target)
     if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
         (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
@@ -412,7 +445,7 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
         check_arguments(call, launch)
         if launch.name not in WITHOUT_TILE:
             assert launch["TILE"].coverage == call.coverage()
-            assert launch.tile.why_invalid(target, bool(call.tables)) is None, (target, launch.tile)
+            assert launch.tile.why_invalid(target, bool(call.tables), launch.name) is None, (target, launch.tile)
 
 
 @pytest.mark.parametrize("seed", range(CALLS))
@@ -483,7 +516,7 @@ def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]
 
 def kernels_for(target: str) -> set[str]:
     """Return the kernels that calls can launch: none on AMD's GPUs has a workspace."""
-    return set(KERNELS) - ({"dtable_words"} if target.startswith("gfx") else set())
+    return set(KERNELS) - (set(OF_WORDS) if target.startswith("gfx") else set())
 
 
 @pytest.mark.thorough
@@ -520,16 +553,20 @@ def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, mo
 def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
     """Each kernel compiles and fits for every kind of table and every dtype, each on one of the targets."""
     tables = {"dtable": ("full", "clamp", "zero"), "dtable_words": ("full", "clamp", "zero"), "dtable_ends": ("clamp",)}
+    tables |= dict.fromkeys(("delta", "dq_words"), ("full",))
     wanted = set[Any]()
     for name in KERNELS:
         targets = [each for each in TARGETS if name in kernels_for(each)]
         kinds = product(
-            (name,), (torch.float16, torch.bfloat16, torch.float32), tables.get(name, ("no table", "full", "clamp", "zero"))
+            (name,),
+            (torch.float16, torch.bfloat16, *[torch.float32] * (name not in OF_WORDS[1:])),
+            tables.get(name, ("no table", "full", "clamp", "zero")),
         )
         if target in targets:
             wanted |= set(islice(kinds, targets.index(target), None, len(targets)))
 
     def kind(launch: Recorded) -> Any:
-        return launch.name, next(launch.strided())[1].dtype, launch["TILE"].coverage if "TILE" in launch.arguments else "clamp"
+        of_call = {"delta": "full"}.get(launch.name, "clamp")
+        return launch.name, next(launch.strided())[1].dtype, launch["TILE"].coverage if "TILE" in launch.arguments else of_call
 
     check_compiled(target, wanted, kind)

@@ -17,7 +17,7 @@ from bench.cycles.machine import MACHINES, Machine
 from bench.cycles.predict import SCORES, Loop, Prediction, near_share, of_sass, teraflops
 from bench.cycles.sass import Instruction, loops, parse
 from bench.cycles.simulate import Steady, steady
-from triton_relattn.kernels.tile_config import OF_P2C
+from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY
 
 WARPS = 4  # one for each scheduler
 EXACT = {target: replace(machine, late_share=0.0, l2_spread=0.0) for target, machine in MACHINES.items()}
@@ -252,10 +252,14 @@ def test_calls() -> None:
         replace(case, kernel=kernel): prediction(1000 * number, 100 * number)
         for case in (clamp, none)
         for number, kernel in enumerate((*FORWARD, *BACKWARD), 1)
-        if kernel not in OF_P2C
+        if kernel not in (*OF_P2C, OF_QUERY)
     }
     assert (of_call(found, clamp, FORWARD), of_call(found, clamp, BACKWARD)) == (500, 5000)
     assert (of_call(found, none, BACKWARD), of_call(found, clamp, BACKWARD, far=True)) == (2500, 250)
+    with_query = {**found, replace(clamp, kernel=OF_QUERY): prediction(4000, 100)}
+    words = 8192 / H100.memory_rate  # its second loop is no faster than words come from memory
+    assert of_call(with_query, clamp, BACKWARD) == pytest.approx(5000 - 1000 + 2000 + words)
+    assert of_call(with_query, clamp, BACKWARD, far=True) == 250  # of a call that has far keys
     found[replace(none, kernel="dq")] = prediction(1000)
     assert of_call(found, none, BACKWARD, far=True) is None
     found[replace(clamp, kernel="dtable")] = None
@@ -271,10 +275,13 @@ def test_designs_of_the_backward() -> None:
     assert partial_sums(size, H100, 64) == 8 * 2047 * 64 * 4  # no more sums than heads
     assert partial_sums(replace(size, batch=64), H100, 64) == 16 * 2047 * 64 * 4  # 4 * 132 programs, 32 blocks of rows
     assert workspace(size, H100, 2, 64) == 132 * 2 * 64 * 1024 * 2
-    found = designs({"dq": 1500, "dkv": 1700, "dtable": 2500, "dtable_words": 500}, size, H100, 64)
+    cycles = {"dq": 1500, "dkv": 1700, "dtable": 2500, "dtable_words": 600, "dq_words": 1100}
+    found = designs(cycles, size, H100, 64)
     words = 8192 / H100.memory_rate
     assert found["dtable kernel"] == pytest.approx(5700 + 2 * moved(8 * 2047 * 256, H100) / size.blocks)
-    assert found["workspace, writing hidden"] == pytest.approx(3200 + words)
-    assert found["workspace, writing not hidden"] == pytest.approx(3200 + 2 * words)
-    slow = designs({"dq": 1500, "dkv": 100, "dtable": 2500, "dtable_words": 900}, size, H100, 64)
-    assert slow["workspace, writing hidden"] == pytest.approx(1500 + words + 900)
+    assert found["table from words, writing hidden"] == 1500 + 1700 + 600
+    assert found["table from words, writing not hidden"] == pytest.approx(1500 + 1700 + 600 + words)
+    assert found["query from words, too, writing hidden"] == 1100 + 1700 + 600
+    assert found["query from words, too, writing not hidden"] == pytest.approx(1100 + 1700 + 600 + words)
+    slow = designs({**cycles, "dkv": 100}, size, H100, 64)
+    assert slow["table from words, writing hidden"] == pytest.approx(1500 + words + 600)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.cycles.machine import MACHINES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
 from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
@@ -176,18 +177,30 @@ def test_costs_are_those_of_the_budgets() -> None:
         return ", ".join(f"{int(row[name]):,}" for name in ("cycles", "far_cycles") if row.get(name))
 
     page = (ROOT / "triton_relattn" / "kernels" / "DERIVATION.md").read_text().split("\n## What it costs\n")[1]
-    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:5]
-    full, clamped, models, deberta, far_keys = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
-    assert len(full) == len(models) == 20 and len(clamped) == len(far_keys) == 12 and len(deberta) == 28
+    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:6]
+    full, designs, clamped, models, deberta, far_keys = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
+    assert len(full) == len(models) == 24 and len(clamped) == len(far_keys) == 12 and len(deberta) == 32
     for kernel, where, *found in full:
         row, without = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
         stages = row["num_stages"] + (" stage" if row["num_stages"] == "1" else " stages")
         carry = row["carry"] if kernel in ("forward", "dq") else ""  # the others do not walk along the keys
-        rotation = row["rotation"] if kernel != "dtable_words" else ""
+        rotation = row["rotation"] if kernel not in ("dtable_words", "dq_words") else ""
         tile = [f"{row['block_m']} x {row['block_n']}, {row['num_warps']} warps, {stages}", carry or "-", rotation or "-"]
         ratio = "" if without is None else f"{int(row['cycles']) / int(without['cycles']):.2f}"
         figures = [f"{int(row['spill_bytes']):,}", cycles(kernel, where, "full"), cycles(kernel, where, "none"), ratio]
         assert found == [*tile, *figures], (kernel, where)
+    assert len(designs) == 4
+    for where, *found in designs:
+        words = 64 * 64 * 2 / MACHINES[where.split(",")[0]].memory_rate
+        dq, dkv, dtable, dtable_words, dq_words = (
+            int(budgets[name, where, "full"]["cycles"]) for name in ("dq", "dkv", "dtable", "dtable_words", "dq_words")
+        )
+        plain_cycles = sum(int(budgets[name, where, "none"]["cycles"]) for name in ("dq", "dkv"))
+        table = dkv + max(dtable_words, words)
+        either = (table + dq, table + 2 * max(dq_words, words))
+        expected = [f"{plain_cycles:,}", *(f"{total:,.0f} ({total / plain_cycles:.2f})" for total in either)]
+        assert [found[0], *found[2:]] == expected, (where, expected)
+        assert abs(int(found[1].replace(",", "")) - dq - dkv - dtable) < 10, where
     for kernel, where, near, far, plain in clamped:
         assert f"{near}, {far}" == cycles(kernel, where, "clamp") and plain == cycles(kernel, where, "none"), (kernel, where)
     for kernel, where, *found in models:

@@ -36,6 +36,8 @@ def test_kernels_take_few_arguments() -> None:
         *(
             "dp2c_kernel",
             "dp2c_words_kernel",
+            "dq_words_kernel",
+            "delta_kernel",
             "far_keys_kernel",
             "merge_kernel",
             "grid_forward_kernel",

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from bench.report.rows import in_one_line
-from triton_relattn._core import implementations
+from triton_relattn._core import implementations, tails
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 
@@ -81,7 +81,8 @@ class Checked:
 
 @contextmanager
 def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None]:
-    """Let calls choose the kernels, give some kernels other configurations, and fill new memory with NaN."""
+    """Let calls choose the kernels, and those for long sequences from 100 queries on, give some kernels other configurations, and
+    fill new memory with NaN."""
     select = configs.select
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
@@ -91,6 +92,7 @@ def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: "triton"))
         stack.enter_context(mock.patch.object(configs, "select", selected))
+        stack.enter_context(mock.patch.object(tails, "FEWEST_QUERIES", 100))
         stack.callback(torch.set_float32_matmul_precision, precision)
         stack.callback(torch.use_deterministic_algorithms, deterministic)
         torch.set_float32_matmul_precision("high" if subject.dtype == "tf32" else "highest")
@@ -138,7 +140,7 @@ def row_of(subject: Subject, tiles: Mapping[str, TileConfig], show_notes: bool =
     """Check a call; the row says whatever goes wrong."""
     started = time.monotonic()
     has_table = not subject.name.startswith("none")
-    reasons = {kernel: config.why_invalid(subject.target, has_table) for kernel, config in tiles.items()}
+    reasons = {kernel: config.why_invalid(subject.target, has_table, kernel) for kernel, config in tiles.items()}
     lines = [f"{kernel}: {reason}" for kernel, reason in reasons.items() if reason]
     found = Checked({}, [], {})
     if not lines:

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.interpreter.guard import Launch, guarded
+from triton_relattn._core import tails
 from triton_relattn.kernels import workspace
 
 call_and_patch = interpreter.InterpretedFunction.__call__
@@ -50,6 +51,12 @@ def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+@pytest.fixture(autouse=True)
+def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are short here. In about half of them the gradient of the query is computed from words."""
+    monkeypatch.setattr(tails, "FEWEST_QUERIES", 40)
 
 
 @pytest.fixture

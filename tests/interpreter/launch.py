@@ -16,6 +16,7 @@ from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from triton_relattn._core.tails import wants_tail
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import arguments as of_launches
 from triton_relattn.kernels import configs
@@ -138,7 +139,7 @@ def run_backward(
     """out, lse and the gradients by name, None where not wanted or not there; tiles: configurations by the kernels' names."""
     assert set(wanted) <= set(GRADIENTS)
     tensors, spec = resolve(inputs, **arguments)
-    out, lse, softmax_stats = forward(tensors, spec, (tiles or {}).get("forward"))
+    out, lse, softmax_stats = forward(tensors, spec, (tiles or {}).get("forward"), keeps_tail=wants_tail(tensors, spec))
     wants = [name in wanted for name in GRADIENTS]
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wants, tiles)
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, gradients, strict=True))}

@@ -82,7 +82,8 @@ def test_all_parts(tmp_path: Path) -> None:
         assert {name for name in RESULTS if not row[name]} == absent
     assert {row["p2c"] for row in correctness} == {"True", "False"}
     kernels = Counter(row["kernel"] for row in rows["configs.csv"])
-    assert kernels == {"forward": 10, "dq": 10, "dkv": 10, "dtable": 8, "dtable_words": 8, "dp2c": 2, "dp2c_words": 2}
+    of_p2c = {"dp2c": 2, "dp2c_words": 2}
+    assert kernels == {"forward": 10, "dq": 10, "dkv": 10, "dtable": 8, "dtable_words": 8, "dq_words": 4, **of_p2c}
     assert all(row["config"] for row in rows["configs.csv"])
     assert Counter(row["part"] for row in rows["checks.csv"]) == {"repeats": 4, "host": 6}
     assert all(float(row["value"]) > 0 for row in rows["checks.csv"])
@@ -202,8 +203,8 @@ def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     milliseconds = dict(zip(tiles, (10.0, 5.0, 3.0, 9.9), strict=True))
     forward = tune.forward
 
-    def wrong_in_small_tiles(tensors: Any, spec: Any, config: TileConfig | None = None) -> Any:
-        out, *others = forward(tensors, spec, config)
+    def wrong_in_small_tiles(tensors: Any, spec: Any, config: TileConfig | None = None, **options: Any) -> Any:
+        out, *others = forward(tensors, spec, config, **options)
         return (1.01 * out if config == tiles[2] else out), *others
 
     def instead_of_time(every: Sequence[timing.Timed], *_: object) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreter.guard import Launch
 from tests.interpreter.launch import SEED, resolve
 from tests.parts import as_one, in_parts
 from triton_relattn import RelativePositions
-from triton_relattn._core import validation
+from triton_relattn._core import tails, validation
+from triton_relattn.kernels import workspace
 from triton_relattn.testing import assert_within_budget, make_inputs
 
 TERMS: dict[str, Any] = {"rel_value": True, "rel_bias": True, "per_head": True, "rel_width": 8}
@@ -38,6 +40,16 @@ def test_parts(case: str) -> None:
     of_inputs, options = CASES[case]
     inputs = make_inputs(2, 2, 60, 80, 16, dtype=torch.float32, seed=1, **of_inputs)
     check(*resolve(inputs, **options), inputs.d_out, inputs.d_lse)
+
+
+def test_parts_in_float16(guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a row for every pair the gradient of the query comes from words, by the delta that is given."""
+    monkeypatch.delenv(workspace.VARIABLE)
+    monkeypatch.setattr(tails, "FEWEST_QUERIES", 1)
+    inputs = make_inputs(2, 2, 60, 80, 16, dtype=torch.float16, seed=1, num_rows=159, rel_bias=True)
+    check(*resolve(inputs, is_causal=True, query_offset=20), inputs.d_out, inputs.d_lse)
+    names = {launch.kernel for launch in guarded_kernels}
+    assert "dq_words_kernel" in names and names.isdisjoint({"dq_kernel", "delta_kernel"})
 
 
 def test_parts_of_a_pack() -> None:

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from .._blockwise import attention as blockwise
 from .._core.dtypes import compute_dtype, gradient_like, new_like, without_autocast
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._core.tails import rows_of_tail, wants_tail
 from .._core.untraced import untraced
 from . import NAMESPACE, OPERATORS, flops, sharding
 
@@ -28,6 +29,9 @@ _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
 KEEPING = "blockwise keeping probabilities"
 """The name of "blockwise" for calls in which it keeps the probabilities for the backward; it returns them as statistics."""
+KEEPING_TAIL = "triton keeping the tail of out"
+"""The name of "triton" for calls in which the statistics have what rounding takes from out, too (kernels/deltas.py)."""
+KERNELS = ("triton", KEEPING_TAIL)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 define = _library.define
@@ -48,22 +52,26 @@ def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, s
 
 def _forward(*arguments):  # type: ignore[no-untyped-def]
     tensors, spec, implementation = _split(arguments)
-    if implementation == "triton":
+    if implementation in KERNELS:
         from ..kernels.forward import forward
 
         with torch.cuda.device_of(tensors.query):
-            return forward(tensors, spec)
+            return forward(tensors, spec, keeps_tail=implementation == KEEPING_TAIL)
     with without_autocast(tensors.query.device):
         kept = _statistics(tensors, implementation)
         return *blockwise.forward(tensors, spec, kept if implementation == KEEPING else None), kept
 
 
 def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
-    """Allocate the third result, which is kept for the backward: two numbers of each query for the kernels, the probabilities for
-    KEEPING, nothing for "blockwise". Probabilities of keys that the forward leaves out for their sequences' lengths are 0: the
-    backward, whose blocks depend on the number of threads at its time, may read them."""
+    """Allocate the third result, which is kept for the backward: two numbers of each query for the kernels, with the tail of out
+    for KEEPING_TAIL; the probabilities for KEEPING; nothing for "blockwise". Probabilities of keys that the forward leaves out
+    for their sequences' lengths are 0: the backward, whose blocks depend on the number of threads at its time, may read them."""
     query, key = tensors.query, tensors.key
-    sizes = {"triton": (*query.shape[:2], 2, query.shape[2]), KEEPING: (*query.shape[:3], key.shape[2])}
+    sizes = {
+        "triton": (*query.shape[:2], 2, query.shape[2]),
+        KEEPING_TAIL: (*query.shape[:2], 2 + rows_of_tail(tensors.value.shape[3]), query.shape[2]),
+        KEEPING: (*query.shape[:3], key.shape[2]),
+    }
     has_gaps = implementation == KEEPING and tensors.key_lengths is not None
     return (query.new_zeros if has_gaps else query.new_empty)(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
 
@@ -81,7 +89,7 @@ def _backward(d_out, d_lse, out, lse, softmax_stats, *arguments):  # type: ignor
     tensors, spec, implementation = _split(arguments)
     if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
         d_lse = d_lse.masked_fill(lse == -torch.inf, 0) if spec.with_lse else None
-    if implementation == "triton":
+    if implementation in KERNELS:
         from ..kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
@@ -106,7 +114,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
     ctx.mark_non_differentiable(softmax_stats)
     # blockwise computes delta from its blocks and does not need out.
-    needed_out = out if ctx.implementation == "triton" else None
+    needed_out = out if ctx.implementation in KERNELS else None
     needed_statistics = None if ctx.implementation == "blockwise" else softmax_stats
     ctx.save_for_backward(needed_out, lse, needed_statistics, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:-1]
@@ -126,6 +134,8 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
 def _is_differentiated(arguments: Iterable[Any]) -> bool:
     """Return whether a derivative by any of the arguments may be asked for, in reverse mode or in forward mode (which will be
     refused)."""
+    if torch.compiler.is_compiling():
+        return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
@@ -248,11 +258,13 @@ def relative_attention(
         with_lse: False if lse is not used; "blockwise" saves the time that it takes.
     """
     register_elsewhere()  # also here, since inference mode does not come through autograd
-    # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
-    differentiated = implementation == "blockwise" and not torch.compiler.is_compiling() and _is_differentiated(tensors)
-    if implementation == "blockwise" and not with_lse:
-        spec = spec._replace(with_lse=False)
-    if differentiated and blockwise.keeps_probs(tensors, spec):
-        implementation = KEEPING
+    if implementation == "blockwise":
+        if not with_lse:
+            spec = spec._replace(with_lse=False)
+        # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
+        if not torch.compiler.is_compiling() and _is_differentiated(tensors) and blockwise.keeps_probs(tensors, spec):
+            implementation = KEEPING
+    elif wants_tail(tensors, spec) and _is_differentiated(tensors):
+        implementation = KEEPING_TAIL
     out, lse, _ = ATTENTION_FORWARD(*tensors, *spec, implementation)
     return out, lse

@@ -403,6 +403,6 @@ class Call:
             place = current(Place(kernel, self.kind, configs.select(kernel, *self.kind, self.length)))
             self.selected[kernel] = place
             return place.config
-        if reason := config.why_invalid(self.arch, self.coverage != "no table"):
+        if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

@@ -8,14 +8,17 @@ import torch
 
 from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from .._core.tails import wants_tail
 from . import configs, table_sums, workspace
 from .arguments import SMALLEST_SCALE, Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_dkv import launch_dkv
 from .bwd_dp2c import launch_dp2c
 from .bwd_dp2c_words import launch_dp2c_words
 from .bwd_dq import launch_dq
+from .bwd_dq_words import launch_dq_words
 from .bwd_dtable import launch_dtable
 from .bwd_dtable_words import launch_dtable_words
+from .deltas import launch_delta, tails_of
 from .far_keys import launch_far_keys
 from .fitting import until_it_fits
 
@@ -100,7 +103,8 @@ def _backward(
     call = Call(tensors, spec, others)
     launch_far_keys(call, tensors.key)
     has_words, has_p2c = workspace.why_not(call, tensors) is None, tensors.rel_p2c is not None
-    kernels = ("dq", "dkv", "dtable", *["dp2c"] * has_p2c, *configs.OF_WORDS[: (1 + has_p2c) * has_words])
+    of_words = ("dtable_words", "dq_words", *["dp2c_words"] * has_p2c) if has_words else ()
+    kernels = ("dq", "dkv", "dtable", *["dp2c"] * has_p2c, *of_words)
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     # The plan does not depend on whether a table's gradient is wanted, so that the other gradients do not either.
     plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(query.device))
@@ -116,9 +120,16 @@ def _backward(
     needs_far = (far[0] is not None and gradients["value"] is not None) or (
         far[3] is not None and gradients["rel_value"] is not None
     )
+    d_query, d_rel_query = gradients["query"], gradients["rel_query"]
+    wants_query = d_query is not None or d_rel_query is not None
+    # Where delta is known without the dq kernel, and the workspace has all keys, words give the query's gradient, too.
+    tails = tails_of(softmax_stats)
+    query_from_words = (is_part or tails is not None) and wants_tail(tensors, spec) and plan is not None and plan.has_all_keys
     if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
-        d_query, d_rel_query = gradients["query"], gradients["rel_query"]
-        if spec.exact_query_grad and not is_part and not (d_query is None and d_rel_query is None):
+        if query_from_words:
+            if not is_part:
+                launch_delta(out, tails, d_out, d_lse, deltas, call.shape.block_dv)
+        elif spec.exact_query_grad and not is_part and wants_query:
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, None, None)
             launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)
         else:
@@ -128,7 +139,7 @@ def _backward(
     of_tables = {name for name in TABLES if gradients[name] is not None}
     sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan) if of_tables else None
     wants_p2c, wants_others = "rel_p2c" in of_tables, bool(of_tables - {"rel_p2c"})
-    if sums is None or plan is None:
+    if plan is None or (sums is None and not (query_from_words and wants_query)):
         if gradients["key"] is not None or gradients["value"] is not None or far_key_sums is not None:
             launch_dkv(*of_keys)
         if wants_others:
@@ -141,6 +152,8 @@ def _backward(
             launch_dkv(*of_keys, words, part)
             if wants_others:
                 launch_dtable_words(call, tiles["dtable_words"], words, sums.arguments, plan, part, sums.rows, sums.grid)
+            if query_from_words and wants_query:
+                launch_dq_words(call, tiles["dq_words"], words, d_query, d_rel_query, part)
             if wants_p2c:
                 launch_dp2c_words(call, tiles["dp2c_words"], words, sums.arguments, plan, part, sums.rows)
     if sums is not None:

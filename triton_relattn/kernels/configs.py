@@ -125,7 +125,7 @@ def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
     blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
     every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
-    return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table) is None]
+    return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table, kernel) is None]
 
 
 def select(

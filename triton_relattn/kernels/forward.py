@@ -6,9 +6,11 @@ import triton.language as tl
 
 from .._core.dtypes import new_like
 from .._core.spec import AttentionSpec, AttentionTensors
+from .._core.tails import rows_of_tail
 from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
 from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
+from .deltas import tail_of, tails_of
 from .dropout import keep_mask
 from .far_keys import launch_far_keys
 from .fitting import until_it_fits
@@ -27,6 +29,7 @@ def forward_kernel(
     outs,
     lses,
     softmax_stats,
+    tails,
     call,
     first,
     last,
@@ -39,6 +42,7 @@ def forward_kernel(
 
     Grid: (query blocks * batch * heads,), query blocks fastest. If lses is None, the grid has a second dimension, whose programs
     share the keys; outs and softmax_stats hold the results of each as those of further heads (key_splits.py merges them).
+    tails, [B, H, Nq, Dv] or None: what rounding takes from out; see deltas.py.
     """
     VALUE_TILE: tl.constexpr = TILE.values
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
@@ -84,6 +88,10 @@ def forward_kernel(
 
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+    if tails is not None:
+        # A product with ones, the narrowest that matrix units take, sums the rounded probabilities: all columns are alike.
+        ones = tl.full([TILE.block_n, 16], 1.0, values[0].dtype.element_ty)
+        rounded_sum = tl.full([TILE.block_m, 16], 0.0, tl.float32)
     past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, mask)
@@ -118,6 +126,9 @@ def forward_kernel(
             scores, seen, _ = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
+            if tails is not None:
+                # [M, N] @ [N, 16] -> [M, 16]
+                rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None])
             if call.dropout.seed is not None:
                 probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
@@ -134,11 +145,18 @@ def forward_kernel(
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         acc = add_end_rows(acc, past, future, value_table, lowest, highest, VALUE_TILE)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max
+    if tails is not None:
+        rounded_sum = tl.max(rounded_sum, axis=1)
+        exact_by_out = row_sum / tl.where(rounded_sum == 0.0, 1.0, rounded_sum)
     acc /= row_sum[:, None]
     if call.dropout.seed is not None:
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
+    if tails is not None:
+        tails = head_matrix(tails, place.entry, out_head, place.query_start, SHAPE.wide_index)
+        tail = tail_of(acc * exact_by_out[:, None], acc.to(outs[0].dtype.element_ty))
+        store_rows(tails, row_start, tile_m, valid_m, tail, SHAPE.value_dim, SHAPE.block_dv)
     log_sum = tl.log2(row_sum)
     if lses is not None:
         lse = row_vector(lses, place.entry, head, place.query_start)
@@ -149,19 +167,25 @@ def forward_kernel(
 
 @until_it_fits
 def forward(
-    tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, dtype: torch.dtype | None = None
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    config: TileConfig | None = None,
+    dtype: torch.dtype | None = None,
+    keeps_tail: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return out (B, H, Nq, Dv) in query's memory order and dtype, or the one given, lse (B, H, Nq) float32, and statistics for
     the backward.
 
     The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
-    lse, which is both in one number, has no digits left for the sum where logits are large.
+    lse, which is both in one number, has no digits left for the sum where logits are large. keeps_tail: they have further rows,
+    which hold the tail of out; see deltas.py.
     """
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
     out = new_like(query, tensors.value.shape[-1], dtype)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    softmax_stats = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
+    rows = 2 + (rows_of_tail(out.shape[3]) if keeps_tail else 0)
+    softmax_stats = query.new_empty(query.shape[0], heads, rows, seqlen_q, dtype=torch.float32)
     if out.numel() > 0:
         tensors, spec = with_positive_scale(tensors, spec)
         tensors = with_aligned_operands(tensors)
@@ -171,13 +195,16 @@ def forward(
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         splits = number_of_splits(spec, tile, programs, query.device)
         if splits == 1:
-            results, grid = (out, lse, softmax_stats), (programs,)
+            statistics, tails = softmax_stats, None
+            if keeps_tail:
+                statistics, tails = softmax_stats[:, :, :2], tails_of(softmax_stats)
+            results, grid = (out, lse, statistics, tails), (programs,)
         else:
             parts = query.new_empty(query.shape[0], splits * heads, seqlen_q, out.shape[3], dtype=torch.float32)
             part_statistics = query.new_empty(query.shape[0], splits * heads, 2, seqlen_q, dtype=torch.float32)
-            results, grid = (parts, None, part_statistics), (programs, splits)
-        outs, lses, all_statistics = map(strided, results)
-        call.launch("forward", forward_kernel, tile, grid, outs=outs, lses=lses, softmax_stats=all_statistics)
+            results, grid = (parts, None, part_statistics, None), (programs, splits)
+        outs, lses, all_statistics, tails = map(strided, results)
+        call.launch("forward", forward_kernel, tile, grid, outs=outs, lses=lses, softmax_stats=all_statistics, tails=tails)
         if splits > 1:
             launch_merge(call, parts, part_statistics, out, lse, softmax_stats)
     return out, lse, softmax_stats

@@ -103,7 +103,7 @@ def _parse(content: bytes) -> dict[Key, Entry]:
         config = TileConfig(**_values(TileConfig, values["config"]))
         if key.kernel not in KERNELS or key.length_bucket not in LENGTH_BUCKETS:
             raise ValueError(f"no call has the kernel and the length bucket of {key}")
-        if reason := config.why_invalid(key.arch, key.coverage != "no table"):
+        if reason := config.why_invalid(key.arch, key.coverage != "no table", key.kernel):
             raise ValueError(f"{config} for {key}: {reason}")
         entries[key] = Entry(**{**values, "config": config})
     return entries

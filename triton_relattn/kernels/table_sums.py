@@ -11,6 +11,7 @@ from . import configs
 from .arguments import Call, TableGradients, TableRows, cdiv, strided
 from .bwd_dtable_ends import launch_ends
 from .walk import clamp_margin
+from .words import queries_apart, rows_of_program
 from .workspace import Plan
 
 
@@ -44,15 +45,17 @@ class TableSums:
         of_dkv = tiles["dkv"].block_m, tiles["dkv"].block_n
         p2c_margin = clamp_margin(*of_dkv) + (0 if plan is None else margin) if is_clamped else 0
         self.padding = {name: (p2c_margin if name == "rel_p2c" else margin) + is_clamped for name in TABLES}
-        tile = tiles["dtable" if plan is None else "dtable_words"]
-        row_blocks = cdiv(self.num_rows + 2 * margin, tile.block_n)
         device = tensors.query.device
         if plan is None:
+            row_blocks = cdiv(self.num_rows + 2 * margin, tiles["dtable"].block_n)
             units = call.num_sequences * call.heads // table_heads
             splits = configs.table_splits(device, row_blocks * table_heads, units)
-        else:  # programs of heads that are not in the workspace have no work
-            busy = row_blocks * min(table_heads, plan.items)
-            splits = configs.table_splits(device, busy, cdiv(tensors.query.shape[2], tile.block_m))
+        else:
+            tile, apart = tiles["dtable_words"], queries_apart(8 * tensors.query.element_size())
+            row_blocks = cdiv(self.num_rows + 2 * margin, rows_of_program(tile.block_n, apart))
+            units = cdiv(tensors.query.shape[2], tile.block_m * apart) * cdiv(plan.items, table_heads)
+            # Programs of heads that are not in the workspace have no work.
+            splits = configs.table_splits(device, row_blocks * min(table_heads, plan.items), units)
         adds = plan is not None and len(plan.parts) > 1
         self.rows = TableRows(per_head, tiles["dq"].block_m, tiles["dq"].block_n, *of_dkv, p2c_margin, adds)
         self.grid = row_blocks * table_heads, splits

@@ -6,13 +6,17 @@ from dataclasses import dataclass, replace
 
 from .architectures import architecture_of
 
-KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dp2c", "dp2c_words")
-OF_TABLES = KERNELS[3:]
+KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dp2c", "dp2c_words", "dq_words")
+OF_TABLES = KERNELS[3:7]
 """Kernels that own rows of a table, and see nothing beyond it."""
-OF_P2C = KERNELS[5:]
+OF_P2C = KERNELS[5:7]
 """Kernels of rel_p2c alone."""
 OF_WORDS = ("dtable_words", "dp2c_words")
 """Kernels that read a workspace, in place of those named before."""
+OF_QUERY = KERNELS[7]
+"""The kernel that reads a workspace in place of the dq kernel, in long calls that _core/tails.py names."""
+WITHOUT_BANDS = ("dtable_words", OF_QUERY)
+"""Kernels whose tiles have any ratio of queries to keys."""
 COVERAGES = ("no table", "full", "clamp", "zero")
 """The pairs that a table has rows for; see AttentionSpec.coverage."""
 MAX_BLOCK = 256
@@ -59,9 +63,9 @@ class TileConfig:
             return replace(self, block_m=block_m, num_warps=warps)
         return replace(self, block_n=self.block_n // 2)
 
-    def why_invalid(self, arch: str, has_table: bool) -> str | None:
-        """Return the rule that forbids this configuration, the same for all kernels; None if none does. Only compiling tells
-        whether it fits."""
+    def why_invalid(self, arch: str, has_table: bool, kernel: str | None = None) -> str | None:
+        """Return the rule that forbids this configuration for a kernel, or, if that is None, for any; None if none does. Only
+        compiling tells whether it fits."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"
@@ -82,7 +86,7 @@ class TileConfig:
             return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
         if self.rotation != "gather" and self.block_n > 128:
             return f"block_n must be at most 128 for rotations in registers, got {self.block_n}"
-        if has_table and self.block_m not in (self.block_n, 2 * self.block_n):
+        if has_table and kernel not in WITHOUT_BANDS and self.block_m not in (self.block_n, 2 * self.block_n):
             return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
         if known.few_stages and self.num_warps == 4 and self.num_stages > 1:
             return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"

@@ -1,7 +1,8 @@
-"""Words: the gradients of scores that the dkv kernel leaves in a workspace, in the inputs' dtype, for the gradient of a table.
+"""Words: the gradients of scores that the dkv kernel leaves in a workspace, in the inputs' dtype, for other gradients.
 
 The words of one query lie side by side, in the order of its keys. So the words of one relative position lie on a diagonal, at
-equal distances: a tile of table rows is read with the workspace's row stride plus one.
+equal distances: a tile of table rows is read with the workspace's row stride plus one. From query to query it moves on by one
+word. So a tile has queries that lie as many apart as 16 bytes have words: each of its rows begins at a multiple of 16 bytes.
 """
 
 import triton
@@ -25,7 +26,7 @@ def key_of_column(row_start, query_offset, first_key, lowest, SKEW: tl.constexpr
     """Return the key whose words are in column 0 of the workspace, for a block of queries from row_start on.
 
     SKEW 0: this is first_key, the first key that the workspace has. Else the workspace has a band: queries are taken SKEW at a
-    time (a multiple of every kernel's block_m), and column 0 is the key at the relative position ``lowest`` of the first of them.
+    time (the dkv kernel's block_m), and column 0 is the key at the relative position ``lowest`` of the first of them.
     """
     if SKEW == 0:
         return first_key
@@ -50,13 +51,29 @@ def store_words(matrix, words, row_start, tile_m, valid_m, column, TILE: tl.cons
         tl.store(pointers, words, mask=valid_m[:, None] & within[None, :])
 
 
-@triton.jit
-def load_words(matrix, row_start, tile_m, column, within, BLOCK_N: tl.constexpr):
-    """Load the words [N, M] of N successive relative positions, of which the first query has the first one in this column. Only
-    words where ``within`` is set are read; the others are 0.
+@triton.constexpr_function
+def queries_apart(bits):
+    """Return how far apart queries lie whose words, of so many bits, begin at multiples of 16 bytes at one relative position."""
+    return 128 // bits
 
-    The words of a query are side by side, but not aligned: from query to query they move on by a column.
+
+@triton.constexpr_function
+def rows_of_program(block_n, apart):
+    """Return how many rows of a table a program of dtable_words_kernel owns: its tile less those that it moves by."""
+    return (block_n - apart + 1) // apart * apart
+
+
+@triton.jit
+def load_words(matrix, offs_m, keys, column_keys, low, high, BLOCK_N: tl.constexpr):
+    """Load the words [M, N] of queries at N successive keys each, 16 bytes at a time: those of keys from low to high, both
+    multiples of queries_apart; the others are 0.
+
+    keys, column_keys: the first of the keys, and the key in column 0, both [M] or scalars and multiples of queries_apart.
+    low, high: [M, 1] or scalars.
     """
-    n = tl.arange(0, BLOCK_N)
-    start = matrix[0] + (tl.cast(row_start, tl.int64) * matrix[1] + column)
-    return tl.load(start + (tile_m[None, :] * (matrix[1] + 1) + n[:, None]), mask=within, other=0.0)
+    APART: tl.constexpr = queries_apart(matrix[0].dtype.element_ty.primitive_bitwidth)
+    keys = (keys + tl.zeros_like(offs_m)) // APART * APART  # which they are; so the compiler knows
+    starts = tl.multiple_of(offs_m * matrix[1] + (keys - column_keys), APART)
+    tile_keys = keys[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    pointers = matrix[0] + (starts[:, None] + tl.arange(0, BLOCK_N)[None, :])
+    return tl.load(pointers, mask=(tile_keys >= low) & (tile_keys < high), other=0.0)

@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     skew: int  # see words.py
     lowest: int  # the lowest relative position that is wanted
     highest: int
+    has_all_keys: bool  # whether each part has the words of all pairs of its items
     parts: list[Part]
 
     @property
@@ -110,7 +111,7 @@ def plan(
     if call.coverage == "clamp" and tensors.rel_p2c is not None:  # whose near pairs are those of the dkv kernel's near tiles
         slack = clamp_margin(tiles["dkv"].block_m, tiles["dkv"].block_n)
         lowest, highest = lowest - slack, highest + slack
-    skew = max(tiles[kernel].block_m for kernel in ("dkv", "dtable_words"))
+    skew = tiles["dkv"].block_m
     band = cdiv(max(highest - lowest + 1, 1) + skew - 1 + ALIGNMENT.value - 1, 64) * 64
     columns = blocks * block_n
     if band < columns:
@@ -130,7 +131,9 @@ def plan(
     else:
         step = part_of_unit = _part_size(blocks, most_blocks, 1, slots)
         items, columns = group, part_of_unit * block_n
-    return Plan(items, rows, columns, skew, lowest, highest, _parts(units, blocks, group, block_n, step, part_of_unit))
+    has_all_keys = skew == 0 and part_of_unit == blocks
+    parts = _parts(units, blocks, group, block_n, step, part_of_unit)
+    return Plan(items, rows, columns, skew, lowest, highest, has_all_keys, parts)
 
 
 @functools.lru_cache(maxsize=256)

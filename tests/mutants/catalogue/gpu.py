@@ -66,13 +66,13 @@ OF_GPU = (
         "predictions-without-far-keys",
         "keys beyond a bounded table take as long as those near",
         (f"{ON_PREDICTIONS}::test_seconds",),
-        (Change(PREDICTIONS, "found.mean_cycles(near)", "found.cycles"),),
+        (Change("bench/cycles/calls.py", "return prediction.mean_cycles(near)", "return prediction.cycles"),),
     ),
     Fault(
         "predictions-of-causal-calls-whole",
         "causal attention is predicted to compute all scores",
         (f"{ON_PREDICTIONS}::test_seconds",),
-        (Change(PREDICTIONS, "max(config.block_m, config.block_n)) / 2", "max(config.block_m, config.block_n))"),),
+        (Change(PREDICTIONS, "max(span, config.block_n)) / 2", "max(span, config.block_n))"),),
     ),
     Fault(
         "calls-alike-in-precision",

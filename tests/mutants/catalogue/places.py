@@ -26,6 +26,7 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TIL
 DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS, TABLE_ENDS = (
     f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums", "bwd_dtable_ends")
 )
+DQ_WORDS, DELTAS = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_dq_words", "deltas"))
 KEY_TERMS, KEY_SPLITS, DP2C, DP2C_WORDS, FAR_KEYS = (
     f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "bwd_dp2c_words", "far_keys")
 )
@@ -46,6 +47,7 @@ ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
 ON_KEY_TERMS = "tests/interpreter/test_key_terms.py"
 ON_KEY_SPLITS = "tests/interpreter/test_key_splits.py"
 ON_WORKSPACE = "tests/interpreter/test_workspace.py"
+ON_QUERY_WORDS = "tests/interpreter/test_query_words.py"
 (
     ON_BLOCKWISE,
     ON_SCALE,

@@ -25,7 +25,7 @@ OF_WORKSPACE = (
         (
             Change(
                 DTABLE_WORDS,
-                "key_low, key_high = first_key, tl.minimum(place.num_keys, stop_key)",
+                "key_low, key_high = first_key, tl.cdiv(tl.minimum(place.num_keys, stop_key), APART) * APART",
                 "key_low, key_high = first_key, stop_key",
             ),
         ),

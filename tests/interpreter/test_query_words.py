@@ -1,0 +1,263 @@
+"""The gradient of the query as products of the words that the dkv kernel leaves, with delta from out and its tail."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.interpreter.guard import Launch, programs_in_order
+from tests.interpreter.launch import all_gradients, check_every_term, resolve, run_backward
+from tests.interpreter.test_workspace import CALLS, SEVERAL_HEADS, TILES, call_of, plans, tile
+from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn._core import tails
+from triton_relattn._operators.ops import KEEPING_TAIL
+from triton_relattn._reference import reference_attention
+from triton_relattn.kernels import deltas
+from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.workspace import VARIABLE, Plan
+from triton_relattn.testing import Inputs, dense_gradients, make_inputs
+
+__all__ = ["plans"]
+OF_TILES = {
+    "square": {**TILES["square"], "dq_words": tile(32, 32)},
+    "tall": {**TILES["twice"], "dq_words": tile(32, 16)},
+    "wide": {**TILES["registers"], "dq_words": tile(16, 64), "dtable_words": tile(16, 64)},
+}
+
+
+@pytest.fixture(autouse=True)
+def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "FEWEST_QUERIES", 1)
+
+
+def long_call(name: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """Return one of CALLS, longer, in float16, with a row for every pair."""
+    shape, arguments = CALLS[name]
+    positions = RelativePositions(-60, 70)
+    sizes = {"num_queries": 45, "num_keys": 53, "num_rows": positions.num_rows, "dtype": torch.float16}
+    inputs, table = call_of("full", **{**shape, **sizes, **others})
+    arguments = {**arguments, **table, "positions": positions, "exact_query_grad": False}
+    if arguments.get("attn_mask") is not None:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.rand(2, 1, 45, 53, generator=generator) < 0.3
+        numbers = torch.randn(hidden.shape, generator=generator).masked_fill(hidden, -torch.inf)
+        arguments["attn_mask"] = ~hidden if arguments["attn_mask"].dtype == torch.bool else numbers
+    if arguments.get("key_lengths") is not None:
+        arguments["key_lengths"] = arguments["key_lengths"] + 10
+    return inputs, arguments
+
+
+def launched(launches: list[Launch]) -> list[str]:
+    """Return the names of the backward's kernels, without those that tables of far keys take; forget the launches."""
+    names = [launch.kernel.removesuffix("_kernel") for launch in launches]
+    launches.clear()
+    return [name for name in names if name not in ("forward", "merge")]
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "limit"),
+    [(name, list(OF_TILES)[number % 3], (None, SEVERAL_HEADS)[number // 3 % 2]) for number, name in enumerate(CALLS)],
+)
+def test_calls(
+    name: str,
+    tiles: str,
+    limit: int | None,
+    plans: list[Plan | None],
+    guarded_kernels: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All results obey the error rules, the gradients of tables those of an exact delta."""
+    inputs, arguments = long_call(name)
+    if limit is not None:
+        monkeypatch.setenv(VARIABLE, str(limit))
+    check_every_term(inputs, OF_TILES[tiles], **arguments)
+    names = launched(guarded_kernels)
+    (plan,) = plans
+    assert plan is not None and plan.skew == 0
+    assert names[0] == "delta" and "dq" not in names
+    assert names.count("dq_words") == names.count("dkv") == len(plan.parts)
+    assert len(plan.parts) > 1 or limit is None
+
+
+@pytest.mark.parametrize("offset", [0.0, 6.0])
+@pytest.mark.parametrize("name", ["plain", "causal", "bias_alone", "rel_query"])
+def test_sharp_attention(name: str, offset: float, plans: list[Plan | None]) -> None:
+    """Also where all values have much in common, so that delta is much larger than dP - delta."""
+    inputs, arguments = long_call(name, sharp=True)
+    inputs = inputs._replace(value=inputs.value + offset)
+    check_every_term(inputs, OF_TILES["square"], **arguments)
+    assert plans[0] is not None
+
+
+def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of the query's gradient, as Transformer-XL's gradient of u, is as good as that of the dq kernel's exact delta."""
+    arguments: dict[str, Any] = {"positions": RelativePositions(-47, 47), "exact_query_grad": True}
+    for seed in range(3):
+        inputs = make_inputs(1, 1, 48, 48, 16, num_rows=95, sharp=True, dtype=torch.float16, seed=seed)
+        golden = dense_gradients(inputs, **arguments).d_query.sum(2)
+        errors = []
+        for fewest in (1, 100):
+            monkeypatch.setattr(tails, "FEWEST_QUERIES", fewest)
+            found = all_gradients(inputs, OF_TILES["tall"], **arguments)["d_query"].double().sum(2)
+            errors.append(float((found - golden).norm()))
+        assert errors[0] <= 1.5 * errors[1], (seed, errors)
+    assert all(plan is not None for plan in plans)
+
+
+@pytest.mark.parametrize("limit", [None, pytest.param(SEVERAL_HEADS, marks=pytest.mark.thorough)])
+def test_the_same_bits(limit: int | None, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again, with programs in another order, and whichever gradients are wanted besides."""
+    inputs, arguments = long_call("rel_query", rel_width=8, batch=2 if limit else 1)
+    if limit is not None:
+        monkeypatch.setenv(VARIABLE, str(limit))
+    expected = all_gradients(inputs, OF_TILES["tall"], **arguments)
+    with programs_in_order("shuffled", seed=3):
+        results = all_gradients(inputs, OF_TILES["tall"], **arguments)
+    assert all(torch.equal(results[name], gradient) for name, gradient in expected.items())
+    for wanted in (("d_query",), ("d_rel_query",), ("d_key", "d_value"), ("d_rel_key",), ("d_rel_bias", "d_query")):
+        some = run_backward(inputs, OF_TILES["tall"], wanted, **arguments)
+        for name in wanted:
+            gradient = some[name]
+            assert gradient is not None and torch.equal(gradient, expected[name]), (wanted, name)
+
+
+def test_what_nobody_sees(plans: list[Plan | None]) -> None:
+    """Rows of the table that no visible pair has may be NaN, as may keys that are padding; they change no bit."""
+    inputs, arguments = long_call("window")
+    arguments["key_lengths"] = torch.tensor([40, 23])
+    assert inputs.rel_key is not None
+    rows = torch.arange(inputs.rel_key.shape[0]) - 60
+    unused = (rows < -11) | (rows > 5)
+    clean = all_gradients(inputs, OF_TILES["wide"], **arguments)
+    rel_key, key, value = (each.clone() for each in (inputs.rel_key, inputs.key, inputs.value))
+    rel_key[unused] = torch.nan
+    key[:, :, 40:], value[:, :, 40:] = torch.nan, torch.nan
+    poisoned = all_gradients(inputs._replace(rel_key=rel_key, key=key, value=value), OF_TILES["wide"], **arguments)
+    assert all(torch.equal(poisoned[name], gradient) for name, gradient in clean.items())
+    assert not poisoned["d_rel_key"][unused].any()
+    assert plans[0] is not None and plans[0].skew == 0
+
+
+def test_when(plans: list[Plan | None], guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernels compute what, and that the others are not launched."""
+    inputs, arguments = long_call("plain", batch=1, num_queries=20)
+    tiles = OF_TILES["square"]
+
+    def names(*wanted: str, inputs: Inputs = inputs, **changes: Any) -> list[str]:
+        run_backward(inputs, tiles, wanted, **{**arguments, **changes})
+        return launched(guarded_kernels)
+
+    assert names("d_query") == ["delta", "dkv", "dq_words"]
+    assert names("d_query", "d_rel_key") == ["delta", "dkv", "dtable_words", "dq_words"]
+    assert names("d_key") == names("d_key", "d_value") == ["delta", "dkv"]
+    assert names("d_value") == ["dkv"]
+    every = ("d_query", "d_key", "d_value", "d_rel_key")
+    assert names(*every, exact_query_grad=True) == names(*every) == ["delta", "dkv", "dtable_words", "dq_words"]
+    assert names(*every, inputs=inputs.to(torch.float32)) == ["dq", "dkv", "dtable_words"]
+    assert names(*every, query_offset=torch.tensor([3]))[0] == "dq"
+    monkeypatch.setenv(VARIABLE, "0")
+    assert names(*every) == ["dq", "dkv", "dtable"]
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(tails, "FEWEST_QUERIES", 21)
+    assert names(*every) == ["dq", "dkv", "dtable_words"]
+
+
+@pytest.mark.thorough
+def test_compiled(plans: list[Plan | None]) -> None:
+    """torch.compile keeps the tail in training, not without gradients, and compiles once for all lengths."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, dynamic=True, fullgraph=True)
+    def compiled(*tensors: torch.Tensor) -> torch.Tensor:
+        return fused_relative_attention(*tensors, implementation="triton")  # type: ignore[arg-type, return-value]
+
+    frames = []
+    for length in (20, 24, 33):
+        inputs = make_inputs(1, 2, length, length, 16, num_rows=2 * length - 1, dtype=torch.float16, seed=length)
+        leaves = [each.clone().requires_grad_() for each in inputs[:4] if each is not None]
+        found, expected = (
+            torch.autograd.grad(attend(*leaves), leaves, inputs.d_out)
+            for attend in (compiled, partial(fused_relative_attention, implementation="triton"))
+        )
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1 and plans[0] is not None
+    with torch.no_grad():
+        compiled(*leaves)
+    operators = [
+        node.args[-1] for graph in counter.graphs for node in graph.graph.nodes if "attention_forward" in str(node.target)
+    ]
+    assert operators == [KEEPING_TAIL, "triton"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_blocks_of_queries(dtype: torch.dtype, plans: list[Plan | None], guarded_kernels: list[Launch]) -> None:
+    """Several blocks of queries that lie apart, of which the last is not full; several programs share a block of rows."""
+    inputs = make_inputs(1, 2, 150, 40, 8, num_rows=189, rel_bias=True, dtype=dtype, seed=4)
+    positions = RelativePositions(-149, 39)
+    check_every_term(inputs, OF_TILES["wide"], positions=positions, key_lengths=torch.tensor([37]))
+    assert ("dq_words" in launched(guarded_kernels)) == (dtype == torch.float16)
+    assert plans[0] is not None
+
+
+def test_some_keys_at_a_time(plans: list[Plan | None], guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that has a head's first keys, then the next ones, leaves the query's gradient to the dq kernel."""
+    monkeypatch.setenv(VARIABLE, "3000")
+    inputs = make_inputs(1, 1, 40, 50, 8, num_rows=89, dtype=torch.float16, seed=4)
+    check_every_term(inputs, OF_TILES["square"], positions=RelativePositions(-39, 49))
+    assert launched(guarded_kernels) == ["dq", "dkv", "dtable_words", "dkv", "dtable_words"]
+    assert plans[0] is not None and not plans[0].has_all_keys
+
+
+def test_band(plans: list[Plan | None], guarded_kernels: list[Launch]) -> None:
+    """Where the window is short compared with the keys the workspace has a band, and the dq kernel runs."""
+    inputs = make_inputs(1, 1, 40, 150, 8, num_rows=189, dtype=torch.float16, seed=4)
+    arguments: dict[str, Any] = {"positions": RelativePositions(-39, 149), "window_size": (9, 2), "query_offset": 20}
+    check_every_term(inputs, OF_TILES["tall"], **arguments)
+    assert launched(guarded_kernels) == ["dq", "dkv", "dtable_words"]
+    assert plans[0] is not None and plans[0].skew > 0
+
+
+def test_tail() -> None:
+    """It takes a byte for each number of out, and makes of out the mean of the values by probabilities that sum to one after they
+    were rounded: what the values have in common has no error but the tail's."""
+    inputs = make_inputs(2, 2, 75, 83, 8, value_width=10, num_rows=158, dtype=torch.float16, seed=2, sharp=True)
+    inputs = inputs._replace(value=(inputs.value.double() * 2**-6 + 1.7).half())
+    positions = RelativePositions(-74, 83)
+    tensors, spec = resolve(inputs, positions=positions)
+    out, _, plain = forward(tensors, spec)
+    kept, _, softmax_stats = forward(tensors, spec, keeps_tail=True)
+    assert torch.equal(out, kept) and torch.equal(softmax_stats[:, :, :2], plain)
+    assert softmax_stats.shape == (2, 2, 2 + 3, 75)
+    tail = deltas.tails_of(softmax_stats)
+    assert tail is not None and deltas.tails_of(plain) is None
+    assert tail.shape == (2, 2, 75, 12) and tail.dtype == torch.int8
+    exact = inputs.to(torch.float64)
+    golden, _ = reference_attention(exact.query, exact.key, exact.value, exact.rel_key, positions=positions)
+    unit = torch.exp2(out.double().log2().floor() - 10)
+    regained = out.double() + tail[..., :10].double() * unit / 128
+    assert ((out.double() - golden) / unit).std() > 0.2
+    assert ((regained - golden) / unit).std() < 0.01
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-5, 1e-7, 6e4])
+def test_delta(scale: float, guarded_kernels: list[Launch]) -> None:
+    """rowsum(out * d_out) - d_lse, of an out of any size, is off by no more than what rounding the probabilities costs."""
+    inputs = make_inputs(2, 2, 75, 83, 8, value_width=10, num_rows=157, dtype=torch.float16, seed=2)
+    inputs = inputs._replace(value=(inputs.value.double().clamp(-1, 1) * scale).half())
+    tensors, spec = resolve(inputs, positions=RelativePositions(-74, 82))
+    out, _, softmax_stats = forward(tensors, spec, keeps_tail=True)
+    found = out.new_empty(2, 2, 75, dtype=torch.float32)
+    deltas.launch_delta(out, deltas.tails_of(softmax_stats), inputs.d_out, inputs.d_lse, found, 16)
+    exact = inputs.to(torch.float64)
+    golden, _ = reference_attention(exact.query, exact.key, exact.value, exact.rel_key, positions=RelativePositions(-74, 82))
+    expected = (golden * exact.d_out).sum(-1)
+    rounded = (out.double() * exact.d_out).sum(-1)
+    # What rounding the probabilities once costs: the error of a mean of values, relative to the largest of them.
+    allowed = 2**-11 * scale * exact.d_out.abs().sum(-1) + 2.0**-32 * exact.d_out.abs().sum(-1)
+    assert ((found.double() + exact.d_lse - expected).abs() <= allowed + 1e-6 * exact.d_lse.abs()).all()
+    assert (rounded + 0 * found).isfinite().all() and launched(guarded_kernels) == ["delta"]
