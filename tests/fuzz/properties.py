@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import warnings
@@ -97,16 +96,11 @@ def environment(case: Case) -> Iterator[None]:
 
 
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, TileConfig] | None) -> None:
-    """These tiles, in Triton's interpreter made fast."""
-    from triton.runtime import interpreter
-
-    from tests.interpreter.conftest import call_device_function, numpy_dtype_of
+    """These tiles, in Triton's interpreter as the tests change it."""
+    from tests.interpreter.conftest import change_interpreter
     from triton_relattn.kernels import configs
 
-    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    patch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
-    patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
-    patch.setattr(interpreter.interpreter_builder, "options", options)
+    change_interpreter(patch)
     if tiles is not None:
         patch.setattr(configs, "select", lambda kernel, *_, **__: tiles[kernel])
 
