@@ -139,7 +139,8 @@ def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
     together = [torch.cat([each[name].flatten() / size[name] for name in names]) for each in (ours, golden, stock)]
     assert_within_budget("gradients", *together, factor=3)
     error, usual = ((each - together[1]).norm() for each in (together[0], together[2]))
-    assert error <= 2 * usual, f"norm of the gradients' errors {error:.3e}, of stock {usual:.3e}"
+    # Not twice: either's errors depend on the number of threads, and stock's by half.
+    assert error <= 3 * usual, f"norm of the gradients' errors {error:.3e}, of stock {usual:.3e}"
 
 
 @pytest.mark.parametrize(

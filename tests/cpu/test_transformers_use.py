@@ -254,7 +254,7 @@ def run(model, given):
     output(model(**given)).sum().backward()
 
 torch.set_num_threads(1)
-for name, enabled, length in ((name, *each) for name in sys.argv[1:] for each in ((False, 512), (True, 512), (True, 2048))):
+for name, enabled, length in ((name, *each) for name in sys.argv[1:] for each in ((False, 1024), (True, 1024), (True, 4096))):
     family = FAMILIES[name]
     torch.manual_seed(0)
     model = family.build(small=True)
@@ -280,8 +280,8 @@ def test_peak_memory_grows_linearly() -> None:
     peaks = list(map(int, child.stdout.split()))
     assert len(peaks) == 6
     for stock, short, long in (peaks[:3], peaks[3:]):
-        assert short >= 512 * 32 * 4 * 10, "the measurement misses the activations"
-        assert long <= 4.5 * short, f"{short} bytes at length 512, {long} at 2048"
+        assert short >= 1024 * 32 * 4 * 10, "the measurement misses the activations"
+        assert long <= 4.5 * short, f"{short} bytes at length 1024, {long} at 4096"
         assert stock >= 2 * short, f"{stock} bytes of the stock model, {short} of ours"
 
 
