@@ -83,7 +83,7 @@ def why_not(call: Call, tensors: AttentionTensors) -> str | None:
     if tensors.query_offsets is not None:
         return "sequences have relative positions of their own"
     if not architecture_of(call.arch).is_nvidia:
-        return "words are read 2 bytes at a time, which nobody has looked at on AMD's GPUs"
+        return "nobody has looked at how words are read on AMD's GPUs"
     return None
 
 
