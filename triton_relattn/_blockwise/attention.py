@@ -78,6 +78,8 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
         total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
         probs.div_(total)
     blind = largest == -math.inf if block.has_blind else None
+    if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
+        blind = None
     if blind is not None:
         probs.masked_fill_(blind, 0)
     if lse is not None:

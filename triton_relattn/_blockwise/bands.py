@@ -131,7 +131,9 @@ class Band(Reach):
     def windows(self) -> torch.Tensor:
         """The window of each panel, (tables * panels, width of the table, self.width)."""
         window = self.window(self.table)
-        return window.mT if self.num_panels == 1 else window.unfold(1, self.width, self.panel).flip(1).flatten(0, 1)
+        if self.num_panels > 1:
+            window = window.unfold(1, self.width, self.panel).mT.flip(1).flatten(0, 1)  # copied row by row
+        return window.mT
 
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): one of the full

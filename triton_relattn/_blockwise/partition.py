@@ -250,19 +250,19 @@ class Frame:
         return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
 
     @cached_property
-    def hidden(self) -> list[tuple[slice, torch.Tensor]]:
-        """Ranges of keys that the window hides from some of the queries, and their masks (queries, keys), True where hidden."""
+    def window_limits(self) -> list[tuple[slice, torch.Tensor]]:
+        """Ranges of keys that the window hides from some of the queries, with the limits of their logits, (queries, keys)."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
-        hidden = []
-        if left >= 0:  # key n from query m where first + n - m < -left
+        found = []
+        if left >= 0:  # key n is visible to query m where first + n - m >= -left
             stop = min(self.num_queries - 1 - left - first, self.num_keys)
             if stop > 0:
-                hidden.append((slice(0, stop), self._pairs(stop).tril_(-1 - left - first)))
-        if right >= 0:  # where first + n - m > right
+                found.append((slice(0, stop), self._pairs(stop).triu_(-left - first)))
+        if right >= 0:  # where first + n - m <= right
             start = max(right + 1 - first, 0)
             if start < self.num_keys:
-                hidden.append((slice(start, self.num_keys), self._pairs(self.num_keys - start).triu_(right + 1 - first - start)))
-        return hidden
+                found.append((slice(start, self.num_keys), self._pairs(self.num_keys - start).tril_(right - first - start)))
+        return [(keys, limits(visible, self.scores.dtype)) for keys, visible in found]
 
     def _pairs(self, num_keys: int) -> torch.Tensor:
         return self.scores.new_ones(self.num_queries, num_keys, dtype=torch.bool)
@@ -326,14 +326,14 @@ class Block:
             for dim, places in enumerate(wanted):
                 mask = mask if mask.shape[dim] == 1 else part(mask, dim, places)
             if mask.dtype == torch.bool:
-                pairs.masked_fill_(~mask, -math.inf)
+                pairs.clamp_(max=limits(mask, pairs.dtype))
             else:
                 pairs.add_(mask)
-        for keys, hidden in self.frame.hidden:
-            pairs[..., keys].masked_fill_(hidden, -math.inf)
+        for keys, most in self.frame.window_limits:
+            pairs[..., keys].clamp_(max=most)
         padding = self.group.padding(self.keys)
         if padding is not None:
-            pairs.masked_fill_(padding, -math.inf)
+            pairs.clamp_(max=limits(~padding, pairs.dtype))
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
@@ -363,6 +363,14 @@ def part(tensor: torch.Tensor, dim: int, rows: slice | range) -> torch.Tensor:
     """Return the part of a tensor from rows.start to rows.stop of a dimension."""
     length = rows.stop - rows.start
     return tensor if length == tensor.shape[dim] else tensor.narrow(dim, rows.start, length)
+
+
+def limits(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the most that logits may be: inf where a pair is visible, -inf where it is hidden.
+
+    On a CPU, clamp_() with these takes a tenth of the time of masked_fill_(), which is more than that of softmax.
+    """
+    return visible.to(dtype).sub_(0.5).mul_(math.inf)
 
 
 def evenly(count: int, most: int) -> Iterator[slice]:

@@ -35,15 +35,20 @@ def keep_mask(
     seed: torch.Tensor, dropout_p: float, sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, keys: slice
 ) -> torch.Tensor:
     """Return the mask of kept probabilities, (..., keys), for sequence, head and query indices that broadcast to (..., 1)."""
-    start = keys.start // 4
-    groups = torch.arange(start, (keys.stop + 3) // 4, device=seed.device)
-    c0, c1, c2, c3 = torch.broadcast_tensors(groups, query, head, sequence)
+    start, stop = keys.start // 4, (keys.stop + 3) // 4
+    # The counters have the shapes of their indices, so that the first two rounds and half of the third are done on small tensors.
+    c0, c1, c2, c3 = torch.arange(start, stop, device=seed.device), query, head, sequence
     k0, k1 = seed & _LOW_BITS, (seed >> 32) & _LOW_BITS
     for _ in range(ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the low 64 bits are right, whatever the sign
-        c0 = ((product1 >> 32) & _LOW_BITS) ^ c1 ^ k0
-        c2 = ((product0 >> 32) & _LOW_BITS) ^ c3 ^ k1
-        c1, c3 = product1 & _LOW_BITS, product0 & _LOW_BITS
+        c0, c1, c2, c3 = _mixed(product1, c1, k0), product1, _mixed(product0, c3, k1), product0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_BITS, (k1 + _KEY_STEPS[1]) & _LOW_BITS
-    words = torch.stack((c0, c1, c2, c3), -1).flatten(-2)
-    return words[..., keys.start - 4 * start : keys.stop - 4 * start] > largest_dropped(dropout_p)
+    most = largest_dropped(dropout_p)
+    words = torch.broadcast_tensors(*(word > most for word in (c0, c1 & _LOW_BITS, c2, c3 & _LOW_BITS)))
+    keep = torch.stack(words, -1)
+    return keep.flatten(-2)[..., keys.start - 4 * start : keys.stop - 4 * start]
+
+
+def _mixed(product: torch.Tensor, counter: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return the high 32 bits of a product, xor a counter, of which the low 32 bits count, xor a step of the key."""
+    return ((product >> 32) ^ counter).bitwise_xor_(step).bitwise_and_(_LOW_BITS)
