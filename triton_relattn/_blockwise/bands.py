@@ -112,7 +112,8 @@ class Folded(NamedTuple):
 class Band(Reach):
     """A table of vectors, (tables, R, width), and its products for the pairs of a frame."""
 
-    def __init__(self, frame: Frame | Mirror, table: torch.Tensor, scale: float) -> None:
+    def __init__(self, frame: Frame | Mirror, table: torch.Tensor, scale: float, name: str) -> None:
+        """name: names its memory among the call's buffers."""
         num_tables = table.shape[0]
         rows = frame.num_sequences * (frame.num_heads // num_tables)
         fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
@@ -122,7 +123,7 @@ class Band(Reach):
             self.panel = next((size for size in sizes if frame.num_queries % size == 0), fewest)
         self.num_panels = -(-frame.num_queries // self.panel)
         super().__init__(frame, num_tables, self.num_panels * self.panel)
-        self.table, self.scale, self.width = table, scale, self.num_near + self.panel - 1
+        self.table, self.scale, self.name, self.width = table, scale, name, self.num_near + self.panel - 1
         self.num_full = frame.num_queries // self.panel
         self._of_windows: torch.Tensor | None = None
         self._of_ends: dict[int, torch.Tensor] = {}
@@ -222,10 +223,11 @@ class Band(Reach):
     def collect(self, folded: Folded, packed: Packed) -> None:
         """Add folded^T @ rows to the sums that add_gradient() will add to the gradient of the table."""
         if folded.band is not None:
+            beta = 0 if self._of_windows is None else 1
             if self._of_windows is None:
-                self._of_windows = torch.bmm(folded.band.mT, packed.panels)
-            else:
-                self._of_windows.baddbmm_(folded.band.mT, packed.panels)
+                shape = folded.band.shape[0], self.width, packed.panels.shape[2]
+                self._of_windows = self.frame.call.buffer(f"gradient of windows of {self.name}", shape)
+            self._of_windows.baddbmm_(folded.band.mT, packed.panels, beta=beta)
         for number, sums in enumerate(folded.far):
             of_end = (sums * packed.rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
             self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
@@ -242,16 +244,18 @@ class Band(Reach):
         count, panel = self.num_panels, self.panel
         if count == 1:
             return of_windows
-        # Panels of later queries begin at earlier positions.
-        of_windows = of_windows.view(self.num_tables, count, *of_windows.shape[1:]).flip(1)
+        of_windows = of_windows.view(self.num_tables, count, *of_windows.shape[1:])
         num_pieces = -(-self.width // panel)  # of a window, each as long as windows are apart
         total = of_windows.new_zeros(self.num_tables, num_pieces + count - 1, panel, of_windows.shape[3])
+        # Panels of later queries begin at earlier positions.
         if count < num_pieces:
-            for number, of_window in enumerate(of_windows.unbind(1)):
+            for number, of_window in enumerate(reversed(of_windows.unbind(1))):
                 total.flatten(1, 2)[:, number * panel : number * panel + self.width] += of_window
         else:
             for number, piece in enumerate(of_windows.split(panel, 2)):
-                total[:, number : number + count, : piece.shape[2]] += piece
+                start = num_pieces - 1 - number
+                total[:, start : start + count, : piece.shape[2]] += piece
+            total = total.flip(1)
         return total.flatten(1, 2)[:, : len(self.positions)]
 
 

@@ -234,8 +234,8 @@ class Frame:
         self.scores = group.call.buffer("scores", self.shape)
         self.pairs = self.by_pair(self.scores)
         of_heads = {name: t if t.shape[0] == 1 else t[group.heads] for name, t in group.call.tables.items()}
-        self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale) if "rel_key" in of_heads else None
-        self.rel_value = Band(self, of_heads["rel_value"], 1.0) if "rel_value" in of_heads else None
+        self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale, "rel_key") if "rel_key" in of_heads else None
+        self.rel_value = Band(self, of_heads["rel_value"], 1.0, "rel_value") if "rel_value" in of_heads else None
         self.rel_bias = Bias(self, of_heads["rel_bias"]) if "rel_bias" in of_heads else None
         self.rel_p2c = MirroredBand(self, of_heads["rel_p2c"], self.spec.rel_scale) if "rel_p2c" in of_heads else None
         self.heads = group.heads

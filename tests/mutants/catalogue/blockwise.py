@@ -39,13 +39,13 @@ OF_BLOCKWISE = (
         "blockwise-causal-without-the-diagonal",
         "a causal query does not see its own position, a window not its last",
         (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
-        (Change(BLOCKS, "triu_(right + 1 - first - start)", "triu_(right - first - start)"),),
+        (Change(BLOCKS, "tril_(right - first - start)", "tril_(right - first - start - 1)"),),
     ),
     Fault(
         "blockwise-window-off-by-one-on-the-left",
         "the key farthest in the past of a window is hidden",
         (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
-        (Change(BLOCKS, "tril_(-1 - left - first)", "tril_(-left - first)"),),
+        (Change(BLOCKS, "triu_(-left - first)", "triu_(1 - left - first)"),),
     ),
     Fault(
         "blockwise-block-misses-its-last-key",
@@ -127,13 +127,31 @@ OF_BLOCKWISE = (
         "blockwise-panels-in-another-order",
         "panels take the windows of the table in the order of their positions, not of their queries",
         RANDOM,
-        (Change(BANDS, "window.unfold(1, self.width, self.panel).flip(1)", "window.unfold(1, self.width, self.panel)"),),
+        (Change(BANDS, ".mT.flip(1).flatten(0, 1)", ".mT.flatten(0, 1)"),),
     ),
     Fault(
         "blockwise-panels-do-not-move",
         "gradients of the windows of panels are summed as if all had the positions of the last",
         RANDOM,
-        (Change(BANDS, "*of_windows.shape[1:]).flip(1)", "*of_windows.shape[1:])"),),
+        (Change(BANDS, "enumerate(reversed(of_windows.unbind(1)))", "enumerate(of_windows.unbind(1))"),),
+    ),
+    Fault(
+        "blockwise-many-panels-in-another-order",
+        "with more panels than pieces of a window, gradients of the windows are left in the order of the queries",
+        RANDOM,
+        (Change(BANDS, "            total = total.flip(1)\n", ""),),
+    ),
+    Fault(
+        "blockwise-tables-share-their-gradient",
+        "the gradients of all tables are collected in the same memory",
+        (f"{ON_RANDOM}::test_against_the_backward_by_hand", "-k", "blockwise"),
+        (Change(BANDS, 'f"gradient of windows of {self.name}"', '"gradient of windows"'),),
+    ),
+    Fault(
+        "blockwise-gradient-of-what-was-there",
+        "the gradient of the windows begins with what is in the call's memory",
+        RANDOM,
+        (Change(BANDS, "beta = 0 if self._of_windows is None else 1", "beta = 1"),),
     ),
     Fault(
         "blockwise-last-panel-not-padded",
@@ -209,7 +227,7 @@ OF_BLOCKWISE = (
         "blockwise-padding-is-seen",
         "sequences that are taken together see the keys that the longest has",
         (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
-        (Change(BLOCKS, "        if padding is not None:\n            pairs.masked_fill_(padding, -math.inf)\n", ""),),
+        (Change(BLOCKS, "            pairs.clamp_(max=limits(~padding, pairs.dtype))\n", "            pass\n"),),
     ),
     Fault(
         "blockwise-padding-is-read",
@@ -294,6 +312,12 @@ OF_BLOCKWISE = (
         "-inf - -inf: a row that sees nothing becomes NaN",
         (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
         (Change(BLOCKWISE, "largest == -math.inf if block.has_blind else None", "None"),),
+    ),
+    Fault(
+        "blockwise-nothing-seen-by-some",
+        "a row that sees nothing becomes NaN if another one of its block sees something",
+        (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
+        (Change(BLOCKWISE, "and not blind.any()", "and not blind.all()"),),
     ),
     Fault(
         "blockwise-nothing-seen-in-a-window",

@@ -24,7 +24,13 @@ OF_ALL = (
         "dropout-from-the-start-of-the-word",
         "keys that do not begin with a word of random bits take those of the keys before",
         (f"{ON_DROPOUT}::test_words_are_philox",),
-        (Change(DROPOUT, "words[..., keys.start - 4 * start : keys.stop - 4 * start]", "words[..., : keys.stop - keys.start]"),),
+        (Change(DROPOUT, "[..., keys.start - 4 * start : keys.stop - 4 * start]", "[..., : keys.stop - keys.start]"),),
+    ),
+    Fault(
+        "dropout-words-of-64-bits",
+        "two of four words are compared with the bits above their 32",
+        (f"{ON_DROPOUT}::test_words_are_philox",),
+        (Change(DROPOUT, "c1 & _LOW_BITS, c2, c3 & _LOW_BITS", "c1, c2, c3"),),
     ),
     Fault(
         "dropout-words-exchanged",
