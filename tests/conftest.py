@@ -104,7 +104,8 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_row
 
     patch.setattr(partition, "BLOCK_QUERIES", queries)
     patch.setattr(partition, "ELEMENTS_PER_THREAD", elements)
-    patch.setattr(bands, "PANEL_ROWS", panel_rows)
+    patch.setattr(bands, "FEWEST_ROWS", panel_rows)
+    patch.setattr(bands, "PANEL_ROWS", 0)
     patch.setattr(bands, "PANEL_COLUMNS", 1)
 
 

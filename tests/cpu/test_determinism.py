@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import ALL_FEATURES, random_case, random_varlen_case
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, merge_attention, tables
+from triton_relattn._blockwise import partition
 from triton_relattn._operators import ops
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
@@ -138,8 +139,9 @@ def test_repeats_in_any_number_of_threads(threads: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_another_number_of_threads_in_the_backward(before: int, after: int) -> None:
+def test_another_number_of_threads_in_the_backward(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are other ones then, of sequences of other lengths, than those in which the forward kept probabilities."""
+    monkeypatch.setattr(partition, "ELEMENTS_PER_THREAD", 1 << 18)  # one thread takes half of the sequences at once
     inputs = make_inputs(64, 2, 64, 64, 32, num_rows=127, dtype=torch.float64, seed=3)
     leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
     lengths, usual = torch.tensor([10] * 32 + [64] * 32), torch.get_num_threads()

@@ -64,19 +64,19 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
     """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
 
     Args:
-        probs: memory for the probabilities.
+        probs: memory for the probabilities; on a CPU it may be that of the scores.
         lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed, which saves passes.
     """
-    scores = block.frame.scores
+    scores, total = block.frame.scores, None
     is_short = scores.shape[-1] < SHORT_ROW
-    if not is_short:
-        torch.softmax(scores, -1, out=probs)
-        if lse is None and not block.has_blind:
-            return probs
-    largest, total = scores.amax(-1, keepdim=True), None
+    if lse is None and not block.has_blind and not is_short:
+        return torch.softmax(scores, -1, out=probs)
+    largest = scores.amax(-1, keepdim=True)  # first: the probabilities may take the scores' place
     if is_short:
         total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
         probs.div_(total)
+    else:
+        torch.softmax(scores, -1, out=probs)
     blind = largest == -math.inf if block.has_blind else None
     if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
         blind = None
@@ -138,11 +138,12 @@ def forward(
             continue
         query = block.matrices(tensors.query)
         logits(block, query, pack_query(block, query))
-        probs = softmax(block, frame.probs if kept is None else block.destination(block.pairs_of(kept), "probs"), lse_place)
+        memory = frame.probs_in_place if kept is None else block.destination(block.pairs_of(kept), "probs")
+        probs = softmax(block, memory, lse_place)
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
-            probs = torch.mul(probs, block.dropout, out=frame.probs)
+            probs = torch.mul(probs, block.dropout, out=frame.scores)
         result = torch.bmm(probs, block.value, out=block.destination(place))
         if frame.rel_value is not None:
             frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))

@@ -20,7 +20,6 @@ Keys beyond the table are *far*: their term is that of an end row, one number fo
 
 from __future__ import annotations
 
-import math
 import weakref
 from functools import cached_property
 from itertools import pairwise
@@ -32,12 +31,16 @@ if TYPE_CHECKING:
     from .mirror import Mirror
     from .partition import Frame
 
-PANEL_ROWS = 64
-"""Fewest rows of a product with a window: with fewer it is slow, with more the bands are wider than necessary."""
+FEWEST_ROWS = 64
+"""Fewest rows of a product with a window: with fewer it is slow."""
+PANEL_ROWS, WIDER_SHARE = 192, 12
+"""Rows that it has where its band becomes no more than a twelfth wider than the keys: there are fewer windows to copy."""
 PANEL_SHARE = 64
 """A panel has at least as many queries as keys divided by this: a band that is wider by so little costs less than more panels."""
 PANEL_COLUMNS = 12
 """Fewest columns of a band: products with fewer are slow."""
+OVERLAPPED = 4
+"""Windows together are at most so many times as long as one if they are summed at once, each with zeros for all others' rows."""
 
 TableRows = slice | None
 """The table rows of some positions: one row each, one row for all, or None."""
@@ -116,7 +119,8 @@ class Band(Reach):
         """name: names its memory among the call's buffers."""
         num_tables = table.shape[0]
         rows = frame.num_sequences * (frame.num_heads // num_tables)
-        fewest = max(-(-PANEL_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
+        wider = min(-(-PANEL_ROWS // rows), frame.num_keys // WIDER_SHARE)
+        fewest = max(wider, -(-FEWEST_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
         self.panel = frame.num_queries  # queries of each panel; the last may have fewer
         if fewest < frame.num_queries:
             sizes = range(fewest, 2 * fewest)
@@ -141,11 +145,13 @@ class Band(Reach):
         panels, and one of the rest if there is one."""
         if self.num_tables == self.num_panels == 1:
             return [rows[None, None]]
-        rows = rows.unflatten(1, (self.num_tables, self.sharing))
-        full = self.num_full * self.panel
-        pieces = [rows[:, :, :, :full].unflatten(3, (self.num_full, self.panel))]
-        if self.num_full < self.num_panels:
-            pieces.append(rows[:, :, :, full:].unsqueeze(3))
+        sequences, _, num_queries, width = rows.shape
+        sizes, full = (sequences, self.num_tables, self.sharing), self.num_full * self.panel
+        if full == num_queries:
+            pieces = [rows.view(*sizes, self.num_full, self.panel, width)]
+        else:
+            pieces = [rows[:, :, :full].view(*sizes, self.num_full, self.panel, width)]
+            pieces.append(rows[:, :, full:].view(*sizes, 1, num_queries - full, width))
         return [piece.permute(1, 3, 0, 2, 4, 5) for piece in pieces]
 
     def in_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -178,9 +184,8 @@ class Band(Reach):
     @cached_property
     def skewed(self) -> list[torch.Tensor]:
         """The band in the order of the scores, as views that match those of panels()."""
-        *sizes, width = self.shape(self.num_near)
-        strides = [self.width * math.prod(sizes[dim + 1 :]) for dim in range(4)]
-        return self.in_panels(self.band.as_strided((*sizes, width), (*strides, self.width - 1, 1), self.panel - 1))
+        strides = *self.band.view(self.shape(self.width)).stride()[:4], self.width - 1, 1
+        return self.in_panels(self.band.as_strided(self.shape(self.num_near), strides, self.panel - 1))
 
     @cached_property
     def scores(self) -> list[torch.Tensor]:
@@ -241,22 +246,22 @@ class Band(Reach):
 
     def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
         """Sum the gradients of the panels' windows, which overlap, to that of the window of all near positions."""
-        count, panel = self.num_panels, self.panel
+        count, panel, length = self.num_panels, self.panel, len(self.positions)
         if count == 1:
             return of_windows
-        of_windows = of_windows.view(self.num_tables, count, *of_windows.shape[1:])
-        num_pieces = -(-self.width // panel)  # of a window, each as long as windows are apart
-        total = of_windows.new_zeros(self.num_tables, num_pieces + count - 1, panel, of_windows.shape[3])
+        depth = of_windows.shape[2]
+        of_windows = of_windows.view(self.num_tables, count, self.width, depth)
         # Panels of later queries begin at earlier positions.
-        if count < num_pieces:
-            for number, of_window in enumerate(reversed(of_windows.unbind(1))):
-                total.flatten(1, 2)[:, number * panel : number * panel + self.width] += of_window
-        else:
-            for number, piece in enumerate(of_windows.split(panel, 2)):
-                start = num_pieces - 1 - number
-                total[:, start : start + count, : piece.shape[2]] += piece
-            total = total.flip(1)
-        return total.flatten(1, 2)[:, : len(self.positions)]
+        if length <= OVERLAPPED * self.width:
+            apart = of_windows.new_zeros(self.num_tables, count, length, depth)
+            strides = (count * length * depth, (length - panel) * depth, depth, 1)
+            apart.as_strided(of_windows.shape, strides, (count - 1) * panel * depth).copy_(of_windows)
+            return apart.sum(1)
+        num_pieces = -(-self.width // panel)  # of a window, each as long as windows are apart
+        total = of_windows.new_zeros(self.num_tables, num_pieces + count - 1, panel, depth)
+        for number, piece in enumerate(of_windows.split(panel, 2)):
+            total[:, num_pieces - 1 - number :][:, :count, : piece.shape[2]].add_(piece)
+        return total.flip(1).flatten(1, 2)[:, :length]
 
 
 class Bias(Reach):

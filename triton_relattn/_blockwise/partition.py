@@ -51,6 +51,8 @@ class Stack(NamedTuple):
 
     def part(self, sequences: slice) -> Stack:
         """Return some of the sequences."""
+        if self.lengths is None and sequences == slice(0, len(self.batch)):
+            return self
         part = self._replace(batch=self.batch[sequences])
         if self.lengths is not None:
             lengths = self.lengths[sequences]
@@ -61,20 +63,20 @@ class Stack(NamedTuple):
             part = part._replace(starts=(start_q + sequences.start * self.num_queries, start_k + sequences.start * self.num_keys))
         return part
 
-    def of_queries(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Return the sequences' part of a (B, Hq, Nq, ...) tensor: (sequences, heads, num_queries, ...)."""
-        return self._of(tensor, heads, self.num_queries, 0)
+    def of_queries(self, tensor: torch.Tensor, heads: slice, queries: slice) -> torch.Tensor:
+        """Return the sequences' part of a (B, Hq, Nq, ...) tensor: (sequences, heads, queries, ...)."""
+        return self._of(tensor, heads, queries, self.num_queries, 0)
 
-    def of_keys(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Return the sequences' part of a (B, Hk, Nk, width) tensor: (sequences, heads, num_keys, width)."""
-        return self._of(tensor, heads, self.num_keys, 1)
+    def of_keys(self, tensor: torch.Tensor, heads: slice, keys: slice) -> torch.Tensor:
+        """Return the sequences' part of a (B, Hk, Nk, width) tensor: (sequences, heads, keys, width)."""
+        return self._of(tensor, heads, keys, self.num_keys, 1)
 
-    def _of(self, tensor: torch.Tensor, heads: slice, length: int, which: int) -> torch.Tensor:
+    def _of(self, tensor: torch.Tensor, heads: slice, rows: slice, length: int, which: int) -> torch.Tensor:
         if self.starts is None:
-            return part(part(part(tensor, 0, self.batch), 1, heads), 2, slice(0, length))
-        start = self.starts[which]
-        rows = part(part(tensor[0], 0, heads), 1, slice(start, start + len(self.batch) * length))
-        return rows.unflatten(1, (len(self.batch), length)).transpose(0, 1)
+            return cut(tensor, self.batch, heads, rows)
+        start, count = self.starts[which], len(self.batch)
+        of_all = cut(tensor[0], heads, slice(start, start + count * length))
+        return of_all.unflatten(1, (count, length)).transpose(0, 1)[:, :, rows]
 
 
 def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
@@ -206,8 +208,8 @@ class Group:
 
     def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return key or value as (matrices, keys, width), with zeros after the keys of shorter sequences."""
-        rows = self.sequences.of_keys(tensor, self.key_heads)
-        padding = self.padding(slice(0, self.sequences.num_keys))
+        keys = slice(0, self.sequences.num_keys)
+        rows, padding = self.sequences.of_keys(tensor, self.key_heads, keys), self.padding(keys)
         return matrices(rows if padding is None else rows.masked_fill(padding.mT, 0), 1, self.call.dtype)
 
     def padding(self, keys: slice) -> torch.Tensor | None:
@@ -244,6 +246,12 @@ class Frame:
     def probs(self) -> torch.Tensor:
         """Memory for the probabilities."""
         return self.call.buffer("probs", self.shape)
+
+    @property
+    def probs_in_place(self) -> torch.Tensor:
+        """Memory for the probabilities if the scores are not needed any more: the scores' own, which is faster, where softmax
+        reads all of a row before it writes any of it."""
+        return self.scores if self.scores.device.type == "cpu" else self.probs
 
     def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
         """Return a view of matrices by sequence, head, query, and key or column."""
@@ -288,17 +296,19 @@ class Block:
             stop = min(position + num_queries + spec.window_right, stop)
         self.keys = slice(first, max(stop, first))
         self.num_keys = self.keys.stop - first
-        self.key, self.value = (part(tensor, 1, self.keys) for tensor in (group.key, group.value))
+        self.key, self.value = group.key, group.value
+        if self.num_keys < sequences.num_keys:
+            self.key, self.value = self.key[:, self.keys], self.value[:, self.keys]
         self.frame = group.call.frame(group, num_queries, self.num_keys, first - position)
         self.by_pair = self.frame.by_pair
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
-        return part(self.group.sequences.of_queries(tensor, self.group.heads), 2, self.queries)
+        return self.group.sequences.of_queries(tensor, self.group.heads, self.queries)
 
     def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
-        return part(self.group.sequences.of_keys(tensor, self.group.key_heads), 2, self.keys)
+        return self.group.sequences.of_keys(tensor, self.group.key_heads, self.keys)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value."""
@@ -316,15 +326,14 @@ class Block:
 
     def pairs_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the block's part of a (B, Hq, Nq, Nk) tensor, (sequences, heads, queries, keys)."""
-        return part(self.rows(tensor), 3, self.keys)
+        return self.rows(tensor)[..., self.keys]
 
     def mask(self) -> None:
         """Add a mask of numbers to the logits, and set the logits of hidden pairs to -inf."""
         mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
         if mask is not None:
             wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
-            for dim, places in enumerate(wanted):
-                mask = mask if mask.shape[dim] == 1 else part(mask, dim, places)
+            mask = cut(mask, *(slice(0, 1) if size == 1 else places for size, places in zip(mask.shape, wanted, strict=True)))
             if mask.dtype == torch.bool:
                 pairs.clamp_(max=limits(mask, pairs.dtype))
             else:
@@ -359,10 +368,12 @@ class Block:
             place.copy_(self.by_pair(result))
 
 
-def part(tensor: torch.Tensor, dim: int, rows: slice | range) -> torch.Tensor:
-    """Return the part of a tensor from rows.start to rows.stop of a dimension."""
-    length = rows.stop - rows.start
-    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, rows.start, length)
+def cut(tensor: torch.Tensor, *ranges: slice | range) -> torch.Tensor:
+    """Return the part of a tensor that lies in ranges of its first dimensions."""
+    for dim, (rows, size) in enumerate(zip(ranges, tensor.shape, strict=False)):
+        if rows.stop - rows.start != size:
+            tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)
+    return tensor
 
 
 def limits(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -66,14 +66,14 @@ def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
     """Allocate the third result, which is kept for the backward: two numbers of each query for the kernels, with the tail of out
     for KEEPING_TAIL; the probabilities for KEEPING; nothing for "blockwise". Probabilities of keys that the forward leaves out
     for their sequences' lengths are 0: the backward, whose blocks depend on the number of threads at its time, may read them."""
-    query, key = tensors.query, tensors.key
-    sizes = {
-        "triton": (*query.shape[:2], 2, query.shape[2]),
-        KEEPING_TAIL: (*query.shape[:2], 2 + rows_of_tail(tensors.value.shape[3]), query.shape[2]),
-        KEEPING: (*query.shape[:3], key.shape[2]),
-    }
-    has_gaps = implementation == KEEPING and tensors.key_lengths is not None
-    return (query.new_zeros if has_gaps else query.new_empty)(sizes.get(implementation, 0), dtype=compute_dtype(query.dtype))
+    query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
+    if implementation in KERNELS:
+        tail = rows_of_tail(tensors.value.shape[3]) if implementation == KEEPING_TAIL else 0
+        return query.new_empty((*query.shape[:2], 2 + tail, query.shape[2]), dtype=dtype)
+    if implementation == KEEPING:
+        has_gaps = tensors.key_lengths is not None
+        return (query.new_zeros if has_gaps else query.new_empty)((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)
+    return query.new_empty(0, dtype=dtype)
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]

@@ -133,13 +133,16 @@ OF_BLOCKWISE = (
         "blockwise-panels-do-not-move",
         "gradients of the windows of panels are summed as if all had the positions of the last",
         RANDOM,
-        (Change(BANDS, "enumerate(reversed(of_windows.unbind(1)))", "enumerate(of_windows.unbind(1))"),),
+        (
+            Change(BANDS, "(length - panel) * depth, depth, 1)", "length * depth, depth, 1)"),
+            Change(BANDS, "strides, (count - 1) * panel * depth)", "strides, 0)"),
+        ),
     ),
     Fault(
         "blockwise-many-panels-in-another-order",
-        "with more panels than pieces of a window, gradients of the windows are left in the order of the queries",
+        "with many panels and short windows, gradients of the windows are left in the order of the queries",
         RANDOM,
-        (Change(BANDS, "            total = total.flip(1)\n", ""),),
+        (Change(BANDS, "return total.flip(1).flatten(1, 2)", "return total.flatten(1, 2)"),),
     ),
     Fault(
         "blockwise-tables-share-their-gradient",
@@ -255,7 +258,7 @@ OF_BLOCKWISE = (
         "blockwise-keys-of-the-wrong-sequence",
         "the keys of packed sequences begin where their queries do",
         RANDOM_PACKED,
-        (Change(BLOCKS, "return self._of(tensor, heads, self.num_keys, 1)", "return self._of(tensor, heads, self.num_keys, 0)"),),
+        (Change(BLOCKS, "heads, keys, self.num_keys, 1)", "heads, keys, self.num_keys, 0)"),),
     ),
     Fault(
         "blockwise-cotangent-of-lse-dropped",
@@ -272,6 +275,19 @@ OF_BLOCKWISE = (
                 BLOCKWISE,
                 "torch.softmax(scores, -1, out=probs)",
                 "torch.sub(scores, scores.logsumexp(-1, keepdim=True), out=probs).exp_()",
+                times=2,
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-largest-probability",
+        "lse is that of the probabilities, which have taken the scores' place",
+        RANDOM,
+        (
+            Change(
+                BLOCKWISE,
+                "        torch.softmax(scores, -1, out=probs)\n    blind",
+                "        largest = torch.softmax(scores, -1, out=probs).amax(-1, keepdim=True)\n    blind",
             ),
         ),
     ),
@@ -353,7 +369,7 @@ OF_BLOCKWISE = (
         "blockwise-keeps-what-dropout-left",
         "the probabilities that are kept are those after dropout",
         (f"{ON_SCALE}::test_kept_probabilities",),
-        (Change(BLOCKWISE, "probs = torch.mul(probs, block.dropout, out=frame.probs)", "probs = probs.mul_(block.dropout)"),),
+        (Change(BLOCKWISE, "probs = torch.mul(probs, block.dropout, out=frame.scores)", "probs = probs.mul_(block.dropout)"),),
     ),
     Fault(
         "blockwise-table-gradient-without-its-scale",
@@ -408,13 +424,13 @@ OF_BLOCKWISE = (
         "blockwise-blind-queries-without-lse",
         "without lse, a query that sees nothing gets NaN",
         (f"{ON_EDGES}::test_lse_is_computed_if_it_is_wanted",),
-        (Change(BLOCKWISE, "if lse is None and not block.has_blind:", "if lse is None:"),),
+        (Change(BLOCKWISE, "if lse is None and not block.has_blind and not is_short:", "if lse is None and not is_short:"),),
     ),
     Fault(
         "blockwise-gaps-of-kept-probabilities",
         "probabilities that the forward has not written are read by a backward with another number of threads",
         ("tests/cpu/test_determinism.py::test_another_number_of_threads_in_the_backward",),
-        (Change(OPS, "has_gaps = implementation == KEEPING and tensors.key_lengths is not None", "has_gaps = False"),),
+        (Change(OPS, "has_gaps = tensors.key_lengths is not None", "has_gaps = False"),),
     ),
     Fault(
         "blockwise-no-heads-uninitialised",
