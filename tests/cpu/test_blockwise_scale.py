@@ -195,3 +195,23 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
         gc.enable()
     assert len(alive) > 20 and most <= 3, f"{most} calls and frames at once"
     assert not any(each() is not None for each in alive)
+
+
+def test_memory_by_names_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks at other places of a sequence take the same memory: there are as many names for four times the length."""
+    cut_blocks(monkeypatch, 16, 1, 4)
+    names: set[str] = set()
+    get = partition.Buffers.__call__
+
+    def watched(self: partition.Buffers, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        names.add(name)
+        return get(self, name, shape)
+
+    monkeypatch.setattr(partition.Buffers, "__call__", watched)
+    counts = []
+    for length in (100, 400):
+        names.clear()
+        inputs = make_inputs(1, 2, length, length, 8, num_rows=25, **FURTHER_TABLES, dtype=torch.float32, seed=0)
+        forward_backward(attend, inputs)
+        counts.append(len(names))
+    assert 0 < counts[0] == counts[1], sorted(names)

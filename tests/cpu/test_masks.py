@@ -35,6 +35,11 @@ def all_terms(dtype: torch.dtype, num_queries: int = QUERIES, num_keys: int = KE
     )
 
 
+def is_of_numbers(arguments: dict[str, Any]) -> bool:
+    """Return whether arguments have a mask that is added, which does not stop NaN."""
+    return "attn_mask" in arguments and arguments["attn_mask"].dtype != torch.bool
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "dropout_p": 0.3}], ids=["plain", "softcap_dropout"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -235,6 +240,42 @@ def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any], b
         assert results[result][1, 0].isnan().any(), result
         results[result][1, 0] = expected[result][1, 0]
         assert torch.equal(results[result], expected[result]), result
+
+
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"attn_mask": torch.arange(KEYS) != 4}, slice(0, QUERIES)),
+        ({"is_causal": True}, slice(0, 4)),
+        ({"window_size": (2, -1)}, slice(7, QUERIES)),
+    ],
+    ids=["mask", "causal", "window"],
+)
+def test_nan_in_a_key_stays_with_those_that_see_it(options: dict[str, Any], hidden: slice, block_size: None) -> None:
+    """Forward, NaN in key 4 reaches no query that mask or window hide it from."""
+    inputs = all_terms(torch.float32)
+    key = inputs.key.clone()
+    key[:, :, 4] = math.nan
+    results = results_of("blockwise", inputs._replace(key=key), **options)
+    expected = results_of("blockwise", inputs, **options)
+    for name in ("out", "lse"):
+        assert torch.equal(results[name][:, :, hidden], expected[name][:, :, hidden]), name
+    shown = [query for query in range(QUERIES) if query not in range(QUERIES)[hidden]]
+    assert results["lse"][:, :, shown].isnan().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [case for case, (arguments, _) in BLIND.items() if not is_of_numbers(arguments)])
+def test_nan_in_queries_that_see_nothing(case: str, implementation: str, block_size: None) -> None:
+    """Their rows are out 0 and lse -inf, and only gradients of what the query itself is multiplied with get NaN."""
+    arguments, blind = BLIND[case]
+    inputs = all_terms(torch.float64)
+    spoilt = {name: getattr(inputs, name).masked_fill(blind[:, None, :, None], math.nan) for name in ("query", "rel_query")}
+    results = results_of(implementation, inputs._replace(**spoilt), **arguments)
+    expected = results_of(implementation, inputs, **arguments)
+    for name, result in results.items():
+        if name not in ("d_key", "d_rel_key"):
+            assert torch.equal(result, expected[name]), name
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -257,10 +257,11 @@ def test_vmap_over_lengths_and_nothing() -> None:
         torch.func.vmap(lambda q: attend(q, key, value, table))(query.expand(0, *query.shape))
 
 
-def test_vmap_with_dropout_draws_anew() -> None:
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+def test_vmap_with_dropout_draws_anew(implementation: str) -> None:
     query, key, value, table = (tensor.detach() for tensor in leaves())
     many = query.expand(3, *query.shape)
-    run = partial(torch.func.vmap, lambda q: attend(q, key, value, table, dropout_p=0.5))
+    run = partial(torch.func.vmap, lambda q: attend(q, key, value, table, dropout_p=0.5, implementation=implementation))
     different = run(randomness="different")(many)
     assert not torch.equal(different[0], different[1])
     same = run(randomness="same")(many)

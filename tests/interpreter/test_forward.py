@@ -82,10 +82,13 @@ TABLES: dict[str, RelativePositions] = {
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("config", [SMALL, TileConfig(32, 32, 4, 1)], ids=["32x16", "32x32"])
 def test_tables(table: str, outside: Any, config: TileConfig) -> None:
-    """Tables that cover all, part or none of the relative positions, shared and per head, with an offset and lengths."""
+    """Tables that cover all, part or none of the relative positions, with an offset and lengths.
+
+    Shared, and per head: what lies behind a table is then that of the next head, and not zero by chance.
+    """
     positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
     for seed, (is_causal, query_offset) in enumerate(((False, 0), (True, 20), (False, -13))):
-        inputs = make_inputs(1, 2, 70, 90, 16, num_rows=positions.num_rows, per_head=seed == 1, dtype=torch.float32, seed=seed)
+        inputs = make_inputs(1, 2, 70, 90, 16, num_rows=positions.num_rows, per_head=seed > 0, dtype=torch.float32, seed=seed)
         lengths = torch.tensor([37]) if seed else None
         check(inputs, config, positions=positions, is_causal=is_causal, query_offset=query_offset, key_lengths=lengths)
 

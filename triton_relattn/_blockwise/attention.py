@@ -106,7 +106,7 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     """Return whether the forward should keep the probabilities for the backward: whether they take no more memory than query,
-    key, value and out."""
+    key, value and out would if all had as many rows and heads as the query."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
     of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize

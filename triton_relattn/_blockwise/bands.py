@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 FEWEST_ROWS = 64
 """Fewest rows of a product with a window: with fewer it is slow."""
 PANEL_ROWS, WIDER_SHARE = 192, 12
-"""Rows that it has where its band becomes no more than a twelfth wider than the keys: there are fewer windows to copy."""
+"""Rows that it should have, for fewer windows to copy, as long as its band is no more than a twelfth wider than the keys."""
 PANEL_SHARE = 64
 """A panel has at least as many queries as keys divided by this: a band that is wider by so little costs less than more panels."""
 PANEL_COLUMNS = 12
 """Fewest columns of a band: products with fewer are slow."""
 OVERLAPPED = 4
-"""Windows together are at most so many times as long as one if they are summed at once, each with zeros for all others' rows."""
+"""Gradients of windows are each padded with zeros to the length of all together and summed in one step, if that is at most so
+many times the length of one. Else they are added piece by piece."""
 
 TableRows = slice | None
 """The table rows of some positions: one row each, one row for all, or None."""

@@ -5,7 +5,7 @@
 A key has two coordinates, so the terms of a query are not N numbers but h + w: one for each row and one for each column of the
 grid. They are broadcast into a block of scores, to which the product of queries and keys is then added; in the backward, sums
 of the block over its columns and over its rows are their gradients. So a term costs an addition a score, and no product. A
-block has some queries, successive in the grid, and all keys; sizes are those of attention.py.
+block has some queries, successive in the grid, and all keys; sizes are those of partition.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     batch, num_heads, _, _ = tensors.query.shape
     num_keys, prefix = tensors.key.shape[2], tensors.prefix
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
-    threads = torch.get_num_threads()
+    threads = partition.threads_of(tensors.query.device)
     fewest, elements = min(batch * num_heads, threads), threads * partition.ELEMENTS_PER_THREAD
     most_queries = max(partition.BLOCK_QUERIES, elements // max(fewest * num_keys, 1))
     columns = list(partition.evenly(width, min(width, most_queries)))

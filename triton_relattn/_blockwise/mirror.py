@@ -42,7 +42,7 @@ class MirroredBand:
         near = Reach(frame, table.shape[0], frame.num_queries).near
         borders = (0, near.start, near.stop, frame.num_keys)
         self.mirrors = [Mirror(frame, slice(start, stop)) for start, stop in pairwise(borders) if start < stop]
-        self.bands = [Band(mirror, table, scale, f"rel_p2c from {mirror.keys.start}") for mirror in self.mirrors]
+        self.bands = [Band(mirror, table, scale, f"rel_p2c {number}") for number, mirror in enumerate(self.mirrors)]
 
     def pack(self, keys: torch.Tensor) -> list[Packed]:
         """Put keys, (sequences, heads, keys, width), in panels."""

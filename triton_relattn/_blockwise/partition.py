@@ -165,7 +165,7 @@ class Call:
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
-        num_threads = torch.get_num_threads() if self.tensors.query.device.type == "cpu" else THREADS_ELSEWHERE
+        num_threads = threads_of(self.tensors.query.device)
         elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
         fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
@@ -258,8 +258,8 @@ class Frame:
         return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
 
     @cached_property
-    def window_limits(self) -> list[tuple[slice, torch.Tensor]]:
-        """Ranges of keys that the window hides from some of the queries, with the limits of their logits, (queries, keys)."""
+    def window_bounds(self) -> list[tuple[slice, Bounds]]:
+        """Ranges of keys that the window hides from some of the queries, with the bounds of their logits, (queries, keys)."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
         found = []
         if left >= 0:  # key n is visible to query m where first + n - m >= -left
@@ -270,7 +270,7 @@ class Frame:
             start = max(right + 1 - first, 0)
             if start < self.num_keys:
                 found.append((slice(start, self.num_keys), self._pairs(self.num_keys - start).tril_(right - first - start)))
-        return [(keys, limits(visible, self.scores.dtype)) for keys, visible in found]
+        return [(keys, Bounds.of(visible, self.scores.dtype)) for keys, visible in found]
 
     def _pairs(self, num_keys: int) -> torch.Tensor:
         return self.scores.new_ones(self.num_queries, num_keys, dtype=torch.bool)
@@ -335,14 +335,14 @@ class Block:
             wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
             mask = cut(mask, *(slice(0, 1) if size == 1 else places for size, places in zip(mask.shape, wanted, strict=True)))
             if mask.dtype == torch.bool:
-                pairs.clamp_(max=limits(mask, pairs.dtype))
+                Bounds.of(mask, pairs.dtype).hide(pairs)
             else:
                 pairs.add_(mask)
-        for keys, most in self.frame.window_limits:
-            pairs[..., keys].clamp_(max=most)
+        for keys, bounds in self.frame.window_bounds:
+            bounds.hide(pairs[..., keys])
         padding = self.group.padding(self.keys)
         if padding is not None:
-            pairs.clamp_(max=limits(~padding, pairs.dtype))
+            Bounds.of(~padding, pairs.dtype).hide(pairs)
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
@@ -368,6 +368,11 @@ class Block:
             place.copy_(self.by_pair(result))
 
 
+def threads_of(device: torch.device) -> int:
+    """Return the number of threads that a block is made for."""
+    return torch.get_num_threads() if device.type == "cpu" else THREADS_ELSEWHERE
+
+
 def cut(tensor: torch.Tensor, *ranges: slice | range) -> torch.Tensor:
     """Return the part of a tensor that lies in ranges of its first dimensions."""
     for dim, (rows, size) in enumerate(zip(ranges, tensor.shape, strict=False)):
@@ -376,12 +381,26 @@ def cut(tensor: torch.Tensor, *ranges: slice | range) -> torch.Tensor:
     return tensor
 
 
-def limits(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the most that logits may be: inf where a pair is visible, -inf where it is hidden.
+class Bounds(NamedTuple):
+    """The least and the most that logits may be, as the integers that have the same bits: those of -inf where a pair is hidden.
 
-    On a CPU, clamp_() with these takes a tenth of the time of masked_fill_(), which is more than that of softmax.
+    clamp_() with floating-point bounds would keep a logit that is NaN. masked_fill_() would not, but on a CPU it takes up to ten
+    times as long, more than softmax.
     """
-    return visible.to(dtype).sub_(0.5).mul_(math.inf)
+
+    least: torch.Tensor
+    most: torch.Tensor
+
+    @staticmethod
+    def of(visible: torch.Tensor, dtype: torch.dtype) -> Bounds:
+        """Return the bounds of logits of a dtype, float32 or float64, from a mask of the pairs that are visible."""
+        integers, hidden = (torch.int32, -1 << 23) if dtype == torch.float32 else (torch.int64, -1 << 52)
+        ends, is_visible = torch.iinfo(integers), visible.to(integers).neg_()  # all bits are 1 where a pair is visible
+        return Bounds(*((is_visible & (end ^ hidden)).bitwise_xor_(hidden) for end in (ends.min, ends.max)))
+
+    def hide(self, logits: torch.Tensor) -> None:
+        """Set the logits of hidden pairs to -inf."""
+        logits.view(self.least.dtype).clamp_(self.least, self.most)
 
 
 def evenly(count: int, most: int) -> Iterator[slice]:
@@ -407,4 +426,4 @@ def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor
     share a key."""
     sequences, heads, length, width = rows.shape
     rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)
-    return rows if rows.stride(2) == 1 else rows.contiguous()
+    return rows if rows.stride(2) == 1 else rows.contiguous()  # else torch would copy them for every product

@@ -51,4 +51,4 @@ def keep_mask(
 
 def _mixed(product: torch.Tensor, counter: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """Return the high 32 bits of a product, xor a counter, of which the low 32 bits count, xor a step of the key."""
-    return ((product >> 32) ^ counter).bitwise_xor_(step).bitwise_and_(_LOW_BITS)
+    return ((product >> 32) ^ counter ^ step).bitwise_and_(_LOW_BITS)

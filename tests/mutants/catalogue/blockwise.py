@@ -230,7 +230,7 @@ OF_BLOCKWISE = (
         "blockwise-padding-is-seen",
         "sequences that are taken together see the keys that the longest has",
         (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
-        (Change(BLOCKS, "            pairs.clamp_(max=limits(~padding, pairs.dtype))\n", "            pass\n"),),
+        (Change(BLOCKS, "            Bounds.of(~padding, pairs.dtype).hide(pairs)\n", "            pass\n"),),
     ),
     Fault(
         "blockwise-padding-is-read",
@@ -443,5 +443,17 @@ OF_BLOCKWISE = (
         "the terms of a single query are not multiplied by the scale",
         (f"{ON_EDGES}::test_one_query",),
         (Change(BANDS, "self.windows[0], alpha=self.scale)", "self.windows[0])"),),
+    ),
+    Fault(
+        "blockwise-nan-is-not-hidden",
+        "a hidden logit that is NaN stays NaN",
+        (f"{ON_MASKS}::test_nan_in_a_key_stays_with_those_that_see_it",),
+        (
+            Change(
+                BLOCKS,
+                "logits.view(self.least.dtype).clamp_(self.least, self.most)",
+                "logits.clamp_(max=torch.where(self.least == self.most, -math.inf, math.inf).to(logits.dtype))",
+            ),
+        ),
     ),
 )

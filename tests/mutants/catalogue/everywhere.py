@@ -33,6 +33,12 @@ OF_ALL = (
         (Change(DROPOUT, "c1 & _LOW_BITS, c2, c3 & _LOW_BITS", "c1, c2, c3"),),
     ),
     Fault(
+        "dropout-seeds-of-vmap-do-not-fit",
+        "seeds that vmap draws anew are mixed into numbers that have no dimension for them",
+        (f"{ON_TORCH}::test_vmap_with_dropout_draws_anew[reference]",),
+        (Change(DROPOUT, "^ counter ^ step).bitwise_and_", "^ counter).bitwise_xor_(step).bitwise_and_"),),
+    ),
+    Fault(
         "dropout-words-exchanged",
         "the kernels take the words of random bits in another order",
         (f"{ON_FEATURES}::test_every_implementation_drops_the_same[0.5]",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BLOCKS, BLOCKWISE, MIRROR, ON_MASKS, ON_RANDOM, RANDOM, RANDOM_REFERENCE, REFERENCE
+from .places import BLOCKS, BLOCKWISE, MIRROR, ON_MASKS, ON_RANDOM, ON_SCALE, RANDOM, RANDOM_REFERENCE, REFERENCE
 
 OF_MIRROR = (
     Fault(
@@ -77,5 +77,11 @@ OF_MIRROR = (
                 "(key @ rel_p2c.mT).gather(-1, (rel_p2c.shape[-2] - 1 - row).mT).mT",
             ),
         ),
+    ),
+    Fault(
+        "mirror-memory-by-place",
+        "blocks keep memory of their own for the gradients of windows until the backward ends",
+        (f"{ON_SCALE}::test_memory_by_names_is_used_again",),
+        (Change(MIRROR, 'f"rel_p2c {number}"', 'f"rel_p2c from {mirror.keys.start}, {number}"'),),
     ),
 )
