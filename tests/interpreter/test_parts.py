@@ -29,15 +29,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def check(tensors: Any, spec: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> None:
-    """The error rule. In float32 gradients are off by at most ten times what plain torch is: how far that is depends on the
-    processor, for wider vectors sum a table's gradient in more parts (the same case is off by half as much with AVX-512 as with
-    plain instructions)."""
+    """The error rule. In float32 plain torch has the same parts: what is rounded between them, lse, delta and sums, is most of
+    the error. In 16 bits blockwise, which computes in float32, is no yardstick."""
     golden = as_one(tensors, spec, "blockwise", d_out, d_lse, torch.float64)
-    reference = as_one(tensors, spec, "reference", d_out, d_lse)
-    of_gradients = 10 if tensors.query.dtype == torch.float32 else 3
+    if tensors.query.dtype == torch.float32:
+        reference = in_parts(tensors, spec, "blockwise", d_out, d_lse)
+    else:
+        reference = as_one(tensors, spec, "reference", d_out, d_lse)
     for name, actual in in_parts(tensors, spec, "triton", d_out, d_lse).items():
-        factor = of_gradients if name.startswith("d_") else 2
-        assert_within_budget(name, actual, golden[name], reference[name], factor=factor)
+        assert_within_budget(name, actual, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
 
 
 @pytest.mark.parametrize("case", CASES)

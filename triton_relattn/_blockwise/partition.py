@@ -426,4 +426,4 @@ def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor
     share a key."""
     sequences, heads, length, width = rows.shape
     rows = rows.to(dtype).reshape(sequences * heads // group, group * length, width)
-    return rows if rows.stride(2) == 1 else rows.contiguous()  # else torch would copy them for every product
+    return rows if rows.stride(2) == 1 else rows.contiguous()
