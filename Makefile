@@ -4,8 +4,10 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
+CASES = --share $(or $(SHARE),1) $(if $(REST),--rest)
 
-.PHONY: help setup demo lint test suite smoke test-slow test-all test-oldest compile-oldest test-newest test-libraries docs hub bench gpu fuzz mutants
+.PHONY: help setup demo lint test suite rest smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
+	test-libraries docs hub bench gpu fuzz headroom mutants
 
 help: ## list all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -29,9 +31,13 @@ test: lint ## lint, an eighth of the cases of every test, and those that notice 
 	$(MAKE) suite SHARE=8
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need; SHARE=8: an eighth of the cases
-	$(PYTEST) tests --ignore tests/interpreter --share $(or $(SHARE),1)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py --share $(or $(SHARE),1)
+suite: setup ## the tests alone, in the two processes that they need; SHARE=8: an eighth of the cases, and with REST=1 the others
+	$(PYTEST) tests --ignore tests/interpreter $(CASES)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py $(CASES)
+
+# What make test leaves out, for a machine that has just run it.
+rest: ## all tests that make test leaves out
+	$(MAKE) suite SHARE=8 REST=1
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
@@ -41,13 +47,24 @@ test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 G
 # take: words handed from one kernel function to another, and groups of arguments that are compared with None.
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
-	PYTHONPATH=.triton-oldest $(PYTEST) tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py
+	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED)
 
-# Some tests with the newest triton that pip finds, beside the torch of constraints.txt, in .venv-newest.
-test-newest: ## smoke with the newest triton, in .venv-newest (2.5 GB)
-	$(MAKE) setup VENV=.venv-newest
-	.venv-newest/bin/pip install --quiet --upgrade triton
-	$(MAKE) smoke VENV=.venv-newest
+# The newest that is known. Later ones refuse other things: named tuples in tuples of constants lost their names in 3.8.
+compile-newest: setup ## every kernel compiles with the newest triton, too (700 MB)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
+	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED)
+
+COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_features.py
+
+# The families of transformers with the oldest version that is supported.
+models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .transformers-oldest \
+		$(shell grep ^transformers== constraints-oldest.txt)
+	PYTHONPATH=.transformers-oldest $(PYTEST) $(wildcard tests/cpu/test_transformers*.py) --share $(or $(SHARE),1)
+
+# All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
+test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)
+	$(MAKE) suite VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 # The classes of NeMo, ESPnet, SpeechBrain, fairseq2 and x-transformers, enabled, and the repository for the hub, in .venv-libraries,
 # which has these libraries' own files, and stand-ins for the hundreds of packages that they import beside what is tested.
@@ -96,6 +113,10 @@ bench: setup ## speed and memory beside other methods, and figures; RESULTS=out/
 fuzz: setup ## search for calls that go wrong; SECONDS=300 SEED=0
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0) --kernels
+
+# The tests of numbers under other seeds, processor features and numbers of threads: which error comes near to what it may be?
+headroom: setup ## checks of numbers above half of their allowance, over seeds and processor features; SEEDS=8
+	$(BIN)/python -m tests.headroom --seeds $(or $(SEEDS),8)
 
 # Known faults, each put into a copy of the repository: which test notices it? ONLY=names, JOBS=2.
 mutants: setup ## known faults: which test notices each? ONLY=names JOBS=1

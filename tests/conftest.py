@@ -54,10 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of each test one in N of its cases, and those that have noticed a known fault; no test marked thorough",
     )
+    parser.addoption("--rest", action="store_true", help="what --share N leaves out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one in --share of the cases of each test, at least one and all that are witnesses, and the same ones every time."""
+    """Keep one in --share of the cases of each test, at least one and all that are witnesses, and the same ones every time.
+
+    With --rest, keep all the others.
+    """
     share = config.getoption("--share")
     if share == 1:
         return
@@ -70,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for group in cases.values():
         group.sort(key=lambda item: (item.nodeid not in witnesses, zlib.crc32(item.nodeid.encode())))
         kept.update(group[: max(math.ceil(len(group) / share), sum(item.nodeid in witnesses for item in group))])
+    if config.getoption("--rest"):
+        kept = set(items) - kept
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

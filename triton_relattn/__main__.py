@@ -42,10 +42,10 @@ def _reason(probe: torch.Tensor) -> str:
 
 
 def _triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    """Return the version of whatever brings the folder triton/: triton, or what torch for ROCm, XPU or Windows has in its place."""
+    names = importlib.metadata.packages_distributions().get("triton", [])
+    versions = [f"{importlib.metadata.version(name)}{'' if name == 'triton' else f' ({name})'}" for name in sorted(set(names))]
+    return " and ".join(versions) or "not installed"
 
 
 def _device_name(device: str) -> str:

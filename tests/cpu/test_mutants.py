@@ -210,17 +210,26 @@ class Item:
 
 
 def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--share keeps the same cases of every test, one in so many and at least one, and no test that is marked thorough."""
+    """--share keeps the same cases of every test, one in so many and at least one, and no test that is marked thorough.
+
+    --rest keeps all the others.
+    """
     monkeypatch.setattr("tests.conftest.read_witnesses", dict)
     items = [Item(f"a.py::test_a[{number}]") for number in range(10)] + [Item("a.py::test_b"), Item("a.py::test_c", True)]
     dropped: list[Item] = []
+    options: dict[str, Any] = {"--share": 3, "--rest": False}
     config: Any = SimpleNamespace(
-        getoption={"--share": 3}.get, hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+        getoption=options.get, hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
     )
     kept: list[Any] = list(items)
     pytest_collection_modifyitems(config, kept)
     assert [item.nodeid.partition("[")[0] for item in kept] == ["a.py::test_a"] * 4 + ["a.py::test_b"]
     assert sorted(kept + dropped, key=items.index) == items
+    options["--rest"] = True
+    rest: list[Any] = list(items)
+    pytest_collection_modifyitems(config, rest)
+    assert rest == [item for item in items if item not in kept]
+    options["--rest"] = False
     again: list[Any] = items[::-1]
     pytest_collection_modifyitems(config, again)
     assert set(again) == set(kept)

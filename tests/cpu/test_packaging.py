@@ -56,7 +56,9 @@ def test_wheel(built: Path) -> None:
     assert {name for name in names - package if not name.startswith(info)} == set()
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == ">=3.10" and "torch" in str(metadata.get_all("Requires-Dist"))
+    assert metadata["Requires-Python"] == ">=3.11" and "torch" in str(metadata.get_all("Requires-Dist"))
+    required = [each for each in metadata.get_all("Requires-Dist") or () if "extra ==" not in each]
+    assert required == ["torch>=2.11"], "torch brings the triton that it needs; another would be written over that"
     assert set(metadata.get_all("Provides-Extra") or ()) >= {"transformers", "plots", "docs", "test"}
     assert (ROOT / "README.md").read_text().splitlines()[0] in str(metadata.get_payload())
 

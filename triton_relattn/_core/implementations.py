@@ -10,6 +10,11 @@ from .warn import warn_once
 IMPLEMENTATIONS = ("triton", "blockwise", "reference")
 MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NO_TRITON = (
+    "the package triton is not installed. On Linux, torch's builds for NVIDIA, ROCm and XPU each bring their own: install torch again "
+    "from its index for your GPU. On Windows: pip install triton-windows. Beside torch's build for CPUs, to run the kernels in "
+    "Triton's interpreter: pip install triton"
+)
 
 
 @untraced
@@ -21,7 +26,7 @@ def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
         interpreted = kernels_are_interpreted()
     except Exception as error:  # a damaged or an old triton may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            return "the package triton is not installed (pip install triton; it exists for Linux)"
+            return NO_TRITON
         return f"the kernels cannot be loaded: {type(error).__name__}: {error}"
     if interpreted:
         if dtype == torch.bfloat16:
