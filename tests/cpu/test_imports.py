@@ -327,7 +327,7 @@ NEXT = f"{NEWEST_TRITON[0]}.{NEWEST_TRITON[1] + 1}.0"
     [(NEXT, 1), (f"{NEXT}+git5d4e", 1), (f"{NEWEST_TRITON[0] + 1}.0.0", 1), (f"{NEWEST}.9", 0), ("3.8.0", 0), ("nightly", 0)],
 )
 def test_a_gpu_with_an_untested_triton_is_told(version: str, said: int) -> None:
-    """Once in a process, and only where kernels are compiled: not for blockwise, nor on a CPU. (The interpreter has a test below.)"""
+    """Once in a process, and only where kernels are compiled: not for blockwise, nor on a CPU."""
     program = f"""
 {ON_A_GPU}
 import triton

@@ -84,7 +84,7 @@ def _warn_of_untested_triton(device: torch.device) -> None:
     if not kernels_are_interpreted():
         newest = ".".join(map(str, NEWEST_TRITON))
         text = f"Triton {version} is newer than {newest}, the newest that the kernels were tested with. "
-        cure = 'Check them on this GPU ("make gpu" in a clone of triton_relattn), or use implementation="blockwise" or an older Triton'
+        cure = 'Check them on this GPU ("make gpu" in a clone of triton_relattn), or use implementation="blockwise"'
         warn_once("untested triton", text + cure, stacklevel=5)
 
 

@@ -2,8 +2,8 @@
 
 As seen from a key, the queries of a tile have successive relative positions, as seen from a query the keys have; only these rise
 where those fall. So with the table upside down, a tile's keys take the place of its queries: ``term[n, m] = k_n . F'[m - n]``.
-What is called mirrored here has that form, [N, N] for each N of the tile's M queries, with the constants TILE.key_tile. Keys are in
-their natural order there, whatever their order in the tile is.
+What is called mirrored here has that form, [N, N] for each N of the tile's M queries, with the constants TILE.key_tile. Keys are
+in their natural order there, whatever their order in the tile is.
 """
 
 import triton
