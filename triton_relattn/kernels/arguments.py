@@ -20,10 +20,11 @@ from .launching import description, launch
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
 
-# No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups of
-# tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there. Since
-# 3.8, and in 3.9, it is Triton's, too, and so is a group within a group: a field Tile.values was then not what it held, but the
-# list of all fields. tests/compile/test_launching.py looks at every group.
+# No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
+# of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
+# Since 3.8, and in 3.9, it is Triton's, too, and so is a group within a group: a field Tile.values was then not what it held,
+# but the list of all fields. tests/compile/test_launching.py looks at every group.
+
 OPERANDS = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
 
