@@ -127,7 +127,7 @@ def groups() -> dict[str, type[Any]]:
 
 
 def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:
-    """Of every group of arguments, whatever this version of Triton does with it: Python's own tuple, or one of Triton's."""
+    """Every group, also one that is Python's own tuple in kernels with this version of Triton: Triton's with another."""
     taken = set(dir(tl.tuple(()))) | {"values", "type"}
     found = groups()
     assert {"Tile", "Inputs", "Scaling", "Table", "Place", "Strip"} <= set(found)
