@@ -127,7 +127,7 @@ def groups() -> dict[str, type[Any]]:
 
 
 def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:
-    """Every group, also one that is Python's own tuple in kernels with this version of Triton: Triton's with another."""
+    """Groups of constants are Python's own tuples up to Triton 3.7, and Triton's with a later one."""
     taken = set(dir(tl.tuple(()))) | {"values", "type"}
     found = groups()
     assert {"Tile", "Inputs", "Scaling", "Table", "Place", "Strip"} <= set(found)

@@ -68,7 +68,7 @@ def check(used: Resources, allowed: dict[str, tuple[int, int]], **others: int) -
 
 
 def check_all(case: KernelCase, config: TileConfig, allowed: dict[str, tuple[int, int]], instructions: int, stack: int) -> None:
-    """What moves values as it is allowed, fewer cycles than with the gather, and the figures if they are of this version."""
+    """Values are moved as allowed, in fewer cycles than with the gather, and figures hold if they are of this version."""
     rotated, gathered = predicted(case, config), predicted(case, replace(config, rotation="gather"))
     assert rotated is not None and gathered is not None
     assert not rotated.is_serialised or (case.kernel == "dq" and SERIALISES_DQ)
