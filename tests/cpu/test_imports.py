@@ -322,32 +322,36 @@ NEWEST = ".".join(map(str, NEWEST_TRITON))
 NEXT = f"{NEWEST_TRITON[0]}.{NEWEST_TRITON[1] + 1}.0"
 
 
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [(NEXT, 1), (f"{NEXT}+git5d4e", 1), (f"{NEWEST_TRITON[0] + 1}.0.0", 1), (f"{NEWEST}.9", 0), ("3.8.0", 0), ("nightly", 0)],
-)
-def test_a_gpu_with_an_untested_triton_is_told(version: str, said: int) -> None:
+def test_a_gpu_with_an_untested_triton_is_told() -> None:
     """Once in a process, and only where kernels are compiled: not for blockwise, nor on a CPU."""
+    untested = (NEXT, f"{NEXT}+git5d4e", f"{NEWEST_TRITON[0] + 1}.0.0")
+    known = (f"{NEWEST}.9", "3.8.0", "nightly")
     program = f"""
 {ON_A_GPU}
 import triton
-triton.__version__ = {version!r}
-call(implementation="blockwise")
-with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    attend(*(torch.zeros(1, 1, 4, 16) for _ in range(2)), torch.zeros(7, 16))
-print("---")
-for implementation in (None, "triton", None):
-    call(implementation=implementation)
+from triton_relattn._core import implementations, warn
+for version in {untested + known}:
+    triton.__version__ = version
+    implementations._untested_triton.cache_clear()
+    warn._given.clear()
+    call(implementation="blockwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(*(torch.zeros(1, 1, 4, 16) for _ in range(2)), torch.zeros(7, 16))
+    for implementation in (None, "triton", None):
+        call(implementation=implementation)
+    print("---")
 """
-    others, kernels = run(program).split("---\n")
-    assert "newer" not in others
-    printed = kernels.splitlines()
-    warned = [line for line in printed if line != "triton"]
-    assert printed.count("triton") == 3 and len(warned) == said, kernels
-    for line in warned:
-        assert line.startswith(f"RuntimeWarning Triton {version} is newer than {NEWEST}, ") and "make gpu" in line
-        assert 'implementation="blockwise"' in line
+    *printed, rest = run(program).split("---\n")
+    assert rest == "" and len(printed) == len(untested + known)
+    for version, lines in zip(untested + known, map(str.splitlines, printed), strict=True):
+        asked, first, *others = lines
+        assert (asked, first) == ("blockwise", "triton")
+        warned = [line for line in others if line != "triton"]
+        assert len(others) == 2 + len(warned) and len(warned) == (version in untested), lines
+        for line in warned:
+            assert line.startswith(f"RuntimeWarning Triton {version} is newer than {NEWEST}, ") and "make gpu" in line
+            assert 'implementation="blockwise"' in line
 
 
 def test_an_untested_triton_in_the_interpreter_is_no_matter() -> None:
