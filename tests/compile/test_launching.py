@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import _AbsentGPU, recorded_launches
-from triton_relattn import RelativePositions
+from triton_relattn import RelativePositions, kernels
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionTensors
 from triton_relattn.kernels import backward as of_backward
@@ -114,6 +117,21 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(launching, "_run", run)
     monkeypatch.setattr(launching, "_compiled", {})
     yield names
+
+
+def groups() -> dict[str, type[Any]]:
+    """Every named tuple of the kernels' modules: arguments of launches, and what kernels put together themselves."""
+    modules = [importlib.import_module(f"{kernels.__name__}.{module.name}") for module in pkgutil.iter_modules(kernels.__path__)]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {each.__name__: each for each in classes if issubclass(each, tuple) and hasattr(each, "_fields")}
+
+
+def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:
+    """Groups of constants are Python's own tuples up to Triton 3.7, and Triton's with a later one."""
+    taken = set(dir(tl.tuple(()))) | {"values", "type"}
+    found = groups()
+    assert {"Tile", "Inputs", "Scaling", "Table", "Place", "Strip"} <= set(found)
+    assert {name: hidden for name, group in found.items() if (hidden := taken & set(group._fields))} == {}
 
 
 @pytest.mark.thorough

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from triton_relattn._core.implementations import NEWEST_TRITON
+
 USE = """
 import torch
 from triton_relattn import fused_relative_attention
@@ -314,6 +316,54 @@ def test_a_gpu_that_gets_blockwise_is_told_why(compiled: bool) -> None:
         program += "print('---')\n"
     for printed, reason in zip(run(program).split("---\n"), NOT_FOR_KERNELS.values(), strict=False):
         assert_told_why(printed, reason)
+
+
+NEWEST = ".".join(map(str, NEWEST_TRITON))
+NEXT = f"{NEWEST_TRITON[0]}.{NEWEST_TRITON[1] + 1}.0"
+
+
+def test_a_gpu_with_an_untested_triton_is_told() -> None:
+    """Once in a process, and only where kernels are compiled: not for blockwise, nor on a CPU."""
+    untested = (NEXT, f"{NEXT}+git5d4e", f"{NEWEST_TRITON[0] + 1}.0.0")
+    known = (f"{NEWEST}.9", "3.8.0", "nightly")
+    program = f"""
+{ON_A_GPU}
+import triton
+from triton_relattn._core import implementations, warn
+for number, version in enumerate({untested + known}):
+    triton.__version__ = version
+    implementations._untested_triton.cache_clear()
+    warn._given.clear()
+    call(implementation="blockwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(*(torch.zeros(1, 1, 4, 16) for _ in range(2)), torch.zeros(7, 16))
+    for implementation in (None, "triton", None)[number % 2 :]:  # by default, or asked for: the first of all is told
+        call(implementation=implementation)
+    print("---")
+"""
+    *printed, rest = run(program).split("---\n")
+    assert rest == "" and len(printed) == len(untested + known)
+    for number, (version, lines) in enumerate(zip(untested + known, map(str.splitlines, printed), strict=True)):
+        told = version in untested
+        warned = lines[2 : 2 + told]
+        assert lines[:2] + lines[2 + told :] == ["blockwise"] + ["triton"] * (3 - number % 2), lines
+        for line in warned:
+            assert line.startswith(f"RuntimeWarning Triton {version} is newer than {NEWEST}, ") and "make gpu" in line
+            assert 'implementation="blockwise"' in line
+
+
+def test_an_untested_triton_in_the_interpreter_is_no_matter() -> None:
+    program = """
+import os, warnings
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, triton
+triton.__version__ = "99.0.0"
+from triton_relattn._core.implementations import choose_implementation
+warnings.simplefilter("error")
+print(choose_implementation("triton", torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)))
+"""
+    assert run(program) == "triton\n"
 
 
 @pytest.mark.thorough

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import torch
 
 from .untraced import untraced
@@ -15,6 +18,8 @@ NO_TRITON = (
     "from its index for your GPU. On Windows: pip install triton-windows. Beside torch's build for CPUs, to run the kernels in "
     "Triton's interpreter: pip install triton"
 )
+NEWEST_TRITON = (3, 9)
+"""The newest version of Triton that the tests have compiled every kernel with; see docs/versions.md."""
 
 
 @untraced
@@ -63,6 +68,31 @@ def _warn_of_blockwise(reason: str) -> None:
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
 
 
+@functools.cache
+def _untested_triton() -> str | None:
+    """Return the version of Triton if it is newer than the newest that the kernels were tested with; else None."""
+    import triton
+
+    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    is_newer = found is not None and tuple(map(int, found.groups())) > NEWEST_TRITON
+    return triton.__version__ if is_newer else None
+
+
+@untraced
+def _warn_of_untested_triton(device: torch.device) -> None:
+    """Warn that kernels on a GPU are compiled by a Triton that came after the tests. They may be slow there, or even wrong."""
+    version = _untested_triton()
+    if version is None or device.type != "cuda":
+        return
+    from ..kernels import kernels_are_interpreted
+
+    if not kernels_are_interpreted():
+        newest = ".".join(map(str, NEWEST_TRITON))
+        text = f"Triton {version} is newer than {newest}, the newest that the kernels were tested with. "
+        cure = 'Check them on this GPU ("make gpu" in a clone of triton_relattn), or use implementation="blockwise"'
+        warn_once("untested triton", text + cure, stacklevel=5)
+
+
 def can_run_triton(
     query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, *, raise_error: bool = False
 ) -> bool:
@@ -82,7 +112,8 @@ def choose_implementation(
 ) -> str:
     """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
-    On a GPU that cannot run triton the default comes with a warning that says why.
+    On a GPU that cannot run triton the default comes with a warning that says why. Kernels on a GPU come with a warning if Triton
+    is newer than the newest that they were tested with. Each is given once in a process.
 
     Raises:
         ValueError: an unknown name.
@@ -93,6 +124,7 @@ def choose_implementation(
             return "blockwise"
         reason = _why_not_triton(query, value, rel_query)
         if reason is None:
+            _warn_of_untested_triton(query.device)
             return "triton"
         _warn_of_blockwise(reason)
         return "blockwise"
@@ -100,4 +132,5 @@ def choose_implementation(
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "triton":
         can_run_triton(query, value, rel_query, raise_error=True)
+        _warn_of_untested_triton(query.device)
     return implementation

@@ -19,6 +19,12 @@ from .launching import description, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
+
+# No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
+# of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
+# Since 3.8, and in 3.9, it is Triton's, too, and so is a group within a group: a field Tile.values was then not what it held,
+# but the list of all fields. tests/compile/test_launching.py looks at every group.
+
 OPERANDS = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
 
@@ -116,8 +122,8 @@ class Tile(NamedTuple):
     precision: str = "ieee"  # of products
     width: int = 0  # of rel_key
     block_width: int = 0  # width, padded
-    values: Tile | None = None  # the same for rel_value; its products are not rounded, as gradients may be too small for float16
-    keys: Tile | None = None  # and for rel_p2c, whose tiles are those of N keys and N queries; see key_terms.py
+    value_tile: Tile | None = None  # the same for rel_value; products are not rounded, as gradients may be too small for float16
+    key_tile: Tile | None = None  # and for rel_p2c, whose tiles are those of N keys and N queries; see key_terms.py
 
 
 class TableRows(NamedTuple):

@@ -59,8 +59,8 @@ def dkv_kernel(
     Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words
     the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
     """
-    VALUE_TILE: tl.constexpr = TILE.values
-    KEY_TILE: tl.constexpr = TILE.keys
+    VALUE_TILE: tl.constexpr = TILE.value_tile
+    KEY_TILE: tl.constexpr = TILE.key_tile
     num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
     program = tl.program_id(0)
     if words is not None:

@@ -51,7 +51,7 @@ def dp2c_kernel(
     Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence; with a table that the
     heads share (ROWS.per_head is false), every splits-th pair of sequence and head.
     """
-    VALUE_TILE: tl.constexpr = TILE.values
+    VALUE_TILE: tl.constexpr = TILE.value_tile
     MARGIN: tl.constexpr = ROWS.p2c_margin if TILE.coverage == "clamp" else 0
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_m)
     highest = last + MARGIN - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first row; they fall

@@ -94,7 +94,7 @@ def dq_kernel(
     scores and dP; far_sums are the sums of dS, far_kept those of the probabilities that dropout keeps.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    VALUE_TILE: tl.constexpr = TILE.values
+    VALUE_TILE: tl.constexpr = TILE.value_tile
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
     if call.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:

@@ -77,7 +77,7 @@ def dtable_kernel(
     Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence or, with tables that
     the heads share (ROWS.per_head is false), every splits-th pair of sequence and head.
     """
-    VALUE_TILE: tl.constexpr = TILE.values
+    VALUE_TILE: tl.constexpr = TILE.value_tile
     MARGIN: tl.constexpr = clamp_margin(ROWS.dq_block_m, ROWS.dq_block_n) if TILE.coverage == "clamp" else 0
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_n)
     block = tl.program_id(0) % num_blocks

@@ -21,7 +21,7 @@ def far_keys_kernel(inputs, far_keys, call, first, last, num_heads, SHAPE: tl.co
 
     Grid: (key blocks * batch * heads,), key blocks fastest.
     """
-    KEY_TILE: tl.constexpr = TILE.keys
+    KEY_TILE: tl.constexpr = TILE.key_tile
     num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
     key_start = tl.program_id(0) % num_blocks * TILE.block_n
     head = tl.program_id(0) // num_blocks % num_heads

@@ -44,7 +44,7 @@ def forward_kernel(
     share the keys; outs and softmax_stats hold the results of each as those of further heads (key_splits.py merges them).
     tails, [B, H, Nq, Dv] or None: what rounding takes from out; see deltas.py.
     """
-    VALUE_TILE: tl.constexpr = TILE.values
+    VALUE_TILE: tl.constexpr = TILE.value_tile
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
     if call.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:

@@ -2,8 +2,8 @@
 
 As seen from a key, the queries of a tile have successive relative positions, as seen from a query the keys have; only these rise
 where those fall. So with the table upside down, a tile's keys take the place of its queries: ``term[n, m] = k_n . F'[m - n]``.
-What is called mirrored here has that form, [N, N] for each N of the tile's M queries, with the constants TILE.keys. Keys are in
-their natural order there, whatever their order in the tile is.
+What is called mirrored here has that form, [N, N] for each N of the tile's M queries, with the constants TILE.key_tile. Keys are
+in their natural order there, whatever their order in the tile is.
 """
 
 import triton
@@ -38,7 +38,7 @@ def turned(tile, TILE: tl.constexpr):
     """Return a mirrored tile [N, N] as one [N, N] of queries and keys, in the tile's order of keys."""
     N: tl.constexpr = TILE.block_n
     tile = tl.trans(tile)
-    if TILE.keys.rotation != "gather":  # its queries are in tiles.key_order
+    if TILE.key_tile.rotation != "gather":  # its queries are in tiles.key_order
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N // 2, 2, N)), (1, 0, 2)), (N, N))
     if TILE.rotation != "gather":
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N, 2, N // 2)), (0, 2, 1)), (N, N))
@@ -59,7 +59,7 @@ def in_natural_order(tile, TILE: tl.constexpr):
 def turned_back(tile, TILE: tl.constexpr):
     """Return a tile [N, N] of queries and keys, these in their natural order, as a mirrored one."""
     N: tl.constexpr = TILE.block_n
-    if TILE.keys.rotation != "gather":
+    if TILE.key_tile.rotation != "gather":
         tile = tl.reshape(tl.permute(tl.reshape(tile, (2, N // 2, N)), (1, 0, 2)), (N, N))
     return tl.trans(tile)
 
@@ -76,7 +76,7 @@ def whole(halves, TILE: tl.constexpr):
 @triton.jit
 def key_terms(key, table, relative_position, TILE: tl.constexpr):
     """Compute the terms [M, N] of a tile's keys in their natural order, [N, D], without carried state; table: a mirrored one."""
-    KEY_TILE: tl.constexpr = TILE.keys
+    KEY_TILE: tl.constexpr = TILE.key_tile
     DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
     halves = ()
     for half in tl.static_range(TILE.block_m // TILE.block_n):
@@ -88,7 +88,7 @@ def key_terms(key, table, relative_position, TILE: tl.constexpr):
 @triton.jit
 def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
     """Return the same of the next tile of a walk along the queries, and the state to carry on."""
-    KEY_TILE: tl.constexpr = TILE.keys
+    KEY_TILE: tl.constexpr = TILE.key_tile
     DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
     halves = ()
     for half in tl.static_range(TILE.block_m // TILE.block_n):
@@ -101,7 +101,7 @@ def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
 def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexpr):
     """Add the elements of the next tile of a walk along the queries, each times its row of a mirrored table, to acc [N, D];
     return it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros."""
-    KEY_TILE: tl.constexpr = TILE.keys
+    KEY_TILE: tl.constexpr = TILE.key_tile
     if TILE.block_m == TILE.block_n:
         acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, KEY_TILE)
     else:
@@ -175,7 +175,7 @@ def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.
 def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
     """Return d_key [N, D] with the part of far queries. table: a mirrored one, whose first row is that of keys of the future;
     lowest, highest: as of reached_by_keys."""
-    KEY_TILE: tl.constexpr = TILE.keys
+    KEY_TILE: tl.constexpr = TILE.key_tile
     if table.scale is not None:
         past *= tl.cast(table.scale, tl.float32)
         future *= tl.cast(table.scale, tl.float32)

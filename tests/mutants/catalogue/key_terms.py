@@ -32,7 +32,7 @@ OF_KEY_TERMS = (
         "key-terms-of-queries-in-another-order",
         "a mirrored tile that was rotated in registers is turned as if its queries stood in order",
         RANDOM,
-        (Change(KEY_TERMS, 'if TILE.keys.rotation != "gather":  # its queries', "if False:  # its queries"),),
+        (Change(KEY_TERMS, 'if TILE.key_tile.rotation != "gather":  # its queries', "if False:  # its queries"),),
     ),
     Fault(
         "key-terms-of-the-first-half-alone",

@@ -7,6 +7,11 @@ from .places import (
     ARGUMENTS,
     BACKWARD,
     CONFIGS,
+    DKV,
+    DP2C,
+    DQ,
+    DTABLE,
+    FORWARD,
     OF_KERNELS,
     ON_BACKWARD,
     ON_CALLS,
@@ -53,6 +58,15 @@ OF_LAUNCHERS = (
         "a kernel is launched as it was compiled before a profiler asked for another way",
         (f"{ON_LAUNCHING}::test_other_ways_are_left_to_triton",),
         (Change(LAUNCHING, "        and knobs.runtime.add_stages_inspection_hook is None\n", ""),),
+    ),
+    Fault(
+        "a-nested-tuple-hidden-by-tritons-own",
+        "the tile of the values has the name of an attribute of Triton's tuple: kernels compile up to Triton 3.7 alone",
+        (f"{ON_LAUNCHING}::test_no_field_is_hidden_by_an_attribute_of_tritons_tuple",),
+        (
+            Change(ARGUMENTS, "value_tile: Tile | None", "values: Tile | None"),
+            *(Change(file, "TILE.value_tile", "TILE.values") for file in (FORWARD, DQ, DKV, DTABLE, DP2C)),
+        ),
     ),
     Fault(
         "operands-are-not-copied",

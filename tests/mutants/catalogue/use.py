@@ -93,6 +93,12 @@ OF_USE = (
         (Change(WARN, "        _given.add(about)\n", ""),),
     ),
     Fault(
+        "an-untested-triton-is-used-silently",
+        "kernels on a GPU are compiled by a Triton that came after the tests, and nothing says so",
+        (f"{ON_IMPORTS}::test_a_gpu_with_an_untested_triton_is_told",),
+        (Change(IMPLEMENTATIONS, "            _warn_of_untested_triton(query.device)\n", ""),),
+    ),
+    Fault(
         "lock-empties-another-file",
         "where the lock file is a link, the file that it points to is emptied",
         (f"{ON_PROFILES}::test_links_are_not_followed",),
