@@ -42,7 +42,7 @@ def _reason(probe: torch.Tensor) -> str:
 
 
 def _triton_version() -> str:
-    """Return the version of whatever brings the folder triton/: triton, or what torch for ROCm, XPU or Windows has in its place."""
+    """Return the version of what brings the folder triton/: the package triton, or another in its place (ROCm, XPU, Windows)."""
     names = importlib.metadata.packages_distributions().get("triton", [])
     versions = [f"{importlib.metadata.version(name)}{'' if name == 'triton' else f' ({name})'}" for name in sorted(set(names))]
     return " and ".join(versions) or "not installed"
