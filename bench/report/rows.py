@@ -8,7 +8,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def stamp(device: str) -> dict[str, str]:
     """The columns of STAMP, for "cuda", "cpu", or a device that is not there, by its name."""
     return {
         "commit": commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(device) if device in ("cuda", "cpu") else device,
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,

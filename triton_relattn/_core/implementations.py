@@ -15,8 +15,8 @@ MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_TRITON = (
     "the package triton is not installed. On Linux, torch's builds for NVIDIA, ROCm and XPU each bring their own: install torch "
-    "again from its index for your GPU. On Windows: pip install triton-windows. Beside torch's build for CPUs, to run the kernels in "
-    "Triton's interpreter: pip install triton"
+    "again from its index for your GPU. On Windows: pip install triton-windows. Beside torch's build for CPUs, to run the "
+    "kernels in Triton's interpreter: pip install triton"
 )
 NEWEST_TRITON = (3, 9)
 """The newest version of Triton that the tests have compiled every kernel with; see docs/versions.md."""
