@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.families.images import EVERY
+from triton_relattn.integrations.transformers.small.images import EVERY
 from tests.cpu.models import assert_same, both, in_float64, output, results, varied
 from triton_relattn.integrations.transformers import disable, enable
 
