@@ -27,7 +27,7 @@ from .._core.cache import cache_folder
 
 Results = dict[str, torch.Tensor]
 T = TypeVar("T")
-GRADIENT = "the gradient of "
+OUTPUT, GRADIENT = "the output", "the gradient of "
 LIMIT = 2.0**-30
 """The largest difference that passes, as a share of a tensor's largest number: 64 times finer than float32's rounding, 2**-24, so
 that no user of float32 can see it; 2**23 times float64's, 2**-53, where rounding makes less than 2**14 of it in any of our tests.
@@ -129,7 +129,7 @@ def results(model: nn.Module, given: Mapping[str, Any], counts: torch.Tensor | N
         leaves = {**{name: each for name, each in model.named_parameters() if each.requires_grad}, **inputs}
         d_out = d_out if counts is None else d_out * counts
         gradients = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
-    return {"the output": out.detach(), **{GRADIENT + name: each for name, each in zip(leaves, gradients, strict=True)}}
+    return {OUTPUT: out.detach(), **{GRADIENT + name: each for name, each in zip(leaves, gradients, strict=True)}}
 
 
 def copied(given: Mapping[str, Any]) -> dict[str, Any]:

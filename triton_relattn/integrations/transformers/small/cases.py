@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from ... import proof
+from ...small import LENGTH as LENGTH
+from ...small import LENGTHS
 from . import EVERY
 from .family import Family
 from .inputs import exist
 
-LENGTH = 37
-"""Frames, or tokens: no width of the small models, no multiple of a chunk, more than all windows and tables."""
-LENGTHS = {"without padding": [LENGTH, LENGTH], "with padding": [LENGTH, 22]}
 # What makes a family's attention easier to get wrong: a limit of the logits that is felt.
 SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
 READ, WRITTEN = 9, 6
@@ -36,8 +35,10 @@ def cases(stock: str) -> tuple[proof.Case, ...]:
                 made.append(proof.Case(name, functools.partial(small_model, family, **variant), runs))
             if family.writer:
                 steps = {f"{padding} tokens of padding first": functools.partial(_written, padding) for padding in (0, 4)}
-                writer = functools.partial(small_model, family, writes=True)
+                writer = functools.partial(small_model, family, make=family.find(family.writer))
                 made.append(proof.Case(f"{family.writer} that writes with a cache", writer, steps))
+            if family.around:
+                made.append(proof.Case(f"{family.name}, inside a model", functools.partial(small_model, family, make=family.around), runs))
     return tuple(made)
 
 

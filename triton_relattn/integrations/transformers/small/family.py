@@ -26,6 +26,7 @@ class Family:
     writer: the class of the same folder that writes tokens with a cache. pieces: of a model that has a cache and no such class, the
     argument that may come in pieces, and how long these are for LENGTH. padding_matters: whether the gradients of outputs that are
     padding's are the stock model's. variants: arguments of build for models that have further classes.
+    around: makes a larger model around this one, of a further class, from its config.
     """
 
     name: str
@@ -42,20 +43,31 @@ class Family:
     pieces: tuple[str, tuple[int, ...]] | None = None
     padding_matters: bool = True
     variants: tuple[Sizes, ...] = ()
+    around: Callable[[Any], nn.Module] | None = None
 
     def build(
-        self, *, small: bool = False, layers: int = 1, implementation: str | None = None, writes: bool = False, **changes: Any
+        self,
+        *,
+        small: bool = False,
+        layers: int = 1,
+        implementation: str | None = None,
+        make: Callable[[Any], nn.Module] | None = None,
+        **changes: Any,
     ) -> nn.Module:
-        """A model in eval mode; torch's generator decides its parameters. writes: one of the writer's class. changes: further ones of the config."""
+        """A model in eval mode; torch's generator decides its parameters. make: makes another one of the config. changes: further settings of the config."""
         sizes = {**(self.small if small else self.real), **dict.fromkeys(self.layers, layers), **changes}
         config = self._find("configuration", self.config)(**sizes)
         config._attn_implementation = implementation or self.stock[0]
-        model = (self.alone or self._find("modeling", self.writer if writes and self.writer else self.model))(config)
+        model = (make or self.alone or self._find("modeling", self.model))(config)
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
             for module in model.modules():  # a part of a model, which its own initialisation does not reach
                 if isinstance(module, nn.Embedding):
                     nn.init.normal_(module.weight, std=config.initializer_range)
         return model.eval()
+
+    def find(self, name: str) -> Any:
+        """The class of the family's file that has this name."""
+        return self._find("modeling", name)
 
     def _find(self, kind: str, name: str) -> Any:
         return getattr(importlib.import_module(f"transformers.models.{self.folder}.{kind}_{self.folder}"), name)

@@ -78,7 +78,7 @@ EVERY = (
         "pix2struct",
         "Pix2StructTextModel",
         "Pix2StructTextConfig",
-        {**T5, **BUCKETS, "hidden_size": 32, "initializer_range": 0.02},
+        {**T5, **BUCKETS, "hidden_size": 32, "initializer_range": 0.02, "is_encoder_decoder": True},
         inputs.encoded,
         {**FEW_TOKENS, "initializer_range": 0.02},
         layers=("num_layers",),

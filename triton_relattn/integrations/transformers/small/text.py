@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import inputs
+from . import inputs, parts
 from .family import FEW_TOKENS, Family
 
 FALCON = {"multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
@@ -116,6 +116,7 @@ EVERY = (
         },
         writer="InklingForCausalLM",
         padding_matters=False,
+        around=parts.around_inkling,
     ),
     Family(
         "inkling2",
