@@ -16,7 +16,8 @@ class Source(NamedTuple):
     """A module of a library, by name, and the module here that has classes in place of some of its classes.
 
     Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
-    classes, and for each the one in its place, derived from it. title: of the family, for messages.
+    classes, and for each the one in its place, derived from it. title: of the family, for messages; sources that share it are proven
+    together.
     """
 
     stock: str
@@ -36,9 +37,9 @@ class Library(NamedTuple):
     cases: str
     beside: tuple[str, ...] = ()
 
-    def modules(self, source: Source) -> tuple[str, ...]:
-        """Return the names of a library's modules that classes here were written against."""
-        return (source.stock, *self.beside)
+    def modules(self, *sources: Source) -> tuple[str, ...]:
+        """Return the names of the library's modules that the classes of sources were written against."""
+        return (*(each.stock for each in sources), *self.beside)
 
 
 def enable(module: nn.Module, library: Library, prove: bool = True) -> dict[str, str]:
@@ -65,10 +66,13 @@ def enable(module: nn.Module, library: Library, prove: bool = True) -> dict[str,
                 f"{name} ({type(each).__name__}) has a forward of its own, as hooks leave it: call enable before that"
             )
     if prove:
-        for source in library.sources:
-            stock = {type(each) for each in replaced.values() if type(each).__module__ == source.stock}
-            if stock and not known.are_known(library.modules(source)):
-                _prove(library, source, stock)
+        stock = {type(each) for each in replaced.values()}
+        files = {each.__module__ for each in stock}
+        met = [each for each in library.sources if each.stock in files]
+        for title in dict.fromkeys(each.title for each in met):
+            together = [each for each in met if each.title == title]
+            if not known.are_known(library.modules(*together)):
+                _prove(library, together, stock)
     return _change_classes(replaced, classes)
 
 
@@ -101,38 +105,38 @@ def _replacements(module: nn.Module, library: Library) -> dict[type, type]:
     return found
 
 
-def _prove(library: Library, source: Source, stock: set[type]) -> None:
-    """Compare small models of a source with themselves enabled, unless that was done before.
+def _prove(library: Library, sources: Sequence[Source], stock: set[type]) -> None:
+    """Compare small models of sources with themselves enabled, unless that was done before.
 
-    stock: the classes that are to be replaced, each of which must occur in a small model.
+    stock: the classes that are to be replaced. Those of these sources must occur in a small model.
 
     Raises:
         RuntimeError: they differ, or cannot be compared.
     """
-    identity = known.identity(library.modules(source), source.ours)
+    source = sources[0]
+    identity = known.identity(library.modules(*sources), source.ours)
     if identity is not None and proof.is_remembered(identity):
         return
-    version = known.installed_version(source.stock)
-    library_here = f"{source.title}, of {_library(source)} {version}"
+    name = f"{source.title}, of {_library(source)} {known.installed_version(source.stock)}"
     warnings.warn(
-        f"{library_here}, has other source files than in the versions that triton_relattn was tested with "
-        f"({_versions(source)}): comparing a small model, enabled, with the stock one, which takes seconds, once",
+        f"{name}, has other source files than in the versions that triton_relattn was tested with ({_versions(source)}): comparing "
+        "small models, enabled, with the stock ones, which takes seconds, once",
         stacklevel=4,
     )
-    seen: set[type] = set()
+    covered: set[type] = set()
 
     def change(model: nn.Module) -> None:
         before = {name: type(each) for name, each in model.named_modules()}
-        seen.update(before[name] for name in enable(model, library, prove=False))
+        covered.update(before[name] for name in enable(model, library, prove=False))
 
     try:
         error = proof.prove(cases_of(library, source), change)
-        if missing := stock - seen:
+        if missing := {each for each in stock - covered if each.__module__ in {each.stock for each in sources}}:
             raise proof.Disproved(f"no small model has {', '.join(sorted(each.__name__ for each in missing))}")
     except proof.Disproved as disproved:
         raise RuntimeError(_refusal(source, str(disproved))) from disproved
     if identity is not None:
-        proof.remember(identity, f"{library_here}: the largest difference was {error:.1e}")
+        proof.remember(identity, f"{name}: the largest difference was {error:.1e}")
 
 
 def cases_of(library: Library, source: Source) -> Sequence[proof.Case]:
