@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import families
 from bench.families import FAMILIES
 from triton_relattn._core.dropout import keep_scale
-from triton_relattn.integrations.proof import float32_is_float64 as in_float64
+from triton_relattn.integrations.proof import float32_is_float64
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH
 from triton_relattn.integrations.transformers.small.cases import SHARPER
 from triton_relattn.testing import dropout_mask
 
+in_float64 = float32_is_float64
 PADDED = [LENGTH, 22]
 Results = dict[str, torch.Tensor]
 

@@ -111,7 +111,7 @@ def raising(forward: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def test_a_harmless_change_is_proven_once(monkeypatch: pytest.MonkeyPatch, proofs: list[str]) -> None:
     """With a line that says so; the next process, and the next model, need no proof. A change of our own files needs one."""
     change_forward(monkeypatch, harmless)
-    with pytest.warns(UserWarning, match=rf"BLOOM, of transformers {transformers.__version__}, has other source files .*5\.23\.0"):
+    with pytest.warns(UserWarning, match=rf"BLOOM, of transformers {transformers.__version__}, has .*5\.23\.0"):
         assert enable(build("bloom"))
     assert proofs == ["bloom"]
     with warnings.catch_warnings():
@@ -136,9 +136,7 @@ def test_a_harmless_change_is_proven_once(monkeypatch: pytest.MonkeyPatch, proof
     ],
     ids=["the-cache-has-another-name", "the-scale-differs", "it-raises"],
 )
-def test_a_change_that_matters_is_refused(
-    change: Any, message: str, monkeypatch: pytest.MonkeyPatch, proofs: list[str]
-) -> None:
+def test_a_change_that_matters_is_refused(change: Any, message: str, monkeypatch: pytest.MonkeyPatch, proofs: list[str]) -> None:
     """With the names of the family and the versions, what differs, and what to do; the model stays as it was, and usable."""
     change_forward(monkeypatch, change)
     model = build("bloom")
@@ -190,9 +188,7 @@ def test_a_file_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, proofs: lis
 
 
 @pytest.mark.parametrize("state", ["unwritable", "corrupt"])
-def test_the_folder_may_be_spoilt(
-    state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, proofs: list[str]
-) -> None:
+def test_the_folder_may_be_spoilt(state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, proofs: list[str]) -> None:
     change_source(monkeypatch, BLOOM)
     user = tmp_path / "user"
     if state == "unwritable":

@@ -38,7 +38,7 @@ def fingerprint_of(source: bytes) -> str:
 
 @functools.cache
 def fingerprint(module: str) -> str | None:
-    """Return the fingerprint of the file that a module was made of; None if there is no such module, or its file is out of reach."""
+    """Return the fingerprint of a module's file; None if there is no such module, or its file is out of reach."""
     try:
         made = importlib.import_module(module)
         return fingerprint_of(made.__spec__.loader.get_data(made.__file__))  # type: ignore[union-attr]

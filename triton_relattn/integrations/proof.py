@@ -1,7 +1,8 @@
 """Proof that modules compute what those in whose place they stand compute: small models side by side, in float64, on the CPU.
 
-A :class:`Case` is a model and what is computed with it. :func:`prove` computes it twice, before and after the model is changed, and
-raises :class:`Disproved` if the results differ. :func:`remember` keeps in the folder of the user's files that a proof has passed.
+A :class:`Case` is a model and what is computed with it. :func:`prove` computes it twice, before and after the model is changed,
+and raises :class:`Disproved` if the results differ. :func:`remember` keeps in the folder of the user's files that a proof
+has passed.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ def float32_is_float64() -> Iterator[None]:
 def apart(function: Callable[[], T]) -> T:
     """Call function where nothing that the caller has set for torch has an effect, and where it changes nothing of that.
 
-    A thread of its own has no modes of torch, no autocast, no device but the CPU, and has gradients. Random numbers and the default
-    dtype are those of all threads: they are put back.
+    A thread of its own has no modes of torch, no autocast, no device but the CPU, and has gradients. Random numbers and the
+    default dtype are those of all threads: they are put back.
     """
     threads = torch.get_num_threads()
 

@@ -16,8 +16,8 @@ class Source(NamedTuple):
     """A module of a library, by name, and the module here that has classes in place of some of its classes.
 
     Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
-    classes, and for each the one in its place, derived from it. title: of the family, for messages; sources that share it are proven
-    together.
+    classes, and for each the one in its place, derived from it. title: of the family, for messages; sources that share it are
+    proven together.
     """
 
     stock: str
@@ -28,8 +28,8 @@ class Source(NamedTuple):
 class Library(NamedTuple):
     """A library whose classes are replaced.
 
-    sources: of these. names: says in an error which they are. cases: the module here whose ``cases(stock)`` returns small models of
-    the module of a source. beside: other modules of the library that ours stand on.
+    sources: of these. names: says in an error which they are. cases: the module here whose ``cases(stock)`` returns small models
+    of the module of a source. beside: other modules of the library that ours stand on.
     """
 
     sources: tuple[Source, ...]
@@ -119,8 +119,8 @@ def _prove(library: Library, sources: Sequence[Source], stock: set[type]) -> Non
         return
     name = f"{source.title}, of {_library(source)} {known.installed_version(source.stock)}"
     warnings.warn(
-        f"{name}, has other source files than in the versions that triton_relattn was tested with ({_versions(source)}): comparing "
-        "small models, enabled, with the stock ones, which takes seconds, once",
+        f"{name}, has other source files than in the versions that triton_relattn was tested with ({_versions(source)}): "
+        "comparing small models, enabled, with the stock ones, which takes seconds, once",
         stacklevel=4,
     )
     covered: set[type] = set()
@@ -158,8 +158,8 @@ def _refusal(source: Source, reason: str, skip: bool = True) -> str:
     library, versions = _library(source), known.versions(source.stock)
     install = f'Install a version that is known: pip install "{library}=={versions[-1]}". ' if versions else ""
     return (
-        f"{source.title} was not enabled, and the model is as it was: {library} {known.installed_version(source.stock)} has other "
-        f"source files than the versions that are known ({_versions(source)}), and what stands in their place does not fit. "
+        f"{source.title} was not enabled, and the model is as it was: {library} {known.installed_version(source.stock)} has "
+        f"other source files than the versions that are known ({_versions(source)}), and ours do not fit it. "
         f"{reason}. {install}Please report it"
         + ("; enable(model, prove=False) skips the comparison, at your own risk" if skip else "")
     )

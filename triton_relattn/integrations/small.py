@@ -25,8 +25,8 @@ def cases(
 ) -> tuple[proof.Case, ...]:
     """Return a case for each of the settings of a model, by name.
 
-    given: makes arguments for sequences of these lengths, padded to a length. padding_matters: whether the outputs and gradients of
-    padding are the stock model's.
+    given: makes arguments for sequences of these lengths, padded to a length. padding_matters: whether the outputs and gradients
+    of padding are the stock model's.
     """
 
     def run(lengths: list[int], model: nn.Module) -> proof.Results:

@@ -10,7 +10,9 @@ __all__ = ["disable", "enable"]
 
 SOURCES = (
     replacement.Source("fairseq2.models.transformer.sdpa.shaw", f"{__name__}.shaw", "fairseq2's Shaw attention"),
-    replacement.Source("fairseq2.models.transformer.sdpa.relative", f"{__name__}.relative", "fairseq2's Transformer-XL attention"),
+    replacement.Source(
+        "fairseq2.models.transformer.sdpa.relative", f"{__name__}.relative", "fairseq2's Transformer-XL attention"
+    ),
 )
 
 LIBRARY = replacement.Library(SOURCES, "class of fairseq2: ShawRelativePositionSDPA, RelativePositionSDPA", f"{__name__}.small")
@@ -22,7 +24,6 @@ def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     Args:
         module: a model, or any part of it: an encoder, a layer, one of these. Other models of the same class stay as they are.
             Checkpoints, parameters and hooks do, too.
-
         prove: with files of the library that are not those of a tested version, compare a small model with the stock one
             first, once; False skips that.
 

@@ -22,7 +22,6 @@ def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     Args:
         module: a model, or any part of it: a ``ConformerEncoder``, a layer, one attention. Other models of the same class stay as
             they are. Checkpoints, parameters and hooks do, too.
-
         prove: with files of the library that are not those of a tested version, compare a small model with the stock one
             first, once; False skips that.
 

@@ -8,9 +8,10 @@ from .. import replacement
 
 __all__ = ["disable", "enable"]
 
+TITLE = "SpeechBrain's Conformer"
 SOURCES = (
-    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", "SpeechBrain's Conformer"),
-    replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr", "SpeechBrain's Conformer"),
+    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", TITLE),
+    replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr", TITLE),
 )
 
 LIBRARY = replacement.Library(SOURCES, "class of SpeechBrain: RelPosMHAXL", f"{__name__}.small")
@@ -22,7 +23,6 @@ def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     Args:
         module: a model, or any part of it: a ``TransformerASR``, an encoder, one attention. Other models of the same class stay
             as they are. Checkpoints, parameters and hooks do, too.
-
         prove: with files of the library that are not those of a tested version, compare a small model with the stock one
             first, once; False skips that.
 

@@ -22,7 +22,6 @@ def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     Args:
         module: a model, or a part of it. Models built with ``rel_pos_bias`` (T5's buckets), ``dynamic_pos_bias`` (an MLP of the
             distance), ``alibi_pos_bias`` or ``use_rel_proj_pos_bias`` (Inkling's) have such biases.
-
         prove: with files of the library that are not those of a tested version, compare a small model with the stock one
             first, once; False skips that.
 

@@ -38,7 +38,9 @@ def cases(stock: str) -> tuple[proof.Case, ...]:
                 writer = functools.partial(small_model, family, make=family.find(family.writer))
                 made.append(proof.Case(f"{family.writer} that writes with a cache", writer, steps))
             if family.around:
-                made.append(proof.Case(f"{family.name}, inside a model", functools.partial(small_model, family, make=family.around), runs))
+                made.append(
+                    proof.Case(f"{family.name}, inside a model", functools.partial(small_model, family, make=family.around), runs)
+                )
     return tuple(made)
 
 

@@ -23,10 +23,10 @@ class Family:
     what differs from the defaults of the config, which are those of a published model. stock: the implementations that the model
     has, first the one that computes what the model means to. alone: makes a part that transformers has no model of.
 
-    writer: the class of the same folder that writes tokens with a cache. pieces: of a model that has a cache and no such class, the
-    argument that may come in pieces, and how long these are for LENGTH. padding_matters: whether the gradients of outputs that are
-    padding's are the stock model's. variants: arguments of build for models that have further classes.
-    around: makes a larger model around this one, of a further class, from its config.
+    writer: the class of the same folder that writes tokens with a cache. pieces: of a model that has a cache and no such class,
+    the argument that may come in pieces, and how long these are for LENGTH. padding_matters: whether the gradients of outputs of
+    padding are the stock model's. variants: arguments of build for models that have further classes. around: makes a larger
+    model around this one, of a further class, from its config.
     """
 
     name: str
@@ -54,7 +54,10 @@ class Family:
         make: Callable[[Any], nn.Module] | None = None,
         **changes: Any,
     ) -> nn.Module:
-        """A model in eval mode; torch's generator decides its parameters. make: makes another one of the config. changes: further settings of the config."""
+        """A model in eval mode; torch's generator decides its parameters.
+
+        make: makes another one of the config. changes: further settings of the config.
+        """
         sizes = {**(self.small if small else self.real), **dict.fromkeys(self.layers, layers), **changes}
         config = self._find("configuration", self.config)(**sizes)
         config._attn_implementation = implementation or self.stock[0]
