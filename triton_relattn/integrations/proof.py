@@ -31,8 +31,7 @@ T = TypeVar("T")
 OUTPUT, GRADIENT = "the output", "the gradient of "
 LIMIT = 2.0**-30
 """The largest difference that passes, as a share of a tensor's largest number: 64 times finer than float32's rounding, 2**-24, so
-that no user of float32 can see it; 2**23 times float64's, 2**-53, where rounding makes less than 2**14 of it in any of our tests.
-A term that is missing, or in the wrong place, makes more than a millionth."""
+that no user of float32 can see it, and 2**23 times float64's, 2**-53, of which our small models make 2**9 at most."""
 
 
 class Disproved(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import small
+from .. import proof, small
 from ..proof import Case
 from ..small import HEADS, MEL, WIDTH
 
@@ -39,5 +39,27 @@ def given(length: int, lengths: list[int]) -> dict[str, Any]:
     return {"audio_signal": torch.randn(len(lengths), MEL, length), "length": torch.tensor(lengths)}
 
 
+def streamed(model: Any) -> proof.Results:
+    """Return the outputs of parts of a sequence, with caches of keys and of convolutions, of which one sequence's has no key yet."""
+    torch.default_generator.manual_seed(1)
+    model.setup_streaming_params(chunk_size=4, shift_size=4)
+    cache = list(model.get_initial_cache_state(batch_size=2, dtype=torch.float64))
+    cache[2] = torch.tensor([3, 0])
+    names = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
+    outs: proof.Results = {}
+    with torch.no_grad(), proof.float32_is_float64():
+        for number in range(6):
+            part = {"audio_signal": torch.randn(2, MEL, 4, dtype=torch.float64), "length": torch.tensor([4, 4])}
+            out, _, *cache = model(**part, **dict(zip(names, cache, strict=True)))
+            outs[f"the output of part {number}"] = out
+    return outs
+
+
+def streaming() -> nn.Module:
+    settings: dict[str, Any] = {"att_context_size": [8, 3], **IN_CHUNKS, "conv_context_size": "causal"}
+    made: nn.Module = proof.varied(build(**settings, causal_downsampling=True))
+    return made
+
+
 def cases(stock: str) -> tuple[Case, ...]:
-    return small.cases(build, given, SETTINGS)
+    return (*small.cases(build, given, SETTINGS), Case("nemo with a cache", streaming, {"part by part": streamed}))
