@@ -244,7 +244,8 @@ def test_what_the_caller_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatc
     """And has no effect on the proof."""
 
     def state() -> list[Any]:
-        numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+        drawn: Any = np.random.get_state()
+        numbers = [torch.get_rng_state().tolist(), random.getstate(), drawn[1].tolist()]
         return [*numbers, torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), *modes()]
 
     def modes() -> list[Any]:
@@ -300,7 +301,7 @@ def test_every_family_can_be_proven(source: replacement.Source, monkeypatch: pyt
 
 
 def test_known_sources_are_those_that_are_installed() -> None:
-    """Of versions that are tested, all rows are there and right: ``python -m tests.sources`` writes them."""
+    """All rows of versions that are tested are there and right: ``python -m tests.sources`` writes them."""
     recorded, names = sources.recorded(), sources.modules()
     assert recorded == sorted(set(recorded)) and {row[2] for row in recorded} <= set(names)
     here = [row for row in sources.installed() if row[:2] in {each[:2] for each in recorded}]

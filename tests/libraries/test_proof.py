@@ -14,7 +14,7 @@ from tests.libraries.models import SOURCES, Model, entry
 from tests.libraries.standins import is_installed
 from triton_relattn.integrations import known, proof, replacement
 
-SETTINGS = {"x": {"rel_pos_bias": True}, "fairseq2": {"kind": "shaw"}}
+SETTINGS: dict[str, dict[str, Any]] = {"x": {"rel_pos_bias": True}, "fairseq2": {"kind": "shaw"}}
 every_library = pytest.mark.parametrize(
     "kind",
     [

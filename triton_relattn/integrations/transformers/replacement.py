@@ -13,8 +13,10 @@ SOURCES = tuple(
     if each.inside is None
 )
 NAMES = "family: " + ", ".join(f"{each.name} ({each.folder})" for each in FAMILIES)
-BESIDE = ("masking_utils", "cache_utils", "configuration_utils", "modeling_utils", "modeling_layers")
-BESIDE = (*BESIDE, "utils.generic", "utils.output_capturing")
+BESIDE = (
+    *("masking_utils", "cache_utils", "configuration_utils", "modeling_utils", "modeling_layers"),
+    *("utils.generic", "utils.output_capturing"),
+)
 LIBRARY = replacement.Library(SOURCES, NAMES, f"{__package__}.small.cases", tuple(f"transformers.{each}" for each in BESIDE))
 
 

@@ -1,4 +1,4 @@
-"""What proves a family: its small models, with and without padding, and step by step where there is a cache."""
+"""The cases that prove a family: its small models, with and without padding, and step by step where there is a cache."""
 
 from __future__ import annotations
 
