@@ -28,7 +28,7 @@ DISTRIBUTIONS = {
     "fairseq2": "fairseq2",
     "x_transformers": "x-transformers",
 }
-"""Of each package in Python, the distribution for pip."""
+"""The distribution for pip of each package in Python."""
 
 
 def fingerprint_of(source: bytes) -> str:

@@ -40,7 +40,7 @@ def given(length: int, lengths: list[int]) -> dict[str, Any]:
 
 
 def streamed(model: Any) -> proof.Results:
-    """Return the outputs of parts of a sequence, with caches of keys and of convolutions, of which one sequence's has no key yet."""
+    """Return the outputs of parts of a sequence, with caches of keys and of convolutions; that of one sequence has no key yet."""
     torch.default_generator.manual_seed(1)
     model.setup_streaming_params(chunk_size=4, shift_size=4)
     cache = list(model.get_initial_cache_state(batch_size=2, dtype=torch.float64))
