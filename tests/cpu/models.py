@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import families
 from bench.families import FAMILIES
 from triton_relattn._core.dropout import keep_scale
-from triton_relattn.integrations.proof import float32_is_float64
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH
 from triton_relattn.integrations.transformers.small.cases import SHARPER
 from triton_relattn.testing import dropout_mask
 
-in_float64 = float32_is_float64
 PADDED = [LENGTH, 22]
 Results = dict[str, torch.Tensor]
 
@@ -144,6 +143,35 @@ def assert_same(ours: Results, stock: Results, tolerance: float = 1e-12) -> None
         error = float((ours[name] - expected).abs().max())
         budget = tolerance * max(float(expected.abs().max()), 1e-2 * largest)
         assert error <= budget, f"{name}: {error:.3e} off, {budget:.3e} allowed"
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """transformers' casts to float32 leave float64 as it is, so that all families compute in float64."""
+    to, to_float, softmax, zeros_like = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax, torch.zeros_like
+    make = torch.tensor
+
+    def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rounds = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return tensor if rounds else to(tensor, *args, **kwargs)
+
+    def leave_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return softmax(tensor, dim, dtype=None if tensor.dtype == torch.float64 else dtype, **kwargs)
+
+    def leave_zeros(tensor: torch.Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return zeros_like(tensor, dtype=None if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype, **kwargs)
+
+    def make_double(data: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        of_a_model = sys._getframe(1).f_globals["__name__"].startswith("transformers.")
+        return make(data, dtype=torch.float64 if of_a_model and dtype == torch.float32 else dtype, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", make_double)  # DeBERTa's scale
+        patch.setattr(torch, "zeros_like", leave_zeros)
+        patch.setattr(torch.Tensor, "to", leave)
+        patch.setattr(torch.Tensor, "float", lambda each: each if each.dtype == torch.float64 else to_float(each))
+        patch.setattr(nn.functional, "softmax", leave_softmax)
+        yield
 
 
 @contextmanager
