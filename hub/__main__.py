@@ -25,7 +25,7 @@ NAME, VERSION, LICENSE = "triton-relattn", 0, "Apache-2.0"
 """Version 0: the hub's for kernels that may change."""
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]}}
 LEFT_OUT = ("__pycache__", "plots.py", "__main__.py", "transformers", "nemo", "speechbrain", "x_transformers", "fairseq2")
-LEFT_OUT_OF_ESPNET = ("espnet1.py", "espnet2.py", "encoder.py", "cosyvoice.py", "__init__.py")
+LEFT_OUT_OF_ESPNET = ("espnet1.py", "espnet2.py", "encoder.py", "cosyvoice.py", "small.py", "__init__.py")
 
 
 def main() -> None:
@@ -70,7 +70,8 @@ def copy_sources(folder: Path) -> None:
     for name in LEFT_OUT_OF_ESPNET:
         (folder / "integrations" / "espnet" / name).unlink()
     (folder / "integrations" / "espnet" / "__init__.py").write_text('"""Attention of Conformers as ESPnet has it."""\n')
-    (folder / "integrations" / "replacement.py").unlink()
+    for name in ("replacement.py", "proof.py", "known.py", "known_sources.csv", "small.py"):
+        (folder / "integrations" / name).unlink()
     (folder / "layers.py").write_text((FILES / "layers.py").read_text())
     init = folder / "__init__.py"
     text = init.read_text().replace("from . import tables\n", "from . import layers, tables\n")

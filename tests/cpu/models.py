@@ -17,14 +17,12 @@ from bench import families
 from bench.families import FAMILIES
 from triton_relattn._core.dropout import keep_scale
 from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH
+from triton_relattn.integrations.transformers.small.cases import SHARPER
 from triton_relattn.testing import dropout_mask
 
-LENGTH = 37
-"""Frames, or tokens: no width of the small models, no multiple of a chunk, more than all windows and tables."""
 PADDED = [LENGTH, 22]
 Results = dict[str, torch.Tensor]
-# What makes a family's attention easier to get wrong: a limit of the logits that is felt.
-SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.families.images import EVERY
 from tests.cpu.models import assert_same, both, in_float64, output, results, varied
 from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn.integrations.transformers.small.images import EVERY
 
 SIZE = 32
 SMALL: dict[str, Any] = {

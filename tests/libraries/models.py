@@ -13,8 +13,13 @@ from torch import nn
 
 from tests.cpu.models import varied
 from tests.libraries.standins import absent, bare
-
-WIDTH, HEADS, MEL = 32, 4, 20
+from triton_relattn.integrations.espnet import small as of_espnet
+from triton_relattn.integrations.fairseq2 import small as of_fairseq2
+from triton_relattn.integrations.nemo import small as of_nemo
+from triton_relattn.integrations.small import HEADS as HEADS
+from triton_relattn.integrations.small import WIDTH as WIDTH
+from triton_relattn.integrations.speechbrain import small as of_speechbrain
+from triton_relattn.integrations.x_transformers import small as of_x_transformers
 
 
 @dataclass(frozen=True)
@@ -58,72 +63,24 @@ def nemo(**settings: Any) -> nn.Module:
     absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{each}" for each in core))
     absent(*(f"nemo.utils.{each}" for each in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
     absent("nemo.collections.asr.models.configs")  # of which an encoder has one, and sets all that is in it
-    stock = importlib.import_module("nemo.collections.asr.modules.conformer_encoder")
-    sizes = {"feat_in": MEL, "n_layers": 2, "d_model": WIDTH, "n_heads": HEADS, "subsampling_factor": 1, "conv_kernel_size": 7}
-    dropout = dict.fromkeys(("dropout", "dropout_pre_encoder", "dropout_emb", "dropout_att"), 0.0)
-    encoder: nn.Module = stock.ConformerEncoder(**{**sizes, **dropout, **settings})
-    return encoder
+    return of_nemo.build(**settings)
 
 
-def nemo_chunks_and_more(**settings: Any) -> nn.Module:
-    """An encoder whose chunks see frames after them: its context is set once it is made."""
-    encoder: Any = nemo(att_context_style="chunked_limited_with_rc")
-    encoder.att_context_size = settings["context"]
-    return cast(nn.Module, encoder)
-
-
-def speechbrain(chunks: tuple[int, int | None] | None = None, **settings: Any) -> nn.Module:
+def speechbrain(**settings: Any) -> nn.Module:
     models = "speechbrain.lobes.models"
     bare("speechbrain", "speechbrain.nnet", "speechbrain.lobes", models, f"{models}.transformer")
     bare("speechbrain.dataio", "speechbrain.utils", "speechbrain.decoders")
     absent("soundfile", "torchaudio", "hyperpyyaml")
-    stock = importlib.import_module(f"{models}.transformer.TransformerASR")
-    sizes = {"tgt_vocab": 11, "input_size": MEL, "d_model": WIDTH, "nhead": HEADS, "num_encoder_layers": 2, "d_ffn": 48}
-    kind = {"encoder_module": "conformer", "attention_type": "RelPosMHAXL", "kernel_size": 7, "normalize_before": True}
-    model = stock.TransformerASR(**{**sizes, **kind, "num_decoder_layers": 0, "dropout": 0.0, "causal": False, **settings})
-    return SpeechBrainEncoder(model, chunks and stock.DynChunkTrainConfig(*chunks))
-
-
-class SpeechBrainEncoder(nn.Module):
-    """A ``TransformerASR`` that only encodes."""
-
-    model: Any
-
-    def __init__(self, model: nn.Module, chunks: Any) -> None:
-        super().__init__()
-        self.model, self.chunks = model, chunks
-
-    def forward(self, **given: Any) -> Any:
-        self.model.positional_encoding.emb_dtype = given["src"].dtype
-        return self.model.encode(**given, dynchunktrain_config=self.chunks)
-
-
-def espnet(**settings: Any) -> nn.Module:
-    stock = importlib.import_module("espnet2.asr.encoder.conformer_encoder")
-    sizes = {"input_size": MEL, "output_size": WIDTH, "attention_heads": HEADS, "linear_units": 48, "num_blocks": 2}
-    kind = {"input_layer": "linear", "rel_pos_type": "latest", "macaron_style": True, "cnn_module_kernel": 7}
-    dropout = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
-    encoder: nn.Module = stock.ConformerEncoder(**{**sizes, **kind, **dropout, **settings})
-    if settings.get("rel_pos_type") == "legacy":  # whose encoder does not hand it on
-        for layer in encoder.encoders:  # type: ignore[union-attr]
-            layer.self_attn.zero_triu = settings["zero_triu"]  # type: ignore[union-attr]
-    return encoder
+    return of_speechbrain.build(**settings)
 
 
 def cosyvoice(**settings: Any) -> nn.Module:
     absent("torchaudio", "scipy", "transformers")
-    stock = importlib.import_module("cosyvoice.transformer.encoder")
-    sizes = {"input_size": MEL, "output_size": WIDTH, "attention_heads": HEADS, "linear_units": 48, "num_blocks": 2}
-    kind = {"input_layer": "linear", "pos_enc_layer_type": "rel_pos_espnet", "selfattention_layer_type": "rel_selfattn"}
-    dropout = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
-    encoder: nn.Module = stock.ConformerEncoder(**{**sizes, **kind, **dropout, "cnn_module_kernel": 7, **settings})
-    return encoder
+    return of_espnet.cosyvoice(**settings)
 
 
 def x_transformers(**settings: Any) -> nn.Module:
-    stock = importlib.import_module("x_transformers")
-    kind = stock.Decoder if settings.pop("causal", False) else stock.Encoder
-    layers: Any = kind(**{"dim": WIDTH, "depth": 2, "heads": HEADS, "attn_dim_head": 8, **settings})
+    layers: Any = of_x_transformers.build(**settings)
     for each in layers.modules():
         if type(each).__name__ == "Attend":
             getattr(each.attn_fn, "keywords", {}).pop("dtype", None)  # a softmax in float32
@@ -132,72 +89,25 @@ def x_transformers(**settings: Any) -> nn.Module:
     return cast(nn.Module, layers)
 
 
-class Fairseq2Layer(nn.Module):
-    """Projections around one of fairseq2's SDPA."""
-
-    def __init__(self, sdpa: nn.Module, layout: Any, cache: Any) -> None:
-        super().__init__()
-        self.sdpa, self.layout, self.cache = sdpa, layout, cache
-        self.project = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        query, key, value = (each(x).unflatten(-1, (HEADS, -1)) for each in self.project[:3])
-        layout = self.layout(x.shape[:2], lengths)
-        out, _ = self.sdpa(query, layout, key, layout, value, self.cache())
-        return self.project[3](out.flatten(2))  # type: ignore[no-any-return]
-
-
-def fairseq2(kind: str, bias: str = "IdentityBias", **settings: Any) -> nn.Module:
+def fairseq2(**settings: Any) -> nn.Module:
     absent("fairseq2n", "huggingface_hub", "importlib_resources", "importlib_metadata", "safetensors", "ruamel", "clusterscope")
     absent(
         "wandb", "tiktoken", "sacrebleu", "torcheval", "tensorboard", "editdistance", "rich", "s3fs", "psutil", "mypy_extensions"
     )
     absent("transformers")
-    biases = importlib.import_module("fairseq2.models.transformer.attention_bias")
-    stock = importlib.import_module(f"fairseq2.models.transformer.sdpa.{kind}")
-    made = getattr(biases, bias)(**settings.pop("bias_settings", {}))
-    if kind == "shaw":
-        sdpa = stock.ShawRelativePositionSDPA(WIDTH, HEADS, made, **{"max_lhs_rel_pos": 5, "max_rhs_rel_pos": 3, **settings})
-    else:
-        sdpa = stock.RelativePositionSDPA(WIDTH, HEADS, stock.RelativePositionalEncoding(WIDTH, 4096), made)
-    layout = importlib.import_module("fairseq2.nn").BatchLayout
+    made = of_fairseq2.build(**settings)
     naive: Any = importlib.import_module("fairseq2.models.transformer.sdpa.naive")
     naive.softmax = lambda logits, dim, dtype: torch.softmax(logits, dim)  # in float32 else
-    return Fairseq2Layer(sdpa, lambda shape, lengths: layout(shape, lengths), biases.AttentionBiasCache)
-
-
-def of_nemo(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"audio_signal": torch.randn(len(lengths), MEL, length), "length": torch.tensor(lengths)}
-
-
-def of_speechbrain(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"src": torch.randn(len(lengths), length, MEL), "wav_len": torch.tensor(lengths) / length}
-
-
-def of_espnet(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"xs_pad": torch.randn(len(lengths), length, MEL), "ilens": torch.tensor(lengths)}
-
-
-def of_cosyvoice(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"xs": torch.randn(len(lengths), length, MEL), "xs_lens": torch.tensor(lengths)}
-
-
-def of_x_transformers(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"x": torch.randn(len(lengths), length, WIDTH), "mask": torch.arange(length) < torch.tensor(lengths)[:, None]}
-
-
-def of_fairseq2(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"x": torch.randn(len(lengths), length, WIDTH), "lengths": lengths}
+    return made
 
 
 SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int, list[int]], dict[str, Any]]]] = {
-    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, of_nemo),
-    "nemo chunks and more": ("nemo", "nemo", "nemo_toolkit", nemo_chunks_and_more, of_nemo),
-    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, of_speechbrain),
-    "espnet": ("espnet", "espnet2", "espnet", espnet, of_espnet),
-    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, of_cosyvoice),
-    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, of_x_transformers),
-    "fairseq2": ("fairseq2", "fairseq2", "fairseq2", fairseq2, of_fairseq2),
+    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, of_nemo.given),
+    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, of_speechbrain.given),
+    "espnet": ("espnet", "espnet2", "espnet", of_espnet.espnet, of_espnet.of_espnet),
+    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, of_espnet.of_cosyvoice),
+    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, of_x_transformers.given),
+    "fairseq2": ("fairseq2", "fairseq2", "fairseq2", fairseq2, of_fairseq2.given),
 }
 """Library, package, distribution, how a model is built, and its arguments."""
 

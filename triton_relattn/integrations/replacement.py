@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from . import known, proof
 
 
 class Source(NamedTuple):
     """A module of a library, by name, and the module here that has classes in place of some of its classes.
 
     Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
-    classes, and for each the one in its place, derived from it.
+    classes, and for each the one in its place, derived from it. title: of the family, for messages; sources that share it are
+    proven together.
     """
 
     stock: str
     ours: str
+    title: str
 
 
-def enable(module: nn.Module, sources: Iterable[Source], known: str) -> dict[str, str]:
-    """Give the modules inside module the classes that replace theirs; known says in an error which those are.
+class Library(NamedTuple):
+    """A library whose classes are replaced.
+
+    sources: of these. names: says in an error which they are. cases: the module here whose ``cases(stock)`` returns small models
+    of the module of a source. beside: other modules of the library that ours stand on.
+    """
+
+    sources: tuple[Source, ...]
+    names: str
+    cases: str
+    beside: tuple[str, ...] = ()
+
+    def modules(self, *sources: Source) -> tuple[str, ...]:
+        """Return the names of the library's modules that the classes of sources were written against."""
+        return (*(each.stock for each in sources), *self.beside)
+
+
+def enable(module: nn.Module, library: Library, prove: bool = True) -> dict[str, str]:
+    """Give the modules inside module the classes that replace theirs.
+
+    Args:
+        prove: compare small models, enabled, with the stock ones first, if the library's files are not those of a known version.
 
     Returns:
         The names of the modules, as ``module.named_modules()`` has them, and of their stock classes. Empty if all of it already
@@ -29,37 +54,115 @@ def enable(module: nn.Module, sources: Iterable[Source], known: str) -> dict[str
 
     Raises:
         ValueError: nothing in module is of those classes, or a module to replace has a ``forward`` of its own.
+        RuntimeError: the library's files are not those of a known version, and small models differ from the stock ones.
     """
-    classes = _replacements(module, sources)
+    classes = _replacements(module, library)
     replaced = {name: each for name, each in module.named_modules() if _is_replaced(each, classes)}
     if not replaced and not any(type(each) in classes.values() for each in module.modules()):
-        raise ValueError(f"{type(module).__name__} has no relative attention of a known {known}")
+        raise ValueError(f"{type(module).__name__} has no relative attention of a known {library.names}")
     for name, each in replaced.items():
         if "forward" in vars(each):
             raise ValueError(
                 f"{name} ({type(each).__name__}) has a forward of its own, as hooks leave it: call enable before that"
             )
+    if prove:
+        stock = {type(each) for each in replaced.values()}
+        files = {each.__module__ for each in stock}
+        met = [each for each in library.sources if each.stock in files]
+        for title in dict.fromkeys(each.title for each in met):
+            together = [each for each in met if each.title == title]
+            if not known.are_known(library.modules(*together)):
+                _prove(library, together, stock)
     return _change_classes(replaced, classes)
 
 
-def disable(module: nn.Module, sources: Iterable[Source]) -> dict[str, str]:
+def disable(module: nn.Module, library: Library) -> dict[str, str]:
     """Undo :func:`enable` in module and all inside it.
 
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    classes = {ours: stock for stock, ours in _replacements(module, sources).items()}
+    classes = {ours: stock for stock, ours in _replacements(module, library).items()}
     return _change_classes({name: each for name, each in module.named_modules() if type(each) in classes}, classes)
 
 
-def _replacements(module: nn.Module, sources: Iterable[Source]) -> dict[type, type]:
-    """Return the stock classes of the sources that occur in module, each with the class here that replaces it."""
+def _replacements(module: nn.Module, library: Library) -> dict[type, type]:
+    """Return the stock classes of the library that occur in module, each with the class here that replaces it.
+
+    Raises:
+        RuntimeError: the module here cannot be imported with this version of the library, which is not a known one.
+    """
     files = {type(each).__module__ for each in module.modules()}
     found: dict[type, type] = {}
-    for source in sources:
-        if files & set(source):
-            found |= importlib.import_module(source.ours).CLASSES
+    for source in library.sources:
+        if files & {source.stock, source.ours}:
+            try:
+                found |= importlib.import_module(source.ours).CLASSES
+            except (ImportError, AttributeError) as error:
+                if known.are_known(library.modules(source)):
+                    raise
+                raise RuntimeError(_refusal(source, f"{type(error).__name__}: {error}", skip=False)) from error
     return found
+
+
+def _prove(library: Library, sources: Sequence[Source], stock: set[type]) -> None:
+    """Compare small models of sources with themselves enabled, unless that was done before.
+
+    stock: the classes that are to be replaced. Those of these sources must occur in a small model.
+
+    Raises:
+        RuntimeError: they differ, or cannot be compared.
+    """
+    source = sources[0]
+    identity = known.identity(library.modules(*sources), source.ours)
+    if identity is not None and proof.is_remembered(identity):
+        return
+    name = f"{source.title}, of {_library(source)} {known.installed_version(source.stock)}"
+    warnings.warn(
+        f"{name}, has other source files than in the versions that triton_relattn was tested with ({_versions(source)}): "
+        "comparing small models, enabled, with the stock ones, which takes seconds, once",
+        stacklevel=4,
+    )
+    covered: set[type] = set()
+
+    def change(model: nn.Module) -> None:
+        before = {name: type(each) for name, each in model.named_modules()}
+        covered.update(before[name] for name in enable(model, library, prove=False))
+
+    try:
+        error = proof.prove(cases_of(library, source), change)
+        if missing := {each for each in stock - covered if each.__module__ in {each.stock for each in sources}}:
+            raise proof.Disproved(f"no small model has {', '.join(sorted(each.__name__ for each in missing))}")
+    except proof.Disproved as disproved:
+        raise RuntimeError(_refusal(source, str(disproved))) from disproved
+    if identity is not None:
+        proof.remember(identity, f"{name}: the largest difference was {error:.1e}")
+
+
+def cases_of(library: Library, source: Source) -> Sequence[proof.Case]:
+    """Return the small models of a source, and what is computed with them."""
+    cases: Callable[[str], Sequence[proof.Case]] = importlib.import_module(library.cases).cases
+    return cases(source.stock)
+
+
+def _library(source: Source) -> str:
+    return known.DISTRIBUTIONS[source.stock.partition(".")[0]]
+
+
+def _versions(source: Source) -> str:
+    return ", ".join(known.versions(source.stock)) or "none"
+
+
+def _refusal(source: Source, reason: str, skip: bool = True) -> str:
+    """Say why a model is not enabled, and what may be done; skip: whether prove=False is of use."""
+    library, versions = _library(source), known.versions(source.stock)
+    install = f'Install a version that is known: pip install "{library}=={versions[-1]}". ' if versions else ""
+    return (
+        f"{source.title} was not enabled, and the model is as it was: {library} {known.installed_version(source.stock)} has "
+        f"other source files than the versions that are known ({_versions(source)}), and ours do not fit it. "
+        f"{reason}. {install}Please report it"
+        + ("; enable(model, prove=False) skips the comparison, at your own risk" if skip else "")
+    )
 
 
 def _is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:

@@ -8,6 +8,7 @@ OF_FAMILIES = "triton_relattn/integrations/transformers"
 ON_NUMBERS, ON_USE, ON_DECODERS, ON_WHOLE = (
     f"tests/cpu/test_transformers{name}.py" for name in ("", "_use", "_decoders", "_whole")
 )
+ON_PROOFS = "tests/cpu/test_proof.py"
 SAME = f"{ON_NUMBERS}::test_the_same_in_float64"
 
 
@@ -26,7 +27,17 @@ OF_MODELS = (
         "half-enabled-models",
         "a model that is made of an enabled one's class has stock attention",
         (f"{ON_USE}::test_a_model_of_an_enabled_ones_class",),
-        change("encoder", "        self.__class__ = type(self).__bases__[-1]\n        enable(self)\n", ""),
+        change("encoder", "        self.__class__ = type(self).__bases__[-1]\n        enable(self, prove=False)\n", ""),
+    ),
+    Fault(
+        "a-changed-stock-class-is-trusted",
+        "a model of a version that nobody has tested is enabled without a comparison, and computes something else",
+        (f"{ON_PROOFS}::test_a_change_that_matters_is_refused",),
+        (
+            Change(
+                "triton_relattn/integrations/replacement.py", "if not known.are_known(library.modules(*together)):", "if False:"
+            ),
+        ),
     ),
     Fault(
         "offset-is-the-caches-counter",

@@ -9,19 +9,23 @@ from .. import replacement
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("espnet2.legacy.nets.pytorch_backend.transformer.attention", f"{__name__}.espnet2"),
-    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.espnet1"),
-    replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.encoder"),
-    replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice"),
+    replacement.Source("espnet2.legacy.nets.pytorch_backend.transformer.attention", f"{__name__}.espnet2", "ESPnet's Conformer"),
+    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.espnet1", "ESPnet's Conformer"),
+    replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.encoder", "ESPnet's Conformer"),
+    replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention"),
 )
 
+LIBRARY = replacement.Library(SOURCES, "class of ESPnet or CosyVoice: RelPositionMultiHeadedAttention", f"{__name__}.small")
 
-def enable(module: nn.Module) -> dict[str, str]:
+
+def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     """Let ESPnet's ``RelPositionMultiHeadedAttention`` run on :func:`triton_relattn.fused_relative_attention`; CosyVoice's, too.
 
     Args:
         module: a model, or any part of it: an encoder, a layer, one attention. Other models of the same class stay as they are.
             Checkpoints, parameters and hooks do, too.
+        prove: with files of the library that are not those of a tested version, compare a small model with the stock one
+            first, once; False skips that.
 
     Returns:
         What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
@@ -39,6 +43,7 @@ def enable(module: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
+        RuntimeError: the small model differs, or cannot be compared; module is as it was.
 
     Example:
         >>> from espnet2.asr.encoder.conformer_encoder import ConformerEncoder  # doctest: +SKIP
@@ -46,7 +51,7 @@ def enable(module: nn.Module) -> dict[str, str]:
         >>> enable(encoder)  # doctest: +SKIP
         {'': 'ConformerEncoder', 'encoders.0.self_attn': 'RelPositionMultiHeadedAttention'}
     """
-    return replacement.enable(module, SOURCES, "class of ESPnet or CosyVoice: RelPositionMultiHeadedAttention")
+    return replacement.enable(module, LIBRARY, prove)
 
 
 def disable(module: nn.Module) -> dict[str, str]:
@@ -55,4 +60,4 @@ def disable(module: nn.Module) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    return replacement.disable(module, SOURCES)
+    return replacement.disable(module, LIBRARY)

@@ -8,17 +8,24 @@ from .. import replacement
 
 __all__ = ["disable", "enable"]
 
-SOURCES = tuple(
-    replacement.Source(f"fairseq2.models.transformer.sdpa.{each}", f"{__name__}.{each}") for each in ("shaw", "relative")
+SOURCES = (
+    replacement.Source("fairseq2.models.transformer.sdpa.shaw", f"{__name__}.shaw", "fairseq2's Shaw attention"),
+    replacement.Source(
+        "fairseq2.models.transformer.sdpa.relative", f"{__name__}.relative", "fairseq2's Transformer-XL attention"
+    ),
 )
 
+LIBRARY = replacement.Library(SOURCES, "class of fairseq2: ShawRelativePositionSDPA, RelativePositionSDPA", f"{__name__}.small")
 
-def enable(module: nn.Module) -> dict[str, str]:
+
+def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     """Let ``ShawRelativePositionSDPA`` and ``RelativePositionSDPA`` run on :func:`triton_relattn.fused_relative_attention`.
 
     Args:
         module: a model, or any part of it: an encoder, a layer, one of these. Other models of the same class stay as they are.
             Checkpoints, parameters and hooks do, too.
+        prove: with files of the library that are not those of a tested version, compare a small model with the stock one
+            first, once; False skips that.
 
     Returns:
         What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
@@ -33,13 +40,14 @@ def enable(module: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
+        RuntimeError: the small model differs, or cannot be compared; module is as it was.
 
     Example:
         >>> from fairseq2.models.transformer import IdentityBias, ShawRelativePositionSDPA  # doctest: +SKIP
         >>> enable(ShawRelativePositionSDPA(64, 4, IdentityBias(), 16))  # doctest: +SKIP
         {'': 'ShawRelativePositionSDPA'}
     """
-    return replacement.enable(module, SOURCES, "class of fairseq2: ShawRelativePositionSDPA, RelativePositionSDPA")
+    return replacement.enable(module, LIBRARY, prove)
 
 
 def disable(module: nn.Module) -> dict[str, str]:
@@ -48,4 +56,4 @@ def disable(module: nn.Module) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    return replacement.disable(module, SOURCES)
+    return replacement.disable(module, LIBRARY)

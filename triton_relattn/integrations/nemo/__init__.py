@@ -9,17 +9,21 @@ from .. import replacement
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("nemo.collections.asr.parts.submodules.multi_head_attention", f"{__name__}.attention"),
-    replacement.Source("nemo.collections.asr.modules.conformer_encoder", f"{__name__}.encoder"),
+    replacement.Source("nemo.collections.asr.parts.submodules.multi_head_attention", f"{__name__}.attention", "NeMo's Conformer"),
+    replacement.Source("nemo.collections.asr.modules.conformer_encoder", f"{__name__}.encoder", "NeMo's Conformer"),
 )
 
+LIBRARY = replacement.Library(SOURCES, "class of NeMo: RelPositionMultiHeadAttention", f"{__name__}.small")
 
-def enable(module: nn.Module) -> dict[str, str]:
+
+def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     """Let NeMo's ``RelPositionMultiHeadAttention`` run on :func:`triton_relattn.fused_relative_attention`.
 
     Args:
         module: a model, or any part of it: a ``ConformerEncoder``, a layer, one attention. Other models of the same class stay as
             they are. Checkpoints, parameters and hooks do, too.
+        prove: with files of the library that are not those of a tested version, compare a small model with the stock one
+            first, once; False skips that.
 
     Returns:
         What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
@@ -36,6 +40,7 @@ def enable(module: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
+        RuntimeError: the small model differs, or cannot be compared; module is as it was.
 
     Example:
         >>> from triton_relattn.integrations.nemo import enable  # doctest: +SKIP
@@ -43,7 +48,7 @@ def enable(module: nn.Module) -> dict[str, str]:
         >>> enable(model)  # doctest: +SKIP
         {'encoder': 'ConformerEncoder', 'encoder.layers.0.self_attn': 'RelPositionMultiHeadAttention', ...}
     """
-    return replacement.enable(module, SOURCES, "class of NeMo: RelPositionMultiHeadAttention")
+    return replacement.enable(module, LIBRARY, prove)
 
 
 def disable(module: nn.Module) -> dict[str, str]:
@@ -52,4 +57,4 @@ def disable(module: nn.Module) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    return replacement.disable(module, SOURCES)
+    return replacement.disable(module, LIBRARY)

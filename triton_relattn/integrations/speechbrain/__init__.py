@@ -8,18 +8,23 @@ from .. import replacement
 
 __all__ = ["disable", "enable"]
 
+TITLE = "SpeechBrain's Conformer"
 SOURCES = (
-    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention"),
-    replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr"),
+    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", TITLE),
+    replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr", TITLE),
 )
 
+LIBRARY = replacement.Library(SOURCES, "class of SpeechBrain: RelPosMHAXL", f"{__name__}.small")
 
-def enable(module: nn.Module) -> dict[str, str]:
+
+def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     """Let SpeechBrain's ``RelPosMHAXL`` run on :func:`triton_relattn.fused_relative_attention`.
 
     Args:
         module: a model, or any part of it: a ``TransformerASR``, an encoder, one attention. Other models of the same class stay
             as they are. Checkpoints, parameters and hooks do, too.
+        prove: with files of the library that are not those of a tested version, compare a small model with the stock one
+            first, once; False skips that.
 
     Returns:
         What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
@@ -34,13 +39,14 @@ def enable(module: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
+        RuntimeError: the small model differs, or cannot be compared; module is as it was.
 
     Example:
         >>> from speechbrain.nnet.attention import RelPosMHAXL  # doctest: +SKIP
         >>> enable(RelPosMHAXL(embed_dim=64, num_heads=4))  # doctest: +SKIP
         {'': 'RelPosMHAXL'}
     """
-    return replacement.enable(module, SOURCES, "class of SpeechBrain: RelPosMHAXL")
+    return replacement.enable(module, LIBRARY, prove)
 
 
 def disable(module: nn.Module) -> dict[str, str]:
@@ -49,4 +55,4 @@ def disable(module: nn.Module) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    return replacement.disable(module, SOURCES)
+    return replacement.disable(module, LIBRARY)

@@ -7,6 +7,7 @@ Nothing else of the model changes: parameters, hooks, checkpoints and ``state_di
 """
 
 from .families import Family, supported_families
+from .replacement import LIBRARY as LIBRARY
 from .replacement import disable, enable
 
 __all__ = ["Family", "disable", "enable", "supported_families"]

@@ -32,7 +32,7 @@ class Encoder:
         """Make a model of an enabled model's class; it is enabled, too. Its config may be that of the enabled model."""
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = type(self).__bases__[-1]
-        enable(self)
+        enable(self, prove=False)
 
     def on_enable(self: Any) -> None:
         if self.mask_function:

@@ -8,14 +8,19 @@ from .. import replacement
 from .families import FAMILIES
 
 SOURCES = tuple(
-    replacement.Source(f"transformers.models.{each.folder}.modeling_{each.folder}", f"{__package__}.{each.folder}")
+    replacement.Source(f"transformers.models.{each.folder}.modeling_{each.folder}", f"{__package__}.{each.folder}", each.name)
     for each in FAMILIES
     if each.inside is None
 )
-KNOWN = "family: " + ", ".join(f"{each.name} ({each.folder})" for each in FAMILIES)
+NAMES = "family: " + ", ".join(f"{each.name} ({each.folder})" for each in FAMILIES)
+BESIDE = (
+    *("masking_utils", "cache_utils", "configuration_utils", "modeling_utils", "modeling_layers"),
+    *("utils.generic", "utils.output_capturing"),
+)
+LIBRARY = replacement.Library(SOURCES, NAMES, f"{__package__}.small.cases", tuple(f"transformers.{each}" for each in BESIDE))
 
 
-def enable(module: nn.Module) -> dict[str, str]:
+def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     """Let the relative attention in a model of Hugging Face transformers run on :func:`triton_relattn.fused_relative_attention`.
 
     That of vision encoders, on a grid, runs on :func:`triton_relattn.decomposed_relative_attention`.
@@ -23,6 +28,8 @@ def enable(module: nn.Module) -> dict[str, str]:
     Args:
         module: a model, or any part of it: an encoder, a layer, one attention. Models of the families that
             :func:`supported_families` lists can be anywhere inside. Other models of the same class stay as they are.
+        prove: with files of transformers that are not those of a tested version, compare a small model of the family with the
+            stock one first: outputs, gradients, and steps with a cache. It takes seconds, and is remembered. False skips that.
 
     Returns:
         The replaced modules: their names, as in ``module.named_modules()``, and the names of their classes. Empty if all had
@@ -54,6 +61,7 @@ def enable(module: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: nothing in module is of a known family, or a module to replace has a ``forward`` of its own.
+        RuntimeError: the small model differs, or cannot be compared; module is as it was.
 
     Example:
         >>> from transformers import VitsConfig, VitsModel
@@ -63,7 +71,7 @@ def enable(module: nn.Module) -> dict[str, str]:
         >>> sorted(disable(model).values())
         ['VitsAttention', 'VitsEncoder']
     """
-    return replacement.enable(module, SOURCES, KNOWN)
+    return replacement.enable(module, LIBRARY, prove)
 
 
 def disable(module: nn.Module) -> dict[str, str]:
@@ -72,4 +80,4 @@ def disable(module: nn.Module) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    return replacement.disable(module, SOURCES)
+    return replacement.disable(module, LIBRARY)

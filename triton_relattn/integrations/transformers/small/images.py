@@ -17,7 +17,8 @@ def family(
 ) -> Family:
     """One whose class of a layer has that name."""
     alone = parts.layers_on_a_grid(folder, layer)
-    return Family(folder, folder, layer, config, small, inputs.grid, real, stock=stock, alone=alone)
+    variants = tuple({"implementation": each} for each in stock[1:])
+    return Family(folder, folder, layer, config, small, inputs.grid, real, stock=stock, alone=alone, variants=variants)
 
 
 EVERY = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import inputs
 from .family import FEW_TOKENS, Family
 
+PIECES = (9, 1, 1, 15, 11)
 DEPTHS = ("num_layers", "num_decoder_layers")
 # All distances from 9 on have one bucket, in a decoder from 12 on.
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
@@ -19,6 +20,7 @@ EVERY = (
         inputs.translation,
         {"d_model": 768, "d_ff": 3072, "num_heads": 12, **FEW_TOKENS},
         layers=DEPTHS,
+        writer="T5ForConditionalGeneration",
     ),
     Family(
         "mt5",
@@ -29,6 +31,7 @@ EVERY = (
         inputs.translation,
         {"d_model": 768, "d_ff": 2048, "num_heads": 12, **FEW_TOKENS},
         layers=DEPTHS,
+        writer="MT5ForConditionalGeneration",
     ),
     Family(
         "umt5",
@@ -39,6 +42,7 @@ EVERY = (
         inputs.translation,
         {"d_model": 768, "d_ff": 2048, "num_heads": 12, **FEW_TOKENS},
         layers=DEPTHS,
+        writer="UMT5ForConditionalGeneration",
     ),
     Family(
         "switch_transformers",
@@ -57,6 +61,7 @@ EVERY = (
         {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0, **FEW_TOKENS},
         layers=DEPTHS,
         stock=("eager",),
+        writer="SwitchTransformersForConditionalGeneration",
     ),
     Family(
         "pop2piano",
@@ -66,16 +71,18 @@ EVERY = (
         {**T5, **BUCKETS},
         inputs.translation,
         layers=DEPTHS,
+        pieces=("decoder_input_ids", PIECES),
     ),
     Family(
         "pix2struct",
         "pix2struct",
         "Pix2StructTextModel",
         "Pix2StructTextConfig",
-        {**T5, **BUCKETS, "hidden_size": 32, "initializer_range": 0.02},
+        {**T5, **BUCKETS, "hidden_size": 32, "initializer_range": 0.02, "is_encoder_decoder": True},
         inputs.encoded,
         {**FEW_TOKENS, "initializer_range": 0.02},
         layers=("num_layers",),
+        pieces=("input_ids", PIECES),
     ),
     Family(
         "longt5",
@@ -87,5 +94,6 @@ EVERY = (
         {"d_model": 768, "d_ff": 2048, "num_heads": 12, **FEW_TOKENS},
         layers=DEPTHS,
         stock=("eager",),
+        writer="LongT5ForConditionalGeneration",
     ),
 )

@@ -26,6 +26,7 @@ EVERY = (
         {**CONFORMER, **TABLE, "feature_projection_input_dim": 12, "output_hidden_size": 32, **STEADY},
         inputs.features("feature_projection_input_dim"),
         STEADY,
+        variants=({"add_adapter": True},),
     ),
     Family(
         "wav2vec2_bert_relative",
@@ -131,5 +132,6 @@ EVERY = (
         inputs.causal_spectrogram,
         {"max_position_embeddings": 50000},
         stock=("sdpa", "eager"),  # eager hides what should be seen
+        pieces=("input_features", (25, 32, 16, 8, 64, 144)),
     ),
 )

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...functions import with_names
+
 
 def one_parakeet_attention(config: Any) -> nn.Module:
     """One attention layer of Parakeet with its positions, and nothing else."""
@@ -42,6 +44,19 @@ def fastspeech2_encoder(config: Any) -> nn.Module:
             nn.init.normal_(module.pos_bias_u, std=0.1)
             nn.init.normal_(module.pos_bias_v, std=0.1)
     return encoder
+
+
+def around_inkling(config: Any) -> nn.Module:
+    """The whole of Inkling around a language model of this config, without what looks at images, which needs scipy."""
+    from transformers import InklingConfig
+    from transformers.models.inkling import modeling_inkling as inkling
+
+    audio = {"n_mel_bins": 4, "mel_vocab_size": 8, "text_hidden_size": config.hidden_size}
+    whole = InklingConfig(text_config=config.to_dict(), audio_config=audio)
+    whole._attn_implementation, whole.vocab_size = config._attn_implementation, config.vocab_size
+    model: nn.Module = inkling.InklingModel.__new__(inkling.InklingModel)
+    with_names(inkling.InklingModel.__init__, InklingVisionModel=lambda _: nn.Identity())(model, whole)
+    return model
 
 
 class LayersOnAGrid(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import inputs
+from . import inputs, parts
 from .family import FEW_TOKENS, Family
 
 FALCON = {"multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
@@ -57,6 +57,7 @@ EVERY = (
         inputs.tokens,
         {"hidden_size": 1024, "n_head": 16, **FEW_TOKENS},
         stock=("eager",),
+        writer="BloomForCausalLM",
     ),
     Family(
         "mpt",
@@ -68,6 +69,7 @@ EVERY = (
         {"d_model": 1024, "n_heads": 16, "max_seq_len": 10000, **FEW_TOKENS},
         layers=("n_layers",),
         stock=("eager",),
+        writer="MptForCausalLM",
     ),
     Family(
         "falcon",
@@ -78,6 +80,7 @@ EVERY = (
         inputs.tokens,
         {"hidden_size": 2048, "num_attention_heads": 32, "alibi": True, "bias": True, **FALCON, **FEW_TOKENS},
         stock=("sdpa", "eager"),  # eager adds the biases twice
+        writer="FalconForCausalLM",
     ),
     Family(
         "inkling",
@@ -111,6 +114,9 @@ EVERY = (
             "mlp_layer_types": ["dense"],
             "log_scaling_n_floor": 1024,
         },
+        writer="InklingForCausalLM",
+        padding_matters=False,
+        around=parts.around_inkling,
     ),
     Family(
         "inkling2",
@@ -158,5 +164,6 @@ EVERY = (
             "experts_implementation": "eager",  # the default has no float64
         },
         stock=("eager",),
+        writer="Inkling2ForCausalLM",
     ),
 )
