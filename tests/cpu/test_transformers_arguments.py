@@ -112,7 +112,7 @@ class Renamed(stock_t5.T5Attention):
         return super().forward(hidden_states, mask, key_value_states, position_bias, **given)
 
 
-class Enabled(t5.BucketedAttention, Renamed):
+class Enabled(t5.BucketedAttention, Renamed):  # type: ignore[misc]
     pass
 
 
@@ -217,7 +217,7 @@ def test_a_name_that_is_not_known() -> None:
 
 
 def test_masks_are_made_of_all_arguments() -> None:
-    given = {"attention_mask": torch.tensor([[1, 1, 0]]).bool(), "kv_length": 3, "kv_offset": 0}
+    given: dict[str, Any] = {"attention_mask": torch.tensor([[1, 1, 0]]).bool(), "kv_length": 3, "kv_offset": 0}
     mask = padding(**given, q_length=3, block_size=None)
     assert mask is not None and mask.tolist() == [[[[True, True, False]]]]
     with pytest.raises(TypeError, match="block_size"):

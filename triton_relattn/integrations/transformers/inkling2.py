@@ -82,7 +82,7 @@ class SinkAttention(StockArguments):
         projected: torch.Tensor = getattr(self, f"{name}_sconv")(getattr(self, f"{name}_proj")(states), **options)
         return projected
 
-    def _queries(self: Any, hidden_states: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries(self: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries of the keys, and of W, of transformers 5.23."""
         query = self.q_l2_clip(self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
         rel_query = self.rel_l2_clip(self.r_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
@@ -100,7 +100,7 @@ class Inkling2FullAttention(SinkAttention, stock.Inkling2FullAttention):
         projected: torch.Tensor = getattr(self, f"{name}_sconv")(getattr(self, f"{name}_proj")(states), states, **options)
         return projected
 
-    def _queries(self, hidden_states: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries(self, hidden_states: torch.Tensor, position_ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
         seen = (position_ids + 1).float() / self.config.log_scaling_n_floor
         factor = 1.0 + self.config.log_scaling_alpha * torch.log(seen.clamp(min=1.0))[:, None, :, None]
         query, rel_query = ((each.float() * factor).to(each.dtype) for each in super()._queries(hidden_states, position_ids))
