@@ -117,7 +117,7 @@ class Enabled(t5.BucketedAttention, Renamed):  # type: ignore[misc]
 
 
 def rename(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the layers of a later version would call."""
+    """Rename the cache, as the layers of a later version would."""
     return args, {"kv" if name in NAMES["cache"] else name: each for name, each in kwargs.items()}
 
 
@@ -176,7 +176,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 @pytest.mark.parametrize("argument", [*PACKED, "head_mask", "layer_head_mask", "softcap", "s_aux", "sliding_window", "scaling"])
 @pytest.mark.parametrize("name", ["t5", "mpt", "bloom", "wav2vec2_bert", "parakeet"])
 def test_arguments_that_change_results(name: str, argument: str) -> None:
-    """Of a packed batch, or of another softmax. None asks for nothing."""
+    """They are of a packed batch, or of another softmax. None asks for nothing."""
     enabled = enable(model := build(name))
     attention = next(model.get_submodule(each) for each, kind in enabled.items() if "Attention" in kind)
     with pytest.raises(TypeError, match=rf"\b{argument}\b"):
