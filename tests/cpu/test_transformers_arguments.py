@@ -25,7 +25,7 @@ from triton_relattn.integrations.transformers.masks import padding
 
 HAND_ON = {
     *("InklingModel", "MptModel", "NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderBlock", "ParakeetEncoder"),
-    "SeamlessM4Tv2ConformerEncoder",
+    *("SeamlessM4Tv2ConformerEncoder", "Inkling2TextModel"),
 }
 """Classes whose forward gives what it does not know to the modules inside."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers.models.inkling2 import modeling_inkling2 as stock
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 from ..arguments import StockArguments, argument_name
+from ..functions import with_names
 from .encoder import Encoder
 from .heads import join_heads, refuse_weights
 from .inkling import attend
@@ -107,8 +111,17 @@ class Inkling2FullAttention(SinkAttention, stock.Inkling2FullAttention):
         return query, rel_query
 
 
-class Inkling2TextModel(Encoder, stock.Inkling2TextModel):
+def no_distances(*_: Any, **__: Any) -> None:
+    """Return None in place of the distances of all pairs, (Nq, Nk)."""
+
+
+class Inkling2TextModel(StockArguments, Encoder, stock.Inkling2TextModel, hands_on=True):
     attention = Inkling2SlidingAttention, Inkling2FullAttention
+
+    if hasattr(stock, "get_relative_distance"):  # from transformers 5.24 on: (Nq, Nk), which no attention here needs
+        forward = merge_with_config_defaults(
+            capture_outputs(with_names(inspect.unwrap(stock.Inkling2TextModel.forward), get_relative_distance=no_distances))
+        )
 
 
 CLASSES = {
