@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..fault import Change, Fault
 
 OF_FAMILIES = "triton_relattn/integrations/transformers"
-ON_NUMBERS, ON_USE, ON_DECODERS, ON_WHOLE = (
-    f"tests/cpu/test_transformers{name}.py" for name in ("", "_use", "_decoders", "_whole")
+ON_NUMBERS, ON_USE, ON_DECODERS, ON_WHOLE, ON_ARGUMENTS = (
+    f"tests/cpu/test_transformers{name}.py" for name in ("", "_use", "_decoders", "_whole", "_arguments")
 )
 ON_PROOFS = "tests/cpu/test_proof.py"
 SAME = f"{ON_NUMBERS}::test_the_same_in_float64"
@@ -50,6 +50,12 @@ OF_MODELS = (
         "no warning where transformers collects weights that there are not",
         (f"{ON_USE}::test_weights_that_transformers_collects",),
         change("heads", 'any("attentions" in each for', 'any("weights" in each for'),
+    ),
+    Fault(
+        "an-unknown-argument-is-swallowed",
+        "a cache under a name of a later version is lost, and a decoder generates other tokens",
+        (f"{ON_ARGUMENTS}::test_a_name_of_a_later_version",),
+        (Change("triton_relattn/integrations/arguments.py", "        if lost:\n", "        if lost and not ignores:\n"),),
     ),
     Fault(
         "a-users-mask-is-made-causal",

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from ..heads import join_heads
 from ..transformer_xl import of_module
 
 
-class RelPositionAttention:
+class RelPositionAttention(StockArguments):
     """Mixin: (q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids.
 
     With zero_triu keys in the future have q_i + u . k_j alone.

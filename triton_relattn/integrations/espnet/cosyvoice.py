@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from cosyvoice.transformer import attention as stock
 
+from ..arguments import StockArguments
 from ..heads import join_heads
 from .attention import attend
 
 NO_MASK, NO_POSITIONS, NO_CACHE = torch.ones(0, 0, 0, dtype=torch.bool), torch.empty(0), torch.zeros(0, 0, 0, 0)
 
 
-class RelPositionMultiHeadedAttention(stock.RelPositionMultiHeadedAttention):
+class RelPositionMultiHeadedAttention(StockArguments, stock.RelPositionMultiHeadedAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(

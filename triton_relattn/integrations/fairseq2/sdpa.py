@@ -8,9 +8,10 @@ import torch
 from fairseq2.models.transformer import attention_bias as stock
 
 from ...functional import fused_relative_attention, fused_relative_attention_varlen
+from ..arguments import StockArguments
 
 
-class RelativeSDPA:
+class RelativeSDPA(StockArguments):
     """Mixin: the forward. Subclasses have ``term(query, length)``: the query, and the operator's arguments that make the term."""
 
     def forward(

@@ -8,6 +8,7 @@ import torch
 from nemo.collections.asr.parts.submodules import multi_head_attention as stock
 
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from ..heads import join_heads
 from ..seen import Seen
 from ..transformer_xl import of_module
@@ -29,7 +30,7 @@ class Mask(Seen):
         return position >= self.lengths[:, None]  # type: ignore[index]
 
 
-class RelPositionMultiHeadAttention(stock.RelPositionMultiHeadAttention):
+class RelPositionMultiHeadAttention(StockArguments, stock.RelPositionMultiHeadAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(

@@ -10,12 +10,13 @@ from speechbrain.nnet import attention as stock
 from torch import nn
 
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from ..heads import drop_probability, join_heads, split_heads
 from ..seen import Seen
 from ..transformer_xl import attend
 
 
-class RelPosMHAXL(stock.RelPosMHAXL):
+class RelPosMHAXL(StockArguments, stock.RelPosMHAXL):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both over sqrt(embed_dim); R, a row per distance and head, projected sinusoids."""
 
     @staticmethod

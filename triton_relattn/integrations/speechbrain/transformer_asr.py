@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from speechbrain.lobes.models.transformer import TransformerASR as stock
@@ -11,9 +12,11 @@ from ..seen import Seen
 from .attention import RelPosMHAXL
 
 
-def make_masks(*args: Any, causal: bool = False, dynchunktrain_config: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return what ``make_transformer_src_tgt_masks`` does, but no mask (T, T) of what the encoder's attention sees."""
-    src_padding, tgt_padding, _, tgt_mask = stock.make_transformer_src_tgt_masks(*args, **kwargs)
+    given = inspect.signature(stock.make_transformer_src_tgt_masks).bind(*args, **kwargs).arguments
+    causal, dynchunktrain_config = given.pop("causal", False), given.pop("dynchunktrain_config", None)
+    src_padding, tgt_padding, _, tgt_mask = stock.make_transformer_src_tgt_masks(**given)
     seen = None
     if causal:
         seen = Seen(right=0)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 from transformers.models.bloom import modeling_bloom as stock
 
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import attend_to_past, drop_probability, join_heads, refuse_weights, with_past
 from .masks import SHOWN
@@ -28,7 +29,7 @@ def bias_of_keys(bias: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tens
     return bias.masked_fill(~attention_mask, -torch.inf)
 
 
-class BloomAttention(stock.BloomAttention):
+class BloomAttention(StockArguments, stock.BloomAttention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
     def forward(
@@ -37,7 +38,7 @@ class BloomAttention(stock.BloomAttention):
         residual: torch.Tensor,
         alibi: torch.Tensor,
         attention_mask: torch.Tensor,
-        layer_past: Any = None,
+        cache: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
@@ -45,7 +46,7 @@ class BloomAttention(stock.BloomAttention):
         """hidden_states and residual (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk)."""
         refuse_weights({"output_attentions": output_attentions})
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        key, value, offset = with_past(layer_past, self.layer_idx, key, value)
+        key, value, offset = with_past(cache, self.layer_idx, key, value)
         out = attend_to_past(
             query,
             key,

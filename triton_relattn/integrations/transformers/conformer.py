@@ -8,11 +8,12 @@ import torch
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from ..transformer_xl import folded
 from .heads import added, attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
 
 
-class ConformerAttention:
+class ConformerAttention(StockArguments):
     """Mixin: the forward, for each ``position_embeddings_type``.
 
     .. code-block:: text

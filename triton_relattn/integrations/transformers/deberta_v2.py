@@ -11,11 +11,12 @@ from transformers.models.deberta_v2 import modeling_deberta_v2 as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import drop_probability, join_heads, refuse_weights, split_heads
 
 
-class DisentangledAttention:
+class DisentangledAttention(StockArguments):
     """Mixin: q_i . k_j + q_i . K[s(i - j)] + k_j . Q[s(i - j)], all scaled by one over the root of their number times the width.
 
     s is the slot of a distance, by itself or in logarithmic buckets; K and Q are projections of one embedding of the slots. Of

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from transformers.models.falcon import modeling_falcon as stock
 
+from ..arguments import StockArguments
 from .bloom import bias_of_keys
 from .encoder import Encoder
 from .heads import attend_to_past, join_heads, refuse_weights, with_past
 from .masks import SHOWN
 
 
-class FalconAttention(stock.FalconAttention):
+class FalconAttention(StockArguments, stock.FalconAttention):
     """q_i . k_j + slope * j, both scaled; causal. The model rounds slopes and biases to bfloat16."""
 
     @staticmethod
@@ -28,7 +29,7 @@ class FalconAttention(stock.FalconAttention):
         alibi: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        layer_past: Any = None,
+        cache: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         position_embeddings: Any = None,
@@ -38,7 +39,7 @@ class FalconAttention(stock.FalconAttention):
         refuse_weights({"output_attentions": output_attentions})
         states = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (each.transpose(1, 2) for each in states)
-        key, value, offset = with_past(layer_past, self.layer_idx, key, value)
+        key, value, offset = with_past(cache, self.layer_idx, key, value)
         to_past = attention_mask.dim() == 2
         if to_past:
             bias = alibi.unflatten(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)

@@ -6,11 +6,12 @@ import torch
 from transformers.models.fastspeech2_conformer import modeling_fastspeech2_conformer as stock
 
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from ..transformer_xl import attend
 from .heads import drop_probability, join_heads, refuse_weights, split_heads
 
 
-class FastSpeech2ConformerAttention(stock.FastSpeech2ConformerAttention):
+class FastSpeech2ConformerAttention(StockArguments, stock.FastSpeech2ConformerAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(

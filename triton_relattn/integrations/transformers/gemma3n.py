@@ -8,10 +8,11 @@ from transformers.models.gemma3n import modeling_gemma3n as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .heads import query_key_value, sees_a_key, split_heads
 
 
-class Gemma3nAudioAttention(stock.Gemma3nAudioAttention):
+class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
     """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R, a row per distance and head, projected sinusoids.
 
     The stock path computes it in chunks of queries, each with the keys around it.

@@ -8,12 +8,13 @@ from transformers.models.gemma4 import modeling_gemma4 as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import join_heads, query_key_value, sees_a_key, split_heads
 from .masks import PADDING
 
 
-class Gemma4AudioAttention(stock.Gemma4AudioAttention):
+class Gemma4AudioAttention(StockArguments, stock.Gemma4AudioAttention):
     """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R of projected sinusoids, zero beyond its ends.
 
     The stock path computes it in chunks of queries, each with the keys around it.

@@ -8,6 +8,7 @@ import torch
 from transformers.models.granite_speech import modeling_granite_speech as stock
 
 from ...functional import fused_relative_attention
+from ..arguments import StockArguments
 from .chunks import from_blocks, in_blocks
 from .heads import join_heads, split_heads
 
@@ -20,7 +21,7 @@ def rows_of(distances: torch.Tensor) -> torch.Tensor:
     return torch.cat([distances[1:, 0].flip(0), distances[0]])
 
 
-class BlockAttention:
+class BlockAttention(StockArguments):
     """Mixin: (q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads."""
 
     def forward(self: Any, hidden_states: torch.Tensor, attention_dists: torch.Tensor) -> torch.Tensor:

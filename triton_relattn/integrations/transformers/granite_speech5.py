@@ -8,12 +8,13 @@ import torch
 from transformers.models.granite_speech5 import modeling_granite_speech5 as stock
 
 from ...functional import fused_relative_attention
+from ..arguments import StockArguments
 from .chunks import from_blocks, in_blocks
 from .granite_speech import rows_of
 from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, sees_a_key
 
 
-class GraniteSpeech5EncoderAttention(stock.GraniteSpeech5EncoderAttention):
+class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5EncoderAttention):
     """(q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads. Padding is hidden in each block."""
 
     def forward(

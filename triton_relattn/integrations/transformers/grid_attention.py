@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...grids import decomposed_relative_attention
+from ..arguments import StockArguments
 from .heads import join_heads, refuse_weights
 
 
@@ -21,7 +22,7 @@ def attend(module: Any, states: torch.Tensor, num_heads: int, dropout_p: float =
     return result
 
 
-class SamAttention:
+class SamAttention(StockArguments):
     """Mixin: scale * q_i . k_j + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], in windows or on the whole grid, as SAM has it.
 
     Tokens that pad a window are keys as all others.

@@ -10,11 +10,14 @@ from transformers.models.inkling import modeling_inkling as stock
 
 from ... import tables
 from ...positions import RelativePositions
+from ..arguments import StockArguments, argument_name
 from .encoder import Encoder
 from .heads import attend_to_past, first_position, is_causal, join_heads, refuse_weights, split_heads, with_past
 
+CACHE = argument_name(stock.InklingShortConvolution.forward, "cache")
 
-class InklingAttention(stock.InklingAttention):
+
+class InklingAttention(StockArguments, stock.InklingAttention):
     """q_i . k_j / D + r_i . W[i - j]: r of its own projection, W (d_rel, extent) zero beyond its ends; causal, or in a window.
 
     In full layers, q_i and r_i are multiplied by a factor that grows with the position.
@@ -25,24 +28,25 @@ class InklingAttention(stock.InklingAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         conv_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), conv_mask (B, N) and past_key_values as in the stock class."""
+        """hidden_states (B, N, C), conv_mask (B, N) and cache as in the stock class."""
         refuse_weights(kwargs)
-        cache: dict[str, Any] = {"past_key_values": past_key_values, "conv_mask": conv_mask}
+        given: dict[str, Any] = {CACHE: cache, "conv_mask": conv_mask}
         query = split_heads(self.q_proj(hidden_states), self.head_dim)
-        key = split_heads(self.k_sconv(self.k_proj(hidden_states), **cache), self.head_dim)
-        value = split_heads(self.v_sconv(self.v_proj(hidden_states), **cache), self.head_dim)
+        key = split_heads(self.k_sconv(self.k_proj(hidden_states), **given), self.head_dim)
+        value = split_heads(self.v_sconv(self.v_proj(hidden_states), **given), self.head_dim)
         query, key = self.q_norm(query), self.k_norm(key)
         rel_query = split_heads(self.r_proj(hidden_states), self.config.d_rel)
 
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
-            seen = torch.arange(1, query.shape[2] + 1, device=query.device) + first_position(past_key_values, self.layer_idx)
+            seen = torch.arange(1, query.shape[2] + 1, device=query.device) + first_position(cache, self.layer_idx)
             growth = torch.log((seen.float() / self.config.log_scaling_n_floor).clamp(min=1.0))
             factor = (1.0 + self.config.log_scaling_alpha * growth)[:, None]
             query, rel_query = ((each.float() * factor).to(each.dtype) for each in (query, rel_query))
-        out = attend(self, query, key, value, rel_query, attention_mask, past_key_values, kwargs)
+        profiles = self.rel_logits_proj.proj
+        out = attend(self, query, key, value, rel_query, profiles, attention_mask, cache, kwargs)
         return self.o_proj(join_heads(out)), None
 
 
@@ -52,14 +56,20 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     rel_query: torch.Tensor,
+    profiles: torch.Tensor,
     attention_mask: torch.Tensor | None,
     cache: Any,
     asked: dict[str, Any],
     sinks: torch.Tensor | None = None,
+    cache_offset: int = 0,
 ) -> torch.Tensor:
-    """Compute a layer's attention over new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one."""
-    first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], module.layer_idx)[1]
-    key, value, first_query = with_past(cache, module.layer_idx, key, value)
+    """Compute a layer's attention over new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one.
+
+    profiles: W, (d_rel, extent). cache_offset: from the layer's number to that of its part of the cache.
+    """
+    layer = module.layer_idx + cache_offset
+    first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], layer)[1]
+    key, value, first_query = with_past(cache, layer, key, value)
     to_past = is_causal(attention_mask, asked, module.config)
     return attend_to_past(
         query,
@@ -67,7 +77,7 @@ def attend(
         value,
         attention_mask,
         sinks=sinks,
-        rel_key=tables.from_future_first(module.rel_logits_proj.proj.T, dim=-2),
+        rel_key=tables.from_future_first(profiles.T, dim=-2),
         rel_query=rel_query,
         rel_scale=1.0,
         positions=RelativePositions(-(module.rel_extent - 1), 0, outside="zero"),

@@ -2,89 +2,126 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers.models.inkling2 import modeling_inkling2 as stock
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
+from ..arguments import StockArguments, argument_name
+from ..functions import with_names
 from .encoder import Encoder
 from .heads import join_heads, refuse_weights
 from .inkling import attend
 
+CACHE = argument_name(stock.Inkling2ShortConvolution.forward, "cache")
 
-class SinkAttention:
+
+class SinkAttention(StockArguments):
     """Mixin: q_i . k_j + r_i . W[i - j], q and k scaled; W (d_rel, extent) zero beyond its ends; a sink for each query and head.
 
     Queries and keys that are too long are shortened, values are normalised, and the output is gated.
     """
 
-    def _attend(
+    def forward(
         self: Any,
         hidden_states: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        cache: Any,
-        asked: dict[str, Any],
-        factor: torch.Tensor | None = None,
+        key_hidden_states: torch.Tensor | None = None,
+        value_hidden_states: torch.Tensor | None = None,
+        conv_mask: torch.Tensor | None = None,
+        cache: Any = None,
+        cache_offset: int = 0,
+        position_ids: torch.Tensor | None = None,
+        relative_distance: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """factor: (B, N, 1, 1), of queries and r."""
-        refuse_weights(asked)
-        query = self.q_l2_clip(self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
-        rel_query = self.rel_l2_clip(self.r_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
-        if factor is not None:
-            query, rel_query = ((each.float() * factor).to(each.dtype) for each in (query, rel_query))
-        key = self.k_l2_clip(key.unflatten(-1, (-1, self.head_dim)))
-        value = self.v_norm(value.unflatten(-1, (-1, self.head_dim)).float()).to(value.dtype)
-        query, key, value, rel_query = (each.transpose(1, 2) for each in (query, key, value, rel_query))
-        sinks = self.sink_proj(hidden_states).mT
-        out = attend(self, query, key, value, rel_query, attention_mask, cache, asked, sinks)
+        """All (B, N, C), conv_mask (B, N) and the others as in the stock class.
+
+        relative_distance: of each pair of query and key, (Nq, Nk), which the cache says, too.
+        """
+        refuse_weights(kwargs)
+        key_states = hidden_states if key_hidden_states is None else key_hidden_states
+        value_states = hidden_states if value_hidden_states is None else value_hidden_states
+        options: dict[str, Any] = {CACHE: cache, "conv_mask": conv_mask}
+        if hasattr(self, "k_sconv"):  # transformers 5.23: from 5.24 on, projections have their own convolutions and norms
+            if cache_offset or seq_idx is not None:
+                raise TypeError(
+                    f"cache_offset and seq_idx are not known to {type(self).__name__} of this version of transformers"
+                )
+            query, rel_query = self._queries(hidden_states, position_ids)
+            key = self.k_l2_clip(self._convolved("k", key_states, options).unflatten(-1, (-1, self.head_dim)))
+            value = self._convolved("v", value_states, options).unflatten(-1, (-1, self.head_dim))
+            value = self.v_norm(value.float()).to(value.dtype)
+            key, value, profiles = key.transpose(1, 2), value.transpose(1, 2), self.rel_logits_proj.proj
+        else:
+            options |= {"cache_offset": cache_offset, "seq_idx": seq_idx}
+            query, bias = self.q_proj(hidden_states, position_ids), self.relative_position_bias
+            key, value = self.k_proj(key_states, **options), self.v_proj(value_states, **options)
+            rel_query = bias.linear(hidden_states).unflatten(-1, (self.num_heads, -1))
+            rel_query, profiles = bias.norm(rel_query, position_ids).transpose(1, 2), bias.proj
+        out = attend(
+            self,
+            query,
+            key,
+            value,
+            rel_query,
+            profiles,
+            attention_mask,
+            cache,
+            kwargs,
+            sinks=self.sink_proj(hidden_states).mT,
+            cache_offset=cache_offset,
+        )
+        if not hasattr(self, "gate_proj"):  # from transformers 5.24 on, it is a part of o_proj
+            return self.o_proj(join_heads(out), hidden_states), None
         gate = torch.sigmoid(self.gate_proj(hidden_states).float())
         return self.o_proj((join_heads(out).float() * gate).to(out.dtype)), None
+
+    def _convolved(self: Any, name: str, states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """Return the keys ("k") or values ("v") of transformers 5.23."""
+        projected: torch.Tensor = getattr(self, f"{name}_sconv")(getattr(self, f"{name}_proj")(states), **options)
+        return projected
+
+    def _queries(self: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries of the keys, and of W, of transformers 5.23."""
+        query = self.q_l2_clip(self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
+        rel_query = self.rel_l2_clip(self.r_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
+        return query.transpose(1, 2), rel_query.transpose(1, 2)
 
 
 class Inkling2SlidingAttention(SinkAttention, stock.Inkling2SlidingAttention):
     """In a window."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        conv_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), conv_mask (B, N) and past_key_values as in the stock class."""
-        cache: dict[str, Any] = {"past_key_values": past_key_values, "conv_mask": conv_mask}
-        key = self.k_sconv(self.k_proj(hidden_states), **cache)
-        value = self.v_sconv(self.v_proj(hidden_states), **cache)
-        return self._attend(hidden_states, key, value, attention_mask, past_key_values, kwargs)
-
 
 class Inkling2FullAttention(SinkAttention, stock.Inkling2FullAttention):
-    """q_i and r_i are multiplied by a factor that grows with the position."""
+    """q_i and r_i are multiplied by a factor that grows with the position; convolutions depend on what they are of."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        key_hidden_states: torch.Tensor,
-        value_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        conv_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """(B, N, C) each; conv_mask (B, N), past_key_values and position_ids as in the stock class."""
-        cache: dict[str, Any] = {"past_key_values": past_key_values, "conv_mask": conv_mask}
-        key = self.k_sconv(self.k_proj(key_hidden_states), key_hidden_states, **cache)
-        value = self.v_sconv(self.v_proj(value_hidden_states), value_hidden_states, **cache)
-        seen = (kwargs["position_ids"] + 1).float() / self.config.log_scaling_n_floor
-        factor = 1.0 + self.config.log_scaling_alpha * torch.log(seen.clamp(min=1.0))[..., None, None]
-        return self._attend(hidden_states, key, value, attention_mask, past_key_values, kwargs, factor)
+    def _convolved(self, name: str, states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        projected: torch.Tensor = getattr(self, f"{name}_sconv")(getattr(self, f"{name}_proj")(states), states, **options)
+        return projected
+
+    def _queries(self, hidden_states: torch.Tensor, position_ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = (position_ids + 1).float() / self.config.log_scaling_n_floor
+        factor = 1.0 + self.config.log_scaling_alpha * torch.log(seen.clamp(min=1.0))[:, None, :, None]
+        query, rel_query = ((each.float() * factor).to(each.dtype) for each in super()._queries(hidden_states, position_ids))
+        return query, rel_query
 
 
-class Inkling2TextModel(Encoder, stock.Inkling2TextModel):
+def no_distances(*_: Any, **__: Any) -> None:
+    """Return None in place of the distances of all pairs, (Nq, Nk)."""
+
+
+class Inkling2TextModel(StockArguments, Encoder, stock.Inkling2TextModel, hands_on=True):
     attention = Inkling2SlidingAttention, Inkling2FullAttention
+
+    if hasattr(stock, "get_relative_distance"):  # from transformers 5.24 on: (Nq, Nk), which no attention here needs
+        forward = merge_with_config_defaults(
+            capture_outputs(with_names(inspect.unwrap(stock.Inkling2TextModel.forward), get_relative_distance=no_distances))
+        )
 
 
 CLASSES = {

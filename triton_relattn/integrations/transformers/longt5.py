@@ -11,6 +11,7 @@ from transformers.models.longt5 import modeling_longt5 as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .chunks import in_blocks
 from .encoder import Encoder
 from .heads import join_heads, refuse_weights, split_heads
@@ -21,7 +22,7 @@ class LongT5Attention(BucketedAttention, stock.LongT5Attention):
     """Attention of the decoder."""
 
 
-class LongT5LocalAttention(stock.LongT5LocalAttention):
+class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
     """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on.
 
     The stock path computes it in blocks of queries, each with the blocks around it.

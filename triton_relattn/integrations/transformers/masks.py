@@ -19,8 +19,25 @@ PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
 
 
-def padding(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int = 0, **_: Any) -> torch.Tensor | None:
+OTHERS = {
+    *(
+        "batch_size",
+        "q_length",
+        "q_offset",
+        "dtype",
+        "device",
+        "use_vmap",
+        "config",
+    ),  # of a mask for all pairs, and how to make it
+    *("mask_function", "local_size", "allow_is_causal_skip", "allow_is_bidirectional_skip"),  # more than padding: not here
+}
+"""Arguments of transformers' functions for masks that say nothing of padding."""
+
+
+def padding(*, attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int, **others: Any) -> torch.Tensor | None:
     """Return the mask (B, 1, 1, Nk), True where a key is not padding; None if there is no padding."""
+    if unknown := [name for name, each in others.items() if name not in OTHERS and each is not None]:
+        raise TypeError(f"a mask of padding has no argument {', '.join(unknown)}: disable(model) for it")
     mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return None if mask is None else mask[:, None, None, kv_offset : kv_offset + kv_length]
 

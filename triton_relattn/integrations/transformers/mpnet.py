@@ -10,6 +10,7 @@ from transformers.models.mpnet import modeling_mpnet as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import added, drop_probability, join_heads, refuse_weights, split_heads
 
@@ -17,7 +18,7 @@ BUCKETS, LAST = 32, 128
 """The model's own numbers, whatever its config says: all distances from LAST on share one bucket."""
 
 
-class MPNetSelfAttention(stock.MPNetSelfAttention):
+class MPNetSelfAttention(StockArguments, stock.MPNetSelfAttention):
     """q_i . k_j, scaled, + b[bucket(j - i)], one table for all layers."""
 
     def forward(

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from transformers.models.mpt import modeling_mpt as stock
 
+from ..arguments import StockArguments
 from .bloom import bias_of_keys
 from .encoder import Encoder
 from .heads import attend_to_past, join_heads, refuse_weights, split_heads, with_past
 from .masks import HIDDEN
 
 
-class MptAttention(stock.MptAttention):
+class MptAttention(StockArguments, stock.MptAttention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_bias: torch.Tensor | None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
@@ -30,7 +30,7 @@ class MptAttention(stock.MptAttention):
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (split_heads(each, self.head_dim) for each in mixed.chunk(3, dim=2))
-        key, value, offset = with_past(past_key_values, self.layer_idx, key, value)
+        key, value, offset = with_past(cache, self.layer_idx, key, value)
         to_past = attention_mask is not None and attention_mask.dim() == 2
         mask = None if attention_mask is None else ~attention_mask
         if position_bias is not None:
@@ -49,15 +49,14 @@ class MptAttention(stock.MptAttention):
         return self.out_proj(join_heads(out)), None
 
 
-class MptModel(Encoder, stock.MptModel):
+class MptModel(StockArguments, Encoder, stock.MptModel, hands_on=True):
     attention = MptAttention
     mask_function = HIDDEN
 
-    @functools.wraps(stock.MptModel.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("output_attentions")
-        refuse_weights({"output_attentions": self.config.output_attentions if asked is None else asked})
-        return super().forward(*args, **kwargs)
+    def forward(self, output_attentions: bool | None = None, **kwargs: Any) -> Any:
+        asked = self.config.output_attentions if output_attentions is None else output_attentions
+        refuse_weights({"output_attentions": asked})
+        return super().forward(output_attentions=output_attentions, **kwargs)
 
 
 CLASSES = {stock.MptAttention: MptAttention, stock.MptModel: MptModel}

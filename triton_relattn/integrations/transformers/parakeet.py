@@ -11,12 +11,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from ..transformer_xl import attend
 from .encoder import Encoder
 from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, split_heads
 
 
-class ParakeetEncoderAttention(stock.ParakeetEncoderAttention):
+class ParakeetEncoderAttention(StockArguments, stock.ParakeetEncoderAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(

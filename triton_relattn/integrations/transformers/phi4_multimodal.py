@@ -9,6 +9,7 @@ from transformers.models.phi4_multimodal import modeling_phi4_multimodal as stoc
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import join_heads, query_key_value, refuse_weights
 
@@ -23,7 +24,7 @@ class Bias(NamedTuple):
         return self._replace(mask=mask)
 
 
-class Phi4MultimodalAudioAttention(stock.Phi4MultimodalAudioAttention):
+class Phi4MultimodalAudioAttention(StockArguments, stock.Phi4MultimodalAudioAttention):
     """q_i . k_j, scaled, + b[j - i], distances clipped; one table for all layers.
 
     As in the stock model, a bool mask hides nothing: it is added, so the logits of keys that it shows are larger by 1.
@@ -47,7 +48,7 @@ class Phi4MultimodalAudioAttention(stock.Phi4MultimodalAudioAttention):
         return self.o_proj(join_heads(out))
 
 
-class Phi4MultimodalAudioRelativeAttentionBias(stock.Phi4MultimodalAudioRelativeAttentionBias):
+class Phi4MultimodalAudioRelativeAttentionBias(StockArguments, stock.Phi4MultimodalAudioRelativeAttentionBias):
     """Biases (H, R), a row for each distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
 
     def forward(self, x: torch.Tensor) -> Bias:  # type: ignore[override]

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers.models.seggpt import modeling_seggpt as stock
 
+from ..arguments import StockArguments
 from .grid_attention import attend
 from .heads import refuse_weights
 
 
-class SegGptAttention(stock.SegGptAttention):
+class SegGptAttention(StockArguments, stock.SegGptAttention):
     """scale * q_i . k_j + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], on prompt and image as one grid."""
 
     @staticmethod

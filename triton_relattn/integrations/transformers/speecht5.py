@@ -9,11 +9,12 @@ from transformers.models.speecht5 import modeling_speecht5 as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import added, join_heads, query_key_value, refuse_weights
 
 
-class SpeechT5Attention(stock.SpeechT5Attention):
+class SpeechT5Attention(StockArguments, stock.SpeechT5Attention):
     """(q_i . k_j + q_i . E[j - i]), scaled, distances clipped; E (R, D) of the encoder, for all layers and heads."""
 
     @staticmethod
@@ -25,7 +26,7 @@ class SpeechT5Attention(stock.SpeechT5Attention):
         self,
         hidden_states: torch.Tensor,
         key_value_states: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         output_attentions: bool = False,
@@ -50,7 +51,7 @@ class SpeechT5Attention(stock.SpeechT5Attention):
         return self.out_proj(join_heads(out)), None
 
 
-class SpeechT5RelativePositionalEncoding(stock.SpeechT5RelativePositionalEncoding):
+class SpeechT5RelativePositionalEncoding(StockArguments, stock.SpeechT5RelativePositionalEncoding):
     """The table itself, most distant past first, instead of a row of it for each pair."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,12 @@ from transformers.models.t5 import modeling_t5 as stock
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import added, attend_to_past, first_position, is_causal, join_heads, keys_and_values, refuse_weights, split_heads
 
 
-class BucketedAttention:
+class BucketedAttention(StockArguments):
     """Mixin: q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
 
     The first layer makes b, biases (H, R) of distances up to relative_attention_max_distance, beyond which they do not change,
@@ -29,17 +30,15 @@ class BucketedAttention:
         mask: torch.Tensor | None = None,
         key_value_states: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """hidden_states (B, Nq, C); key_value_states (B, Nk, C) of an encoder, for cross attention; position_bias (H, R)."""
         refuse_weights(kwargs)
         project_query, *project, project_out = (getattr(self, name) for name in self.projections)
         query = split_heads(project_query(hidden_states), self.key_value_proj_dim)
-        offset = first_position(past_key_values, self.layer_idx)
-        key, value = keys_and_values(
-            self, project, hidden_states, key_value_states, past_key_values, width=self.key_value_proj_dim
-        )
+        offset = first_position(cache, self.layer_idx)
+        key, value = keys_and_values(self, project, hidden_states, key_value_states, cache, width=self.key_value_proj_dim)
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.table()
         elif position_bias is not None and position_bias.dim() != 2:

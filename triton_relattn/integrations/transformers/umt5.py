@@ -18,12 +18,12 @@ class UMT5Attention(BucketedAttention, stock.UMT5Attention):
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C); encoder_hidden_states (B, Nk, C), for cross attention."""
-        given = {"mask": attention_mask, "key_value_states": encoder_hidden_states, "past_key_values": past_key_values}
+        given = {"mask": attention_mask, "key_value_states": encoder_hidden_states, "cache": cache}
         return super().forward(hidden_states, **given, **kwargs)[0], None
 
 

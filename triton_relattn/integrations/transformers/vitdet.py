@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers.models.vitdet import modeling_vitdet as stock
 
+from ..arguments import StockArguments
 from .grid_attention import attend
 from .heads import refuse_weights
 
 
-class VitDetAttention(stock.VitDetAttention):
+class VitDetAttention(StockArguments, stock.VitDetAttention):
     """scale * q_i . k_j + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], in windows or on the whole grid."""
 
     @staticmethod

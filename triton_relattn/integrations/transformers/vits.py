@@ -9,11 +9,12 @@ from transformers.models.vits import modeling_vits as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import added, join_heads, query_key_value, refuse_weights
 
 
-class VitsAttention(stock.VitsAttention):
+class VitsAttention(StockArguments, stock.VitsAttention):
     """q_i . E[j - i], scaled as q_i . k_j, and values v_j + A[j - i]; both tables end at the window, zero beyond it."""
 
     def forward(

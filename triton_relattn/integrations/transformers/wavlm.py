@@ -9,11 +9,12 @@ from transformers.models.wavlm import modeling_wavlm as stock
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .encoder import Encoder
 from .heads import join_heads, query_key_value, refuse_weights, split_heads
 
 
-class WavLMAttention(stock.WavLMAttention):
+class WavLMAttention(StockArguments, stock.WavLMAttention):
     """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on."""
 
     def forward(

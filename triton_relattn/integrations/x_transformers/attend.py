@@ -45,7 +45,9 @@ class Attend(stock.Attend):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
         """q (B, H, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv), mask bool, True where a query may attend."""
-        asked = [each for each in (*args, kwargs.get("prev_attn"), kwargs.get("attn_delta")) if each is not None]
+        # A row_mask, which attention always hands on, is for inverted attention alone. All else asks for more than is done here.
+        more = {**kwargs, "row_mask": None}
+        asked = [each for each in (*args, *more.values()) if each is not None]
         if not isinstance(attn_bias, Bias) or asked or not self._is_plain():
             given = {**kwargs, "causal": causal} if causal is not None else kwargs
             out: tuple[torch.Tensor, Any] = super().forward(q, k, v, mask, dense(attn_bias), *args, **given)

@@ -11,10 +11,11 @@ from x_transformers import x_transformers as stock
 
 from ... import tables
 from ...positions import RelativePositions
+from ..arguments import StockArguments
 from .bias import Bias
 
 
-class RelativePositionBias(stock.RelativePositionBias):
+class RelativePositionBias(StockArguments, stock.RelativePositionBias):
     """T5's: b[bucket(j - i)], scaled; beyond the largest distance all have one bucket."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -26,7 +27,7 @@ class RelativePositionBias(stock.RelativePositionBias):
         return Bias(functools.partial(super().forward, i, j), rel_bias=rel_bias, positions=positions)
 
 
-class DynamicPositionBias(stock.DynamicPositionBias):
+class DynamicPositionBias(StockArguments, stock.DynamicPositionBias):
     """b[j - i], an MLP of the distance i - j or of its logarithm."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -39,7 +40,7 @@ class DynamicPositionBias(stock.DynamicPositionBias):
         return Bias(functools.partial(super().forward, i, j), rel_bias=rows.T, positions=RelativePositions(1 - j, j - 1))
 
 
-class AlibiPositionalBias(stock.AlibiPositionalBias):
+class AlibiPositionalBias(StockArguments, stock.AlibiPositionalBias):
     """ALiBi: -slope |j - i| in the first heads, nothing in others."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -49,7 +50,7 @@ class AlibiPositionalBias(stock.AlibiPositionalBias):
         return Bias(functools.partial(super().forward, i, j), rel_bias=rel_bias, positions=RelativePositions(1 - j, j - 1))
 
 
-class RelativeProjPositionalBias(stock.RelativeProjPositionalBias):
+class RelativeProjPositionalBias(StockArguments, stock.RelativeProjPositionalBias):
     """Inkling's: p_i . W[i - j] for distances in a window of the past, not scaled; p is a projection of the input."""
 
     def forward(self, x: torch.Tensor, seq_len_k: int | None = None) -> Bias:
