@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
+from triton_relattn._core.within import assert_near
 from triton_relattn.testing import assert_within_budget
 
 FORWARD = "grid_attention_forward"
@@ -131,12 +132,11 @@ def results(function: Any, case: Case, given: Tensors, **arguments: Any) -> Tens
 NAMES = ("out", "query", "key", "value", "rel_pos_h", "rel_pos_w")
 
 
-def assert_same(ours: Tensors, expected: Tensors, tolerance: float = 1e-12) -> None:
+def assert_same(ours: Tensors, expected: Tensors) -> None:
     largest = max(float(each.abs().max()) for each in expected)
     for name, actual, right in zip(NAMES, ours, expected, strict=True):
         assert actual.shape == right.shape and right.isfinite().all(), name
-        error = float((actual - right).abs().max())
-        assert error <= tolerance * max(float(right.abs().max()), 1e-2 * largest), f"{name} is off by {error}"
+        assert_near(name, actual, right, smallest=largest / 100)
 
 
 WAYS = {

@@ -170,7 +170,7 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
     if counts is not None:
         ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
     # Batch normalisation takes the gradient of a bias before it away.
-    assert_same(ours, stock, tolerance=1e-11)
+    assert_same(ours, stock)
 
 
 @every_padding
@@ -185,7 +185,7 @@ def test_dropout_of_positions(name: str, lengths: list[int]) -> None:
         enable(model)
         ours = results(model, given, counts)
     ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
-    assert_same(ours, stock, tolerance=1e-11)
+    assert_same(ours, stock)
 
 
 def test_parakeet_drops_no_even_probabilities() -> None:
