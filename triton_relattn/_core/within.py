@@ -1,5 +1,5 @@
-"""The one comparison of an error with what it may be. :mod:`triton_relattn.testing` and the tests compare through it alone, so that
-one program, ``python -m tests.headroom``, can say of every check how close it comes to failing."""
+"""The one comparison of an error with what it may be. :mod:`triton_relattn.testing` and the tests compare through it alone, so
+that one program, ``python -m tests.headroom``, can say of every check how close it comes to failing."""
 
 from __future__ import annotations
 
