@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import triton_relattn
 from triton_relattn import RelativePositions
+from triton_relattn._core.within import assert_near
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
@@ -103,7 +104,7 @@ def differentiated(function: Callable[..., Any], tensors: dict[str, torch.Tensor
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: Any = "") -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+    assert_near("actual", actual, expected)
 
 
 def sizes_of(total: int, ranks: int, layout: str) -> list[int]:

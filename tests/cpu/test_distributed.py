@@ -18,6 +18,7 @@ from triton_relattn import (
     fused_relative_attention,
     merge_attention,
 )
+from triton_relattn._core.within import assert_near
 from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -69,7 +70,7 @@ def shard(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
 
 
 def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert_near("actual", actual, expected)
 
 
 def check_ddp(rank: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.cpu.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._core.within import assert_near
 from triton_relattn.nn import RelativeMultiheadAttention
 
 FORWARD = torch.ops.triton_relattn.attention_forward
@@ -110,7 +111,7 @@ def test_export(kind: str, strict: bool) -> None:
     assert len(nodes) == 1
     for batch, length in ((2, 10), (3, 17), (1, 40)):
         x = torch.randn(batch, length, 16)
-        torch.testing.assert_close(program.module()(x), model(x))
+        assert_near("module", program.module()(x), model(x))
 
 
 @pytest.mark.slow
@@ -125,7 +126,7 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
         loaded = torch._inductor.aoti_load_package(package)
         for length in (10, 33):
             x = torch.randn(2, length, 16)
-            torch.testing.assert_close(loaded(x), model(x))
+            assert_near("loaded", loaded(x), model(x))
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -139,9 +140,9 @@ def test_modules_compile_once_for_all_lengths(kind: str) -> None:
     for length in (10, 17, 33, 24):
         x = torch.randn(2, length, 16)
         output, expected = compiled(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0]
-        torch.testing.assert_close(output, expected)
+        assert_near("output", output, expected)
         ours, exact = (torch.autograd.grad(each.sum(), tuple(module.parameters())) for each in (output, expected))
-        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+        assert_near("ours", ours, exact)
     assert counter.frame_count <= 2
 
 
@@ -279,7 +280,7 @@ def test_forward_mode() -> None:
     tangent = torch.func.jvp(dense, (table,), (query[0, 0, :9],))[1]
     small = 1e-6 * query[0, 0, :9]
     difference = attend(query, key, value, table + small) - attend(query, key, value, table - small)
-    torch.testing.assert_close(tangent, difference / 2e-6, rtol=1e-6, atol=1e-7)
+    assert_near("tangent", tangent, difference / 2e-6)
 
 
 def test_no_forward_mode_goes_unnoticed() -> None:
@@ -454,7 +455,7 @@ def test_compiled_training_step_of_a_module(backend: str) -> None:
     for ours, exact in zip(
         *(torch.autograd.grad(each(x).sum(), tuple(model.parameters())) for each in (compiled, model)), strict=True
     ):
-        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+        assert_near("ours", ours, exact)
 
 
 def test_traced_calls_are_refused() -> None:

@@ -15,6 +15,7 @@ import torch
 from tests.emulator.decode import CORE, _expanded, decode, lanewise
 from tests.emulator.handwritten import execute, kernel
 from tests.emulator.ptx import UnknownPTX, split
+from triton_relattn._core.within import assert_near
 
 BITS = 2**32
 SPECIAL = (0, 1, 2, 31, 32, 33, 255, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
@@ -272,7 +273,7 @@ def test_functions(instruction: str, function: Callable[[torch.Tensor], torch.Te
     values = torch.rand(320, generator=torch.Generator().manual_seed(0)) * 20 + 0.01
     result = torch.zeros(320)
     apply(instruction, [values], result)
-    torch.testing.assert_close(result, function(values.double()).float(), rtol=1.2e-7, atol=0)
+    assert_near("result", result, function(values.double()).float())
 
 
 @pytest.mark.parametrize(
