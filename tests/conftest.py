@@ -22,6 +22,8 @@ SEED_OFFSET = "TRITON_RELATTN_SEED_OFFSET"
 """Environment variable with a number that is added to the seeds of the tests, see tests/headroom.py."""
 THREADS = "TRITON_RELATTN_TEST_THREADS"
 """Environment variable with the threads of torch in a test, 1 unless set."""
+PATIENCE = 600.0
+"""Seconds that a test waits for another process: far more than it takes on any machine, however busy. Only failures take long."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton decides when a kernel is decorated whether it is interpreted, so one process cannot do both.
 NOT_HERE = {
@@ -58,7 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of each test one in N of its cases, and those that have noticed a known fault; no test marked thorough",
     )
-    parser.addoption("--part", type=int, metavar="K", help="with --share: another one in N of the cases for each K, witnesses or not")
+    parser.addoption(
+        "--part", type=int, metavar="K", help="with --share: another one in N of the cases for each K, witnesses or not"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

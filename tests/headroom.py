@@ -1,7 +1,7 @@
 """How close does every numerical check come to failing, on this processor and on those that it can pretend to be?
 
-``python -m tests.headroom`` runs the numerical tests with several seeds, with the vector instructions of older processors, with one
-thread and with two. It prints every check that took more than half of its allowance, the worst first, and fails if there is one.
+``python -m tests.headroom`` runs the numerical tests with several seeds, with the vector instructions of older processors, with
+one thread and with two. It prints every check that took more than half of its allowance, the worst first, and fails if there is one.
 All checks go to ``out/headroom.csv``. On another processor sums are rounded in another order: a check that takes half of its
 allowance here may take all of it there. The cure is a bound that is derived from what is computed, or a better test. Never a
 larger number.
@@ -24,7 +24,6 @@ from typing import NamedTuple
 from numpy._core import _multiarray_umath as numpy_features
 
 from tests.conftest import SEED_OFFSET, THREADS
-from triton_relattn._core.within import VARIABLE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("out/headroom.csv")
@@ -177,7 +176,7 @@ def main() -> int:
     for number, (setting, seed) in enumerate(pairs):
         options = ["-n", str(given.jobs)] + (["--share", str(share), "--part", str(seed)] if share > 1 else [])
         rows, failed = run(tests, setting, seed, options)
-        failures |= {line: f"{setting}, seed {seed}" for line in failed}
+        failures |= dict.fromkeys(failed, f"{setting}, seed {seed}")
         for check in worst(rows, failed, setting, seed):
             key = (check.test, check.what)
             found[key] = max(check, found.get(key, check))
@@ -185,18 +184,15 @@ def main() -> int:
         minutes = (time.monotonic() - started) / 60
         left = minutes / (number + 1) * (len(pairs) - number - 1)
         above = sum(check.ratio > HALF for check in found.values())
-        print(
-            f"[{number + 1}/{len(pairs)}] {setting}, seed {seed}: {len(rows)} checks, {len(failed)} tests failed, {above} above half; "
-            f"{minutes:.0f} min, about {left:.0f} left",
-            flush=True,
-        )
+        counts = f"{len(rows)} checks, {len(failed)} tests failed, {above} above half"
+        times = f"{minutes:.0f} min, about {left:.0f} left"
+        print(f"[{number + 1}/{len(pairs)}] {setting}, seed {seed}: {counts}; {times}", flush=True)
     for line, where in failures.items():
         print(f"failed: {line} ({where})")
     close = [check for check in sorted(found.values(), reverse=True) if check.ratio > HALF]
     for check in close:
-        print(
-            f"{check.ratio:.2f} {check.test}: {check.what} is off by {check.error}, {check.allowance} allowed ({check.setting}, seed {check.seed})"
-        )
+        errors = f"off by {check.error}, {check.allowance} allowed"
+        print(f"{check.ratio:.2f} {check.test}: {check.what} is {errors} ({check.setting}, seed {check.seed})")
     print(f"{len(found)} checks, {len(close)} above half of their allowance; {RESULTS}")
     return 1 if close or failures else 0
 

@@ -500,8 +500,8 @@ def assert_gradients_close_fp32(
             error,
             budget,
             lambda: (
-                f"{name}: norm of the error {error:.3e} exceeds the budget {budget:.3e} (2e-4 of the larger of the gradient's norm "
-                f"{norm:.3e} and 5% of the largest gradient's RMS {largest_rms:.3e} times sqrt({golden.numel()})); largest element "
-                f"error {float(errors.max()):.3e}"
+                f"{name}: norm of the error {error:.3e} exceeds the budget {budget:.3e} (2e-4 of the larger of the gradient's "
+                f"norm {norm:.3e} and 5% of the largest gradient's RMS {largest_rms:.3e} times sqrt({golden.numel()})); largest "
+                f"element error {float(errors.max()):.3e}"
             ),
         )

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
-from triton_relattn._core.within import assert_near
+from triton_relattn._core.within import assert_near, tolerance_of, within
 from triton_relattn.testing import assert_within_budget
 
 FORWARD = "grid_attention_forward"
@@ -197,9 +197,9 @@ def test_error_rule(dtype: torch.dtype, sharp: int) -> None:
     assert {each.dtype for each in ours} == {dtype}
     for name, *each in zip(NAMES, ours, golden, dense, strict=True):
         assert_within_budget(name, *each, factor=2 if name == "out" else 3)
-        if name.startswith("rel_pos") and dtype.itemsize == 2:  # sums that are rounded once
-            exact = each[1].to(dtype)
-            assert_near("result", each[0], exact)
+        if name.startswith("rel_pos") and dtype.itemsize == 2:  # sums in float32 that are rounded once
+            rounding = torch.finfo(dtype).eps * each[1].abs() + tolerance_of(torch.float32) * each[1].abs().max()
+            within(f"{name}, rounded once", (each[0].double() - each[1]).abs(), rounding)
 
 
 def test_interpolation_is_that_of_the_models() -> None:
@@ -215,7 +215,7 @@ def test_large_logits() -> None:
     case = Case((6, 5), width=16)
     query, key, value, *pos, d_out = tensors(case, torch.float32)
     gradients = results(attend, case, (300 * query, 30 * key, torch.ones_like(value), *pos, d_out))
-    assert_near("gradients", gradients[0], torch.ones_like(gradients[0]))
+    assert_near("out", gradients[0], torch.ones_like(gradients[0]))
     assert all(each.isfinite().all() for each in gradients)
 
 

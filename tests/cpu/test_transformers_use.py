@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn._core.within import assert_near
+from triton_relattn._core.within import assert_near, within
 
 pytest.importorskip("transformers")
 
@@ -484,7 +484,8 @@ def test_autocast(name: str) -> None:
     enable(model)
     ours = rounded()
     errors = [float((each - golden).norm()) for each in (ours, stock)]
-    assert 0 < errors[0] <= 1.5 * errors[1], errors
+    assert errors[0] > 0
+    within("out", errors[0], 2 * errors[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -502,9 +503,11 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     assert all(ours[each].isfinite().all() for each in ours if stock[each].isfinite().all())
     errors = [float((each["out"].float() - golden).norm()) for each in (ours, stock)]
     if name == "longt5" and dtype == torch.float16:  # which the stock model's -1e10 is beyond
-        assert math.isnan(errors[1]) and 0 < errors[0] <= 0.1 * golden.norm()
+        assert math.isnan(errors[1]) and errors[0] > 0
+        within("out", errors[0], 0.1 * golden.norm())
         return
-    assert 0 < errors[0] <= 1.5 * errors[1], errors
+    assert errors[0] > 0
+    within("out", errors[0], 2 * errors[1])
 
 
 @pytest.mark.parametrize("name", ["t5", "mpnet", "speecht5", "wav2vec2_conformer"])
@@ -518,7 +521,8 @@ def test_nothing_but_padding_in_float16(name: str) -> None:
     stock = output(model, given)
     enable(model)
     errors = [float((each.float() - golden).norm() / golden.norm()) for each in (output(model, given), stock)]
-    assert 0 < errors[0] <= 1.5 * errors[1] + 2e-3, errors
+    assert errors[0] > 0
+    within("out", errors[0], 2 * (errors[1] + torch.finfo(torch.float16).eps))  # of golden's norm
 
 
 def test_even_attention_in_float16() -> None:
@@ -532,7 +536,8 @@ def test_even_attention_in_float16() -> None:
         out = attend_evenly(query, key.to(dtype), value.to(dtype), 0.25)
         gradients += torch.autograd.grad(out.sum(), query)
     exact, ours = gradients
-    assert (ours.double() - exact).norm() <= 0.01 * exact.norm()
+    # Values, of which 9,000 are rounded in float16, and the result: a unit each, with a factor of two to spare.
+    within("d_query", (ours.double() - exact).norm(), 4 * torch.finfo(torch.float16).eps * exact.norm())
 
 
 @pytest.mark.parametrize("name", ["mpnet", "deberta", "deberta_v2", "sew_d", "bloom", "fastspeech2_conformer"])

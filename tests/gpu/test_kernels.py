@@ -96,4 +96,4 @@ def test_every_implementation_drops_the_same() -> None:
         out: Any = fused_relative_attention(*inputs[:4], dropout_p=0.3, implementation=implementation)
         results.append(out)
     for other in results[1:]:
-        assert_near("results", results[0], other)
+        assert_near("out", results[0], other)

@@ -38,4 +38,4 @@ def test_attention_and_gradients() -> None:
         else:
             dq /= log2e  # of scaled keys
         for found, each in zip((dq, dk, dv), inputs, strict=True):
-            assert_near("found", found, each.grad)
+            assert_near("gradient", found, each.grad)

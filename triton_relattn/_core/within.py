@@ -20,8 +20,9 @@ def tolerance_of(dtype: torch.dtype) -> float:
     """Return how far apart, relative to their largest number, two ways to compute the same in ``dtype`` may be.
 
     It lies between the unit of dtype and that of the precision below, equally far from both on a logarithmic scale: 5.1e-12 for
-    float64, 1.1e-5 for float32. So 23,000 (90) units are allowed, which sums of hundreds of terms in any order do not need half of,
-    and a detour through the lower precision takes as many times more. Of 16 bits, where results are rounded once: two units.
+    float64, 1.1e-5 for float32. So 23,000 (90) units are allowed, twice what rounding needs in sums of 23,000 (90) numbers in any
+    order, see sum_allowance; a detour through the lower precision takes as many times more. Of 16 bits, in which results are
+    rounded once: two units.
     """
     eps = torch.finfo(dtype).eps
     return math.sqrt(eps * torch.finfo(LOWER[dtype]).eps) if dtype in LOWER else 2 * eps
@@ -52,6 +53,15 @@ def within(
     Raises:
         AssertionError: the error is larger, or NaN; or the allowance is none.
     """
+    ratio, worst, allowed = record(what, error, allowance)
+    if ratio > 1:
+        raise AssertionError(
+            message() if message else f"{what}: off by {worst:.3e}, {ratio:.3g} times the allowance {allowed:.3e}"
+        )
+
+
+def record(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
+    """Write down how close an error comes to its allowance; return their largest ratio, and both where that is."""
     errors = torch.as_tensor(error).detach().double()
     allowances = torch.as_tensor(allowance).detach().double()
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
@@ -60,16 +70,17 @@ def within(
         raise AssertionError(f"{what}: {float(errors.min())} is no error, take its absolute value")
     errors, allowances = torch.broadcast_tensors(errors, allowances)
     if errors.numel() == 0:
-        return
-    ratios = torch.where(errors == 0, 0.0, errors / allowances).flatten().nan_to_num(math.inf, math.inf)  # x / 0 and NaN: infinite
+        return 0.0, 0.0, 0.0
+    ratios = (
+        torch.where(errors == 0, 0.0, errors / allowances).flatten().nan_to_num(math.inf, math.inf)
+    )  # x / 0 and NaN: infinite
     place = int(ratios.argmax())
     ratio, worst, allowed = float(ratios[place]), float(errors.flatten()[place]), float(allowances.flatten()[place])
     if file := os.environ.get(VARIABLE):
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         with open(file, "a", newline="") as lines:  # one write a line, so that workers can share the file
             csv.writer(lines).writerow([test, what, f"{worst:.3e}", f"{allowed:.3e}", f"{ratio:.4f}"])
-    if ratio > 1:
-        raise AssertionError(message() if message else f"{what}: off by {worst:.3e}, {ratio:.3g} times the allowance {allowed:.3e}")
+    return ratio, worst, allowed
 
 
 def assert_near(
@@ -94,7 +105,9 @@ def assert_near(
         raise AssertionError(f"{what}: {found}, expected {wanted}")
     actual, expected = actual.detach(), expected.detach()
     finite = expected.isfinite()
-    if not torch.equal(actual.isfinite(), finite) or not torch.equal(actual[~finite].nan_to_num(), expected[~finite].nan_to_num()):
+    if not torch.equal(actual.isfinite(), finite) or not torch.equal(
+        actual[~finite].nan_to_num(), expected[~finite].nan_to_num()
+    ):
         raise AssertionError(f"{what}: not finite, or finite, where the other is not")
     if not finite.any():
         return
