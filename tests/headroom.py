@@ -1,9 +1,9 @@
 """How close does every numerical check come to failing, on this processor and on those that it can pretend to be?
 
-``python -m tests.headroom`` runs the numerical tests with several seeds, with the vector instructions of older processors, with
-one thread and with two. It prints every check that took more than half of its allowance, the worst first, and fails if there is one.
-All checks go to ``out/headroom.csv``. On another processor sums are rounded in another order: a check that takes half of its
-allowance here may take all of it there. The cure is a bound that is derived from what is computed, or a better test. Never a
+``python -m tests.headroom`` runs the numerical tests with several seeds, with the vector instructions of older processors,
+with one thread and with two. It prints every check that took more than half of its allowance, the worst first, and fails if there
+is one. All checks go to ``out/headroom.csv``. On another processor sums are rounded in another order: a check that takes half of
+its allowance here may take all of it there. The cure is a bound that is derived from what is computed, or a better test. Never a
 larger number.
 """
 
@@ -24,12 +24,13 @@ from typing import NamedTuple
 from numpy._core import _multiarray_umath as numpy_features
 
 from tests.conftest import SEED_OFFSET, THREADS
+from triton_relattn._core.within import VARIABLE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("out/headroom.csv")
 HALF = 0.5
-MINUTES_OF_A_RUN = 60
-"""About what all cases take with one setting, on two cores."""
+MINUTES_OF_A_RUN = 30
+"""About what all cases of a folder take with one setting, on two idle cores."""
 FOLDERS = ("tests/cpu", "tests/interpreter")
 WITHOUT_NUMBERS = {
     *("test_bench.py", "test_compile_report.py", "test_cycles.py", "test_demo.py", "test_docs.py", "test_faults.py"),
@@ -113,28 +114,25 @@ def files() -> list[str]:
 
 
 def run(tests: list[str], setting: Setting, seed: int, options: list[str]) -> tuple[list[list[str]], list[str]]:
-    """Run tests; return the rows of their checks, and the tests that failed."""
-    rows, failed = [], []
-    for interpreted in (False, True):
-        chosen = [test for test in tests if test.startswith("tests/interpreter") == interpreted]
-        if not chosen:
-            continue
-        with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
-            file = Path(folder, "checks.csv")
-            own = {VARIABLE: str(file), SEED_OFFSET: str(seed), THREADS: str(setting.threads)}
-            inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-            environment = inherited | setting.environment | own | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-            command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
-            child = subprocess.run(
-                [*command, *options, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-            )
-            if child.returncode not in (0, 1, 5):  # passed, failed, nothing to run
-                raise RuntimeError(f"pytest failed:\n{child.stdout[-2000:]}{child.stderr[-2000:]}")
-            failed += [line.split(" ", 1)[1] for line in child.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-            if file.exists():
-                with file.open(newline="") as lines:
-                    rows += list(csv.reader(lines))
-    return rows, failed
+    """Run tests of one folder; return the rows of their checks, and the tests that failed."""
+    with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
+        file = Path(folder, "checks.csv")
+        own = {VARIABLE: str(file), SEED_OFFSET: str(seed), THREADS: str(setting.threads)}
+        if tests[0].startswith("tests/interpreter"):
+            own["TRITON_INTERPRET"] = "1"
+        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-rfE", "-p", "no:cacheprovider"]
+        environment = inherited | setting.environment | own
+        child = subprocess.run(
+            [*command, *options, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        if child.returncode not in (0, 1, 5):  # passed, failed, nothing to run
+            raise RuntimeError(f"pytest failed:\n{child.stdout[-2000:]}{child.stderr[-2000:]}")
+        failed = [line.split(" ", 1)[1] for line in child.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if not file.exists():
+            return [], failed
+        with file.open(newline="") as lines:
+            return list(csv.reader(lines)), failed
 
 
 def worst(rows: Iterable[list[str]], failed: list[str], setting: Setting, seed: int) -> Iterator[Check]:
@@ -164,29 +162,35 @@ def main() -> int:
     chosen = settings()
     share = 64 if given.quick else given.share
     seeds = len(chosen) if given.quick else given.seeds
-    pairs = [
-        (setting, seed) for seed in range(seeds) for setting in chosen if given.every or chosen[seed % len(chosen)] == setting
-    ]
     tests = given.tests or files()
+    folders = [[test for test in tests if test.startswith(folder)] for folder in FOLDERS]
+    steps = [
+        (setting, seed, folder)
+        for seed in range(seeds)
+        for setting in chosen
+        if given.every or chosen[seed % len(chosen)] == setting
+        for folder in folders
+        if folder
+    ]
     if not given.tests:
-        print(f"{len(pairs)} runs, about {minutes_of(len(pairs), share)} minutes on two cores; --quick takes a few", flush=True)
+        print(f"{len(steps)} runs, about {minutes_of(len(steps), share)} minutes on two cores; --quick takes a few", flush=True)
     found: dict[tuple[str, str], Check] = {}
     failures: dict[str, str] = {}
     started = time.monotonic()
-    for number, (setting, seed) in enumerate(pairs):
+    for number, (setting, seed, chosen_tests) in enumerate(steps):
         options = ["-n", str(given.jobs)] + (["--share", str(share), "--part", str(seed)] if share > 1 else [])
-        rows, failed = run(tests, setting, seed, options)
+        rows, failed = run(chosen_tests, setting, seed, options)
         failures |= dict.fromkeys(failed, f"{setting}, seed {seed}")
         for check in worst(rows, failed, setting, seed):
             key = (check.test, check.what)
             found[key] = max(check, found.get(key, check))
         write(found.values())
         minutes = (time.monotonic() - started) / 60
-        left = minutes / (number + 1) * (len(pairs) - number - 1)
+        left = minutes / (number + 1) * (len(steps) - number - 1)
         above = sum(check.ratio > HALF for check in found.values())
         counts = f"{len(rows)} checks, {len(failed)} tests failed, {above} above half"
         times = f"{minutes:.0f} min, about {left:.0f} left"
-        print(f"[{number + 1}/{len(pairs)}] {setting}, seed {seed}: {counts}; {times}", flush=True)
+        print(f"[{number + 1}/{len(steps)}] {setting}, seed {seed}: {counts}; {times}", flush=True)
     for line, where in failures.items():
         print(f"failed: {line} ({where})")
     close = [check for check in sorted(found.values(), reverse=True) if check.ratio > HALF]
