@@ -46,7 +46,8 @@ def test_what_nobody_sees() -> None:
     lse2 = torch.tensor([-torch.inf, 1000.0, -torch.inf], requires_grad=True)
     out, lse = merge_attention(out1, lse1, out2, lse2)
     assert torch.equal(out, torch.stack([out1[0], out2[1], torch.zeros(4)]))
-    assert lse.tolist() == [pytest.approx(0.3), 1000.0, -torch.inf]
+    assert_near("lse", lse[:1], lse1[:1])
+    assert lse.tolist()[1:] == [1000.0, -torch.inf]
     for gradient in torch.autograd.grad((out.sum(), lse[:2].sum()), (out1, lse1, out2, lse2)):
         assert gradient.isfinite().all()
     for gradient in torch.autograd.grad(merge_attention(out1, lse1, out2, lse2)[0].sum(), (out1, out2)):
