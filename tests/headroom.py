@@ -81,6 +81,12 @@ def settings() -> list[Setting]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     processors: dict[str, dict[str, str]] = {"as it is": {}}
     newest = [name for name in dispatched if "AVX512" in name or name == "X86_V4"]
+    processors["the oldest"] = {
+        **OLDEST,
+        "OPENBLAS_CORETYPE": "Prescott" if is_x86 else "ARMV8",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "NPY_DISABLE_CPU_FEATURES": " ".join(dispatched),
+    }
     if is_x86 and "avx512f" in found:
         processors["AVX-512"] = {
             "ATEN_CPU_CAPABILITY": "avx512",
@@ -95,13 +101,7 @@ def settings() -> list[Setting]:
             "MKL_ENABLE_INSTRUCTIONS": "AVX2",
             "NPY_DISABLE_CPU_FEATURES": " ".join(newest),
         }
-    processors["the oldest"] = {
-        **OLDEST,
-        "OPENBLAS_CORETYPE": "Prescott" if is_x86 else "ARMV8",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "NPY_DISABLE_CPU_FEATURES": " ".join(dispatched),
-    }
-    return [
+    return [  # the most different ones first
         Setting(name, {key: value for key, value in environment.items() if value}, threads)
         for threads in (1, 2)
         for name, environment in processors.items()

@@ -107,7 +107,7 @@ def differentiated(function: Callable[..., Any], tensors: dict[str, torch.Tensor
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: Any = "") -> None:
-    assert_near(str(what), actual, expected)
+    assert_near(str(what), actual, expected, smallest=1.0)  # which the tensors are: some gradients cancel
 
 
 def sizes_of(total: int, ranks: int, layout: str) -> list[int]:

@@ -73,7 +73,7 @@ def shard(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
 def close(actual: Any, expected: Any) -> None:
     if isinstance(expected, list):  # of losses
         actual, expected = (torch.tensor(each, dtype=torch.float64) for each in (actual, expected))
-    assert_near("actual", actual, expected)
+    assert_near("actual", actual, expected, smallest=1.0)  # which the parameters are: some gradients cancel
 
 
 def check_ddp(rank: int) -> None:

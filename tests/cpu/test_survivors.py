@@ -43,4 +43,6 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.Monk
     for name in ("d_key", "d_value", "d_rel_key"):
         unavoidable = (golden[name].to(dtype).double() - golden[name]).norm()
         assert unavoidable > 0
-        within(name, (results[name].double() - golden[name]).norm(), 1.2 * unavoidable)
+        # To round twice would add as much again, in squares. Half of that is allowed.
+        beyond = (results[name].double() - golden[name]).norm() - unavoidable
+        within(f"{name}, beyond rounding", beyond.clamp_min(0), (2**0.5 - 1) / 2 * unavoidable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,13 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
             assert_near("loaded", loaded(x), model(x))
 
 
+def assert_gradients_near(ours: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
+    """Of the same loss. That of a bias of keys cancels: it is as far off as the others' terms."""
+    largest = max(float(each.abs().max()) for each in exact)
+    for each, right in zip(ours, exact, strict=True):
+        assert_near("gradient", each, right, smallest=largest)
+
+
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules_compile_once_for_all_lengths(kind: str) -> None:
     """One graph each for the first length and for all others; gradients too."""
@@ -142,8 +150,7 @@ def test_modules_compile_once_for_all_lengths(kind: str) -> None:
         output, expected = compiled(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0]
         assert_near("output", output, expected)
         ours, exact = (torch.autograd.grad(each.sum(), tuple(module.parameters())) for each in (output, expected))
-        for each, right in zip(ours, exact, strict=True):
-            assert_near("gradient", each, right)
+        assert_gradients_near(ours, exact)
     assert counter.frame_count <= 2
 
 
@@ -458,10 +465,7 @@ def test_compiled_training_step_of_a_module(backend: str) -> None:
     torch._dynamo.reset()
     model, x = Model(), torch.randn(2, 10, 16)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for ours, exact in zip(
-        *(torch.autograd.grad(each(x).sum(), tuple(model.parameters())) for each in (compiled, model)), strict=True
-    ):
-        assert_near("ours", ours, exact)
+    assert_gradients_near(*(torch.autograd.grad(each(x).sum(), tuple(model.parameters())) for each in (compiled, model)))
 
 
 def test_traced_calls_are_refused() -> None:

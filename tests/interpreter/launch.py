@@ -157,7 +157,7 @@ def rounding_budget(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]
     P = exp(logit - lse) has what both are rounded by, in the forward and again in the backward, two units of float32 at their
     magnitude, as a relative error. Plain torch is no yardstick for that: it divides P by the row's sum, where such an error
     cancels, wholly if a query sees a single key; a backward that keeps nothing but lse cannot. In float16, P, dS, a delta
-    from out, and the result are rounded once more: a unit of float16, and of its subnormals.
+    from out, and the result are rounded once more: half a unit of float16 each, two in all, and one of its subnormals.
     """
     assert not inputs.terms(), "a budget is known for rel_key only"
     query, key, value, rel_key, d_out, d_lse = (None if tensor is None else tensor.double().abs() for tensor in inputs[:6])
@@ -175,7 +175,7 @@ def rounding_budget(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]
         logits = logits + query @ largest_row.mT
     info = torch.finfo(inputs.query.dtype)
     largest = scale * (logits * seen).amax(-1, keepdim=True) + seen.sum(-1, keepdim=True).clamp_min(1).log()  # of logits and lse
-    units = 2 * torch.finfo(torch.float32).eps * (1 + largest) + info.eps
+    units = 2 * torch.finfo(torch.float32).eps * (1 + largest) + 2 * info.eps
     subnormal = info.tiny * info.eps if inputs.query.dtype != torch.float32 else info.tiny  # exp2 may flush them
     d_probs = d_out @ value.mT
     terms = d_probs + (probs * d_probs).sum(-1, keepdim=True) + d_lse[..., None]

@@ -75,7 +75,7 @@ def test_nemo_autocast() -> None:
         kind.integration.enable(encoder)
         ours = output(encoder, given)
     assert ours.dtype == stock.dtype
-    within("out", (ours - exact).norm(), 2 * (stock - exact).norm())
+    within("out", (ours - exact).norm(), 2 * (stock - exact).norm() + 2 * torch.finfo(torch.bfloat16).eps * exact.norm())
 
 
 @needs("espnet2")
