@@ -483,7 +483,7 @@ def _largest_rms(gradients: Iterable[torch.Tensor]) -> float:
 
 
 FLOAT32_NORM = 2e-4
-"""Error of a float32 gradient relative to its norm. P = exp(logit - lse) is off by two units of float32, 2.4e-7, times the magnitude
+"""Error of a float32 gradient relative to its norm. P = exp(logit - lse) is off by two units of float32, 2.4e-7, times the size
 of logits, which is about 40 in sharp attention; a gradient is what is left of terms twenty times as large: 2.4e-7 * 40 * 20."""
 
 
