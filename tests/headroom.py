@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import os
 import platform
 import subprocess
@@ -19,9 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-from numpy._core import _multiarray_umath as numpy_features
+from typing import Any, NamedTuple
 
 from tests.conftest import SEED_OFFSET, THREADS
 from triton_relattn._core.within import VARIABLE
@@ -77,7 +76,8 @@ def flags() -> set[str]:
 
 def settings() -> list[Setting]:
     """Return what this processor can pretend to be: itself first, then the oldest there is, and those between."""
-    found, dispatched = flags(), [name for name in numpy_features.__cpu_dispatch__ if numpy_features.__cpu_features__[name]]
+    of_numpy: Any = importlib.import_module("numpy._core._multiarray_umath")
+    found, dispatched = flags(), [name for name in of_numpy.__cpu_dispatch__ if of_numpy.__cpu_features__[name]]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     processors: dict[str, dict[str, str]] = {"as it is": {}}
     newest = [name for name in dispatched if "AVX512" in name or name == "X86_V4"]

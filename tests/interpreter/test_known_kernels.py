@@ -38,4 +38,5 @@ def test_attention_and_gradients() -> None:
         else:
             dq /= log2e  # of scaled keys
         for found, each in zip((dq, dk, dv), inputs, strict=True):
+            assert each.grad is not None
             assert_near("gradient", found, each.grad)

@@ -62,8 +62,8 @@ def within(
 
 def record(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
     """Write down how close an error comes to its allowance; return their largest ratio, and both where that is."""
-    errors = torch.as_tensor(error).detach().double()
-    allowances = torch.as_tensor(allowance).detach().double()
+    errors = torch.as_tensor(error).detach().cpu().double()
+    allowances = torch.as_tensor(allowance).detach().cpu().double()
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
         raise AssertionError(f"{what}: {allowance} is no allowance")
     if bool((errors < 0).any()):
@@ -71,9 +71,7 @@ def record(what: str, error: torch.Tensor | float, allowance: torch.Tensor | flo
     errors, allowances = torch.broadcast_tensors(errors, allowances)
     if errors.numel() == 0:
         return 0.0, 0.0, 0.0
-    ratios = (
-        torch.where(errors == 0, 0.0, errors / allowances).flatten().nan_to_num(math.inf, math.inf)
-    )  # x / 0 and NaN: infinite
+    ratios = torch.where(errors == 0, 0.0, errors / allowances).flatten().nan_to_num(math.inf, math.inf)  # NaN, too, is wrong
     place = int(ratios.argmax())
     ratio, worst, allowed = float(ratios[place]), float(errors.flatten()[place]), float(allowances.flatten()[place])
     if file := os.environ.get(VARIABLE):
@@ -105,9 +103,8 @@ def assert_near(
         raise AssertionError(f"{what}: {found}, expected {wanted}")
     actual, expected = actual.detach(), expected.detach()
     finite = expected.isfinite()
-    if not torch.equal(actual.isfinite(), finite) or not torch.equal(
-        actual[~finite].nan_to_num(), expected[~finite].nan_to_num()
-    ):
+    beyond = [each[~finite].nan_to_num() for each in (actual, expected)]
+    if not torch.equal(actual.isfinite(), finite) or not torch.equal(*beyond):
         raise AssertionError(f"{what}: not finite, or finite, where the other is not")
     if not finite.any():
         return
