@@ -58,7 +58,7 @@ print(torch.initial_seed(), generator.initial_seed(), torch.rand(1, generator=ge
 
 @pytest.mark.thorough
 def test_run(tmp_path: Path) -> None:
-    """Of one file, with two settings: all its checks, and none above half."""
+    """With one file and two settings, all checks are counted, and none is above half."""
     command = [sys.executable, "-m", "tests.headroom", "tests/cpu/test_merging.py", "--seeds", "2", "--share", "1", "--jobs", "1"]
     command += ["--csv", str(tmp_path / "checks.csv")]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
