@@ -18,7 +18,7 @@ from triton_relattn._blockwise.partition import Call
 from triton_relattn._core.validation import resolve
 from triton_relattn._core.within import sum_allowance, within
 from triton_relattn._operators import ops
-from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
+from triton_relattn.testing import Inputs, error_budget, forward_backward, last_place, make_inputs
 
 FURTHER_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -52,20 +52,6 @@ def scaled(inputs: Inputs, deviation: float) -> Inputs:
     return inputs._replace(**{name: quarters(getattr(inputs, name), factor) for name, factor in factors.items()})
 
 
-def farthest(result: torch.Tensor, golden: torch.Tensor) -> torch.Tensor:
-    return (result.double() - golden).nan_to_num(0).abs().max()  # -inf in both is no error
-
-
-def in_another_order(implementation: str, inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
-    """The same results with the dimensions of all vectors, which products sum over, in reverse: rounded in another way, as by
-    another processor."""
-    turned = ("query", "key", "value", "rel_key", "d_out", "rel_query", "rel_value", "rel_p2c")
-    tensors = {name: getattr(inputs, name) for name in turned}
-    reverse = inputs._replace(**{name: tensor.flip(-1) for name, tensor in tensors.items() if tensor is not None})
-    results = results_of(implementation, reverse, **arguments)
-    return {name: tensor.flip(-1) if name.removeprefix("d_") in (*turned, "out") else tensor for name, tensor in results.items()}
-
-
 @pytest.mark.parametrize("length", [11, 67, 200])
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,16 +66,19 @@ def test_error_rule_at_any_scale(kind: str, deviation: float, length: int, block
     if "attn_mask" in arguments:
         generator = torch.Generator().manual_seed(1)
         arguments = {"attn_mask": quarters(torch.randn(1, 3, length, length, generator=generator), deviation**2)}
-    golden = by_hand(inputs, **arguments)
-    references = [results_of("reference", inputs, **arguments), in_another_order("reference", inputs, **arguments)]
+    golden, reference = by_hand(inputs, **arguments), results_of("reference", inputs, **arguments)
     for name, result in results_of("blockwise", inputs, **arguments).items():
         assert result.isfinite().all(), name
-        reference = max((each[name] for each in references), key=lambda each: float(farthest(each, golden[name])))
         if not golden[name].any():  # saturated: a single key has all the attention
             assert not result.any(), name
             continue
         factor = 3 if name.startswith("d_") else 2
-        assert_within_budget(name, result, golden[name], reference, factor=factor, exact_reference=True)
+        # Of few large terms plain torch rounds products and sums: a unit in all, of which luck may hide most.
+        finite = golden[name].isfinite()
+        assert torch.equal(result.isfinite(), finite) and torch.equal(result[~finite].double(), golden[name][~finite])
+        least = (factor + 2) * last_place(float(golden[name][finite].abs().max()), torch.float32)
+        budget = max(error_budget(golden[name], reference[name], torch.float32, factor=factor), least)
+        within(name, (result.double() - golden[name])[finite].abs(), budget)
 
 
 @pytest.mark.parametrize("num_keys", [5, 15, 16, 31, 300])
