@@ -18,6 +18,12 @@ import torch
 from tests.mutants.witnesses import read_witnesses
 
 TESTS = Path(__file__).parent
+SEED_OFFSET = "TRITON_RELATTN_SEED_OFFSET"
+"""Environment variable with a number that is added to the seeds of the tests, see tests/headroom.py."""
+THREADS = "TRITON_RELATTN_TEST_THREADS"
+"""Environment variable with the threads of torch in a test, 1 unless set."""
+PATIENCE = 600.0
+"""Seconds that a test waits for another process: far more than it takes on any machine, however busy. Only failures take long."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton decides when a kernel is decorated whether it is interpreted, so one process cannot do both.
 NOT_HERE = {
@@ -55,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of each test one in N of its cases, and those that have noticed a known fault; no test marked thorough",
     )
     parser.addoption("--rest", action="store_true", help="what --share N leaves out")
+    parser.addoption(
+        "--part", type=int, metavar="K", help="with --share: another one in N of the cases for each K, witnesses or not"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     With --rest, keep all the others.
     """
-    share = config.getoption("--share")
+    share, part = config.getoption("--share"), config.getoption("--part")
     if share == 1:
         return
     witnesses = set(read_witnesses().values())
@@ -73,6 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: set[pytest.Item] = set()
     for group in cases.values():
         group.sort(key=lambda item: (item.nodeid not in witnesses, zlib.crc32(item.nodeid.encode())))
+        if part is not None:
+            count = max(len(group) // share, 1)
+            kept.update(group[(part * count + each) % len(group)] for each in range(count))
+            continue
         kept.update(group[: max(math.ceil(len(group) / share), sum(item.nodeid in witnesses for item in group))])
     if config.getoption("--rest"):
         kept = set(items) - kept
@@ -81,11 +94,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get(THREADS, 1)))
+    if offset := int(os.environ.get(SEED_OFFSET, 0)):
+        shift_seeds(offset)
     # Before anything is collected, and in the environment: what tests start must not read the user's profiles either.
     cache = tempfile.TemporaryDirectory(prefix="triton_relattn-")
     config.add_cleanup(cache.cleanup)
     os.environ["TRITON_RELATTN_CACHE"] = cache.name
+
+
+def shift_seeds(offset: int) -> None:
+    """Add a number to every seed that is set, until the process ends."""
+    seed_all = torch.manual_seed
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(seed + offset)
+
+    torch.Generator = Generator  # type: ignore[misc]
+    torch.manual_seed = lambda seed: seed_all(seed + offset)
 
 
 def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import families
 from bench.families import FAMILIES
 from triton_relattn._core.dropout import keep_scale
+from triton_relattn._core.within import assert_near
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH
 from triton_relattn.integrations.transformers.small.cases import SHARPER
@@ -133,16 +134,14 @@ def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = 
     return ours, stock
 
 
-def assert_same(ours: Results, stock: Results, tolerance: float = 1e-12) -> None:
+def assert_same(ours: Results, stock: Results) -> None:
     """Relative to the largest number of each tensor; of gradients that cancel to nothing, to that of the largest gradient."""
     assert ours.keys() == stock.keys()
     assert len(stock) > 4, "no gradients"
     largest = max(float(each.abs().max()) for name, each in stock.items() if name != "out")
     for name, expected in stock.items():
         assert expected.isfinite().all(), f"{name} of the stock model is not finite"
-        error = float((ours[name] - expected).abs().max())
-        budget = tolerance * max(float(expected.abs().max()), 1e-2 * largest)
-        assert error <= budget, f"{name}: {error:.3e} off, {budget:.3e} allowed"
+        assert_near(name, ours[name], expected, smallest=largest / 100)
 
 
 @contextmanager

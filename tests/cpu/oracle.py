@@ -11,24 +11,14 @@ import pytest
 import torch
 
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._core.within import assert_near
 from triton_relattn.testing import Inputs, dense_gradients, dropout_mask, forward_backward
-
-# Between float64's rounding (2e-16) and float32's (1e-7), equally far from both on a logarithmic scale: a sum of thousands of
-# terms passes, a wrong term or a detour through float32 does not.
-FLOAT64_TOLERANCE = math.sqrt(torch.finfo(torch.float64).eps * torch.finfo(torch.float32).eps)
 
 
 def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal up to float64 rounding, relative to the largest magnitude (at least 1); -inf where -inf is expected."""
     assert actual.dtype == expected.dtype == torch.float64, f"{name}: {actual.dtype}, {expected.dtype}"
-    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    finite = expected.isfinite()
-    assert torch.equal(actual.isfinite(), finite), f"{name}: not finite, or finite, where the other is not"
-    assert torch.equal(actual[~finite], expected[~finite]), f"{name}: {actual[~finite]} is not {expected[~finite]}"
-    if finite.any():
-        error = (actual[finite] - expected[finite]).abs().max().item()
-        tolerance = FLOAT64_TOLERANCE * max(1.0, expected[finite].abs().max().item())
-        assert error <= tolerance, f"{name}: error {error:.3e}, tolerance {tolerance:.3e}"
+    assert_near(name, actual, expected, smallest=1.0)
 
 
 def attend(*tensors: torch.Tensor | None, **arguments: Any) -> Any:

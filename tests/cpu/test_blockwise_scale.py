@@ -16,8 +16,9 @@ from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._blockwise import partition
 from triton_relattn._blockwise.partition import Call
 from triton_relattn._core.validation import resolve
+from triton_relattn._core.within import sum_allowance, within
 from triton_relattn._operators import ops
-from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
+from triton_relattn.testing import Inputs, error_budget, forward_backward, last_place, make_inputs
 
 FURTHER_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -72,7 +73,12 @@ def test_error_rule_at_any_scale(kind: str, deviation: float, length: int, block
             assert not result.any(), name
             continue
         factor = 3 if name.startswith("d_") else 2
-        assert_within_budget(name, result, golden[name], reference[name], factor=factor, exact_reference=True)
+        # Of few large terms plain torch rounds products and sums: a unit in all, of which luck may hide most.
+        finite = golden[name].isfinite()
+        assert torch.equal(result.isfinite(), finite) and torch.equal(result[~finite].double(), golden[name][~finite])
+        least = (factor + 2) * last_place(float(golden[name][finite].abs().max()), torch.float32)
+        budget = max(error_budget(golden[name], reference[name], torch.float32, factor=factor), least)
+        within(name, (result.double() - golden[name])[finite].abs(), budget)
 
 
 @pytest.mark.parametrize("num_keys", [5, 15, 16, 31, 300])
@@ -83,8 +89,8 @@ def test_probabilities_sum_to_one(deviation: float, num_keys: int, block_size: N
     inputs = inputs._replace(value=torch.ones_like(inputs.value), d_out=torch.ones_like(inputs.d_out))
     for arguments in ({}, {"softcap": 1e9}):  # the second does not keep the probabilities
         results = forward_backward(attend, inputs, **arguments)
-        torch.testing.assert_close(results["out"], torch.ones_like(results["out"]), rtol=0, atol=1e-5)
-        torch.testing.assert_close(results["d_value"].sum((2, 3)), torch.full((2, 2), 40.0), rtol=1e-5, atol=0)
+        within("out", (results["out"].double() - 1).abs(), sum_allowance(num_keys, 1.0))
+        within("d_value", (results["d_value"].double().sum((2, 3)) - 40).abs(), sum_allowance(num_keys + 40, 40.0))
 
 
 def test_sequences_of_different_lengths_in_one_block() -> None:

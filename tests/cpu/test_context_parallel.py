@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 
 import triton_relattn
+from tests.conftest import PATIENCE
 from triton_relattn import RelativePositions
+from triton_relattn._core.within import assert_near
+from triton_relattn.testing import assert_within_budget
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
@@ -29,7 +32,8 @@ from triton_relattn._distributed.sharding import Sharding
 from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
 PROCESSES, HEADS, WIDTH = 4, 12, 4
-PATIENCE, TIMEOUT = timedelta(seconds=60), timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=10)
+"""After which ranks give up on one that does not answer: longer than a busy machine takes to let the others begin."""
 WAYS = tuple(itertools.product(("ring", "all_to_all"), ("contiguous", "zigzag")))
 
 
@@ -103,7 +107,7 @@ def differentiated(function: Callable[..., Any], tensors: dict[str, torch.Tensor
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: Any = "") -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+    assert_near(str(what), actual, expected, smallest=1.0)  # which the tensors are: some gradients cancel
 
 
 def sizes_of(total: int, ranks: int, layout: str) -> list[int]:
@@ -367,8 +371,7 @@ def check_half_precision(groups: dict[int, dist.ProcessGroup]) -> None:
     spread = differentiated(distributed.fused_relative_attention, {n: mine(n, t) for n, t in rounded.items()}, options, own_seeds)
     for name, result in spread.items():
         golden = mine(name, exact[name])
-        error, budget = ((each.double() - golden).abs().max() for each in (result, mine(name, one[name])))
-        assert error <= 2 * budget + 2**-7 * golden.abs().max(), (name, float(error), float(budget))
+        assert_within_budget(name, result, golden, mine(name, one[name]), factor=2, exact_reference=True)
 
 
 def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
@@ -412,7 +415,7 @@ def check_rank_that_dies(groups: dict[int, dist.ProcessGroup]) -> None:
         with pytest.raises(RuntimeError):
             distributed.fused_relative_attention(x, x, x, shard_sizes=[64] * PROCESSES, group=group)
         took = time.monotonic() - began
-        assert took < 3 * TIMEOUT.total_seconds(), (kind, took)  # a little more for a machine that is busy
+        assert took < PATIENCE, (kind, took)
 
 
 CHECKS = {
@@ -427,8 +430,10 @@ def worker(rank: int, folder: str, names: Sequence[str]) -> None:
     os.chdir(folder)
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES, timeout=5 * PATIENCE)
-    groups: Any = {ranks: dist.new_group(list(range(ranks)), timeout=PATIENCE) for ranks in range(1, PROCESSES + 1)}
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=PATIENCE))
+    groups: Any = {
+        ranks: dist.new_group(list(range(ranks)), timeout=timedelta(seconds=PATIENCE)) for ranks in range(1, PROCESSES + 1)
+    }
     for name in names:
         check = CHECKS[name]
         try:
@@ -449,7 +454,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     asked = {vars(item)["callspec"].params["name"] for item in request.session.items if item.path == Path(__file__)}
     names = [name for name in CHECKS if name in asked]
     context: Any = torch.multiprocessing.spawn(worker, (str(folder), names), PROCESSES, join=False)
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not context.join(timeout=deadline - time.monotonic()):
         pass  # it returns whenever a process has ended
     for process in context.processes:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import ALL_FEATURES, random_case, random_varlen_case
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, merge_attention, tables
 from triton_relattn._blockwise import partition
+from triton_relattn._core.within import assert_near
 from triton_relattn._operators import ops
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
@@ -155,7 +156,7 @@ def test_another_number_of_threads_in_the_backward(before: int, after: int, monk
     finally:
         torch.set_num_threads(usual)
     for ours, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+        assert_near("ours", ours, expected)
 
 
 MODULES: dict[str, Callable[..., RelativeMultiheadAttention]] = {

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.conftest import PATIENCE
 from triton_relattn import (
     RelativePositions,
     decomposed_relative_attention,
     fused_relative_attention,
     merge_attention,
 )
+from triton_relattn._core.within import assert_near
 from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -69,7 +71,9 @@ def shard(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
 
 
 def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    if isinstance(expected, list):  # of losses
+        actual, expected = (torch.tensor(each, dtype=torch.float64) for each in (actual, expected))
+    assert_near("actual", actual, expected, smallest=1.0)  # which the parameters are: some gradients cancel
 
 
 def check_ddp(rank: int) -> None:
@@ -247,7 +251,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
     torch.save(train(model(), *data()), folder / "expected.pt")
     context: Any = torch.multiprocessing.spawn(worker, (str(folder),), PROCESSES, join=False)
-    context.join(timeout=120)
+    context.join(timeout=PATIENCE)
     for process in context.processes:
         process.kill()
     return folder

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import PATIENCE
+
 pytest.importorskip("triton")
 
 from bench.cases.features import call
@@ -174,7 +176,7 @@ def test_two_processes_tune_at_once(tmp_path: Path) -> None:
         child.stdin.write("\n")
         child.stdin.flush()
     for child in children:
-        child.communicate(timeout=300)
+        child.communicate(timeout=PATIENCE)
         assert child.returncode == 0
     resized = [cases.Case(1, 2, 300, 64).resized(length) for length in (300, 1000, 3000)]
     tasks = tune.tasks_of(resized, configs.KERNELS, ARCH)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from triton_relattn._core.within import assert_near
+
 pytest.importorskip("matplotlib")
 
 from tests.cpu.oracle import assert_same
@@ -77,7 +79,7 @@ def test_figures(name: str, tmp_path: Path) -> None:
     images = [axis.get_images()[0].get_array() for axis in maps.axes[:4]]
     terms = plots.attention_terms(inputs.query, inputs.key, inputs.rel_key, **arguments)
     for image, term in zip((images[0], images[1], images[3]), terms, strict=True):
-        torch.testing.assert_close(torch.as_tensor(image), term[1, 2])
+        assert_near("image", torch.as_tensor(image), term[1, 2])
     lines = plots.attention_by_distance(inputs.query, inputs.key, inputs.rel_key, **arguments)
     assert len(lines.axes[0].get_lines()) == 4 + 2  # heads, their mean, and r = 0
     for figure in (maps, lines):

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import PATIENCE
+
 pytest.importorskip("triton")
 
 from triton_relattn._core import validation
@@ -355,7 +357,7 @@ def test_processes_that_save_at_once_lose_nothing(tmp_path: Path) -> None:
         saver.stdin.write("\n")
         saver.stdin.flush()
     for saver in savers:
-        saver.communicate(timeout=120)
+        saver.communicate(timeout=PATIENCE)
         assert saver.returncode == 0
     assert {key.term_set for key in load_quietly(path)} == {f"{name} {i}" for name in "ab" for i in range(20)}
     assert sorted(tmp_path.glob("profile*")) == [path, tmp_path / "profile.json.lock"]

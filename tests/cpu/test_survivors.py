@@ -9,6 +9,7 @@ from tests.conftest import cut_blocks
 from tests.cpu.oracle import attend
 from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._core import validation
+from triton_relattn._core.within import within
 from triton_relattn._reference import resolved_reference
 from triton_relattn.testing import dense_gradients, forward_backward, make_inputs
 
@@ -41,4 +42,7 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.Monk
     results = forward_backward(attend, inputs)
     for name in ("d_key", "d_value", "d_rel_key"):
         unavoidable = (golden[name].to(dtype).double() - golden[name]).norm()
-        assert 0 < unavoidable and (results[name].double() - golden[name]).norm() <= 1.2 * unavoidable, name
+        assert unavoidable > 0
+        # To round twice would add as much again, in squares. Half of that is allowed.
+        beyond = (results[name].double() - golden[name]).norm() - unavoidable
+        within(f"{name}, beyond rounding", beyond.clamp_min(0), (2**0.5 - 1) / 2 * unavoidable)

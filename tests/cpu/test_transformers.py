@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from triton_relattn._core.within import assert_near, within
+
 pytest.importorskip("transformers")
 
 from bench.families import FAMILIES
@@ -140,7 +142,7 @@ def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
     assert_within_budget("gradients", *together, factor=3)
     error, usual = ((each - together[1]).norm() for each in (together[0], together[2]))
     # Not twice: either's errors depend on the number of threads, and stock's by half.
-    assert error <= 3 * usual, f"norm of the gradients' errors {error:.3e}, of stock {usual:.3e}"
+    within("norm of the gradients' errors", error, 3 * usual)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
     if counts is not None:
         ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
     # Batch normalisation takes the gradient of a bias before it away.
-    assert_same(ours, stock, tolerance=1e-11)
+    assert_same(ours, stock)
 
 
 @every_padding
@@ -185,7 +187,7 @@ def test_dropout_of_positions(name: str, lengths: list[int]) -> None:
         enable(model)
         ours = results(model, given, counts)
     ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
-    assert_same(ours, stock, tolerance=1e-11)
+    assert_same(ours, stock)
 
 
 def test_parakeet_drops_no_even_probabilities() -> None:
@@ -199,8 +201,8 @@ def test_parakeet_drops_no_even_probabilities() -> None:
     trained = attention(states, position_embeddings=positions, attention_mask=mask)[0]
     attention.eval()
     steady = attention(states, position_embeddings=positions, attention_mask=mask)[0]
-    torch.testing.assert_close(trained[:, 6:], steady[:, 6:])
-    assert not torch.allclose(trained[:, :6], steady[:, :6])
+    assert_near("trained", trained[:, 6:], steady[:, 6:])
+    assert not torch.equal(trained[:, :6], steady[:, :6])
 
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -338,8 +340,8 @@ def test_chunks_that_are_all_padding(add_adapter: bool) -> None:
     enable(model)
     ours = output(model, given)
     real_frames = 5 if add_adapter else 20
-    torch.testing.assert_close(ours[0], stock[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(ours[1, :real_frames], stock[1, :real_frames], rtol=0, atol=1e-12)
+    assert_near("ours", ours[0], stock[0])
+    assert_near("ours", ours[1, :real_frames], stock[1, :real_frames])
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_padding_in_longt5s_encoder(lengths: list[int]) -> None:
     given = {"input_ids": torch.randint(1, 50, (2, LENGTH)), "attention_mask": real(lengths)[..., 0].float()}
     stock = output(model, given)
     enable(model)
-    torch.testing.assert_close(output(model, given), stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
+    assert_near("output", output(model, given), stock)
 
 
 DROPPED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
@@ -398,7 +400,7 @@ def test_as_many_probabilities_are_dropped(name: str) -> None:
         setattr(attention, projection, torch.nn.Identity())
     with torch.no_grad():
         sums = attention.train()(torch.ones(100, 12, 32), **given)[0]
-        torch.testing.assert_close(attention.eval()(torch.ones(100, 12, 32), **given)[0], torch.ones_like(sums))
+        assert_near("sums", attention.eval()(torch.ones(100, 12, 32), **given)[0], torch.ones_like(sums))
     assert sums.std() > 0.1
     assert abs(float(sums.mean()) - 1) < 5 * float(sums.std()) / (100 * 12 * 4) ** 0.5
 
@@ -433,7 +435,7 @@ def test_streaming(lookahead: int, masked: bool) -> None:
         enable(model)
         ours = in_pieces()
     assert ours.shape == (2, LENGTH, 32)
-    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-12)
+    assert_near("ours", ours, stock)
 
 
 def test_gemma4_without_a_past() -> None:
@@ -474,7 +476,7 @@ def test_a_sequence_of_padding(name: str) -> None:
         enable(model)
         ours = output(model, given)
     assert stock[1].isnan().any() and ours.isfinite().all()
-    torch.testing.assert_close(ours[0], stock[0], rtol=0, atol=1e-12)
+    assert_near("ours", ours[0], stock[0])
 
 
 @pytest.mark.parametrize("holes", [False, True])
@@ -599,8 +601,8 @@ def test_parts_of_a_sequence_with_a_cache(padding: int) -> None:
         stock = in_pieces()
         enable(model)
         ours, whole = in_pieces(), model(tokens, attention_mask=mask).logits
-    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
-    torch.testing.assert_close(ours[:, padding:], whole[:, padding:], rtol=0, atol=1e-5 * float(stock.abs().max()))
+    assert_near("ours", ours, stock)
+    assert_near("ours", ours[:, padding:], whole[:, padding:])
 
 
 def test_parts_of_a_sequence_with_a_static_cache() -> None:
@@ -625,7 +627,7 @@ def test_parts_of_a_sequence_with_a_static_cache() -> None:
         whole = model(tokens).logits
         enable(model)
         ours, changed = in_pieces(tokens), in_pieces(other)
-    torch.testing.assert_close(ours, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+    assert_near("ours", ours, whole)
     assert torch.equal(changed[:, :39], ours[:, :39]) and not torch.equal(changed[:, 39], ours[:, 39])
 
 
@@ -662,7 +664,7 @@ def test_inkling_inside_the_whole_model(composite: Any, case: str) -> None:
         enabled = enable(composite)
         ours = composite(tokens, **given).logits
     assert list(enabled.values()) == ["InklingModel", "InklingTextModel", "InklingAttention", "InklingAttention"]
-    torch.testing.assert_close(ours, stock, rtol=0, atol=2e-6 * float(stock.abs().max()))
+    assert_near("ours", ours, stock)
 
 
 def test_masks_inside_the_whole_model(composite: Any) -> None:
@@ -722,5 +724,5 @@ def test_all_of_vits() -> None:
         assert enable(model)
         ours = model(tokens, attention_mask=mask)
     assert torch.equal(ours.sequence_lengths, stock.sequence_lengths)
-    torch.testing.assert_close(ours.waveform, stock.waveform, rtol=0, atol=1e-11)
+    assert_near("waveform", ours.waveform, stock.waveform)
     disable(model)

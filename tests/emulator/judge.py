@@ -21,6 +21,7 @@ import torch
 from tests.cases import by_sequence
 from tests.fuzz import budget
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._core.within import record, tolerance_of
 from triton_relattn.testing import (
     Inputs,
     dense_gradients,
@@ -34,7 +35,7 @@ from triton_relattn.testing import (
 from .calls import DROPOUT_SEED, Call, of_each
 
 TABLES = ("rel_key", "rel_value", "rel_bias")
-CANCELLED = 1e-9
+CANCELLED = tolerance_of(torch.float64)
 """Share of the largest gradient below which one is only what is left where terms cancel."""
 
 
@@ -46,6 +47,10 @@ class Ratio(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.rule})"
+
+
+def ratio(name: str, error: torch.Tensor | float, allowance: torch.Tensor | float, rule: str) -> Ratio:
+    return Ratio(record(f"{name} ({rule})", error, allowance)[0], rule)
 
 
 def results_of(call: Call, implementation: str | None) -> dict[str, torch.Tensor]:
@@ -128,17 +133,17 @@ class Judge:
         largest = float(errors.max())
         is_cancelled = is_gradient and float(golden.abs().max()) < CANCELLED * self.largest_gradient
         if is_gradient and self.dtype == torch.float32 and not self.is_tf32:
-            yield Ratio(float(errors.norm()) / float32_gradient_budget(golden, self.gradients), "norm")
+            yield ratio(name, float(errors.norm()), float32_gradient_budget(golden, self.gradients), "norm")
         elif is_cancelled:
-            yield Ratio(largest / (10 * torch.finfo(self.dtype).eps * self.largest_gradient), "plain")
+            yield ratio(name, largest, 10 * torch.finfo(self.dtype).eps * self.largest_gradient, "plain")
         else:
             factor = 3 if is_gradient else 4 if self.dtype == torch.float32 else 2
             allowance = error_budget(golden, self.reference[name], result.dtype, factor=factor)
-            yield Ratio(largest / allowance, "plain")
+            yield ratio(name, largest, allowance, "plain")
         table = name.removeprefix("d_")
         if table in TABLES and self.dtype != torch.float32 and not self.is_packed and not is_cancelled:
             exact, allowance = table_gradient_budget(self.call.inputs, table=table, **self.call.arguments, keep=self.keep)
             if allowance > 0:  # else rounding changes nothing
-                yield Ratio(float((result.double() - exact).abs().max()) / allowance, "table")
+                yield ratio(name, float((result.double() - exact).abs().max()), allowance, "table")
         if name in self.elements:
-            yield Ratio(float((errors / self.elements[name]).max()), "element")
+            yield ratio(name, errors, self.elements[name], "element")

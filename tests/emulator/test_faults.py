@@ -33,7 +33,8 @@ def is_caught(target: str, planted: Planted, right: torch.Tensor) -> bool:
     except UnknownPTX:
         return True
     report = launches[0].report
-    return bool(report.errors) or not report.finished or not torch.allclose(results.float(), right.float(), rtol=0.02, atol=0.02)
+    differ = (results.float() - right.float()).abs() > 0.02 * (1 + right.float().abs())
+    return bool(report.errors) or not report.finished or bool((differ | ~results.isfinite()).any())
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

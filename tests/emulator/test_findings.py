@@ -10,6 +10,7 @@ import torch
 
 from tests.emulator.handwritten import SHARED_BASE, execute
 from tests.emulator.machine import Report, kinds
+from triton_relattn._core.within import assert_near
 
 SEEDS = range(6)
 """Seeds of the order in which warps take turns. The findings must not depend on it."""
@@ -277,7 +278,7 @@ def test_wgmma(seed: int) -> None:
     report = execute(PRODUCTS["right"][1], [operands, results], warps=4, seed=seed)
     assert not report.findings
     product = results.permute(0, 3, 1, 2, 4).reshape(64, 8)
-    torch.testing.assert_close(product, (left.double() @ right.double().T).float(), rtol=1e-6, atol=1e-6)
+    assert_near("product", product, (left.double() @ right.double().T).float())
 
 
 def test_every_kind_is_tested() -> None:

@@ -12,6 +12,7 @@ import torch
 from bench.compiled import HOOK_IS_IN_KEYS, recorded_launches
 from tests.emulator import small_kernels as small
 from tests.emulator.device import TARGETS, Emulated, emulated
+from triton_relattn._core.within import assert_near, within
 
 KINDS = ("sm_80", "sm_90")
 """mma.sync and wgmma; the others of TARGETS differ little from the first."""
@@ -50,7 +51,7 @@ def test_softmax(target: str) -> None:
     with emulated(target) as launches:
         small.softmax[(5,)](x, y, 300, 300, BLOCK=512)
     assert_clean(launches)
-    torch.testing.assert_close(y, x.softmax(1), rtol=1e-6, atol=1e-6)
+    assert_near("y", y, x.softmax(1))
 
 
 @pytest.mark.parametrize("target", KINDS)
@@ -98,6 +99,8 @@ def test_transpose(target: str) -> None:
     assert torch.equal(y, x.T)
 
 
+TF32 = 2.0**-10
+"""Its unit: of ten bits behind the point."""
 MATMULS = [
     # dtype, precision, right matrix transposed, block_m, block_n, block_k, warps, stages
     (torch.bfloat16, "ieee", False, 64, 64, 32, 4, 1),
@@ -142,9 +145,9 @@ def check_matmul(target: str, dtype: torch.dtype, precision: str, transposed: bo
     assert_clean(launches)
     product = a.double() @ (b.T if transposed else b).double()
     # Of numbers rounded down to TF32: twice its unit, of each product. Otherwise sums in float32 of exact products.
-    unit = 2**-10 if precision == "tf32" else 2**-22
+    unit = TF32 if precision == "tf32" else 2 * torch.finfo(torch.float32).eps
     allowance = 2 * unit * (a.double().abs() @ (b.T if transposed else b).double().abs())
-    assert ((c - product).abs() <= allowance).all()
+    within("product", (c - product).abs(), allowance)
     return launches
 
 
@@ -200,8 +203,9 @@ def test_attention(target: str, dtype: torch.dtype) -> None:
         small.attention[(4,)](q, k, v, o, length, D=width, BLOCK_M=64, BLOCK_N=64, num_stages=2)
     assert_clean(launches)
     probs = ((q.double() @ k.double().T) * 0.6931471805599453).softmax(1)
-    unit = torch.finfo(dtype).eps if dtype != torch.float32 else 2**-10  # TF32 is the default
-    assert (o - probs @ v.double()).abs().max() <= 4 * unit
+    unit = torch.finfo(dtype).eps if dtype != torch.float32 else TF32  # the default
+    # Of P, of V in TF32, of out, and of the sum: a unit each, of values that are as large as the largest.
+    within("out", (o - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
 
 
 @pytest.mark.parametrize("target", KINDS)

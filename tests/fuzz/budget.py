@@ -16,6 +16,7 @@ from tests.cases import unpacked
 from triton_relattn import RelativePositions
 from triton_relattn._core.dropout import keep_scale
 from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn._core.within import within
 from triton_relattn.testing import Inputs, dense_gradients
 
 UNITS = 16
@@ -239,11 +240,15 @@ def assert_within(name: str, actual: torch.Tensor, golden: torch.Tensor, budget:
     golden = golden.masked_fill(infinite, 0)
     budget = budget + info.eps * golden.abs() + info.tiny * (1 if info.bits >= 32 else info.eps)
     result = actual.detach().double().masked_fill(infinite & (actual == -math.inf), 0)
-    wrong = ~((result - golden).abs() <= budget) & (golden.abs() + budget <= info.max)
-    if wrong.any():
+    representable = golden.abs() + budget <= info.max
+
+    def message() -> str:
+        wrong = ~((result - golden).abs() <= budget) & representable
         where = tuple(wrong.nonzero()[0].tolist())
         exact = -math.inf if infinite[where] else golden[where].item()
-        raise AssertionError(
+        return (
             f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first at {where}: "
             f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
         )
+
+    within(name, (result - golden).abs()[representable], budget[representable], message)

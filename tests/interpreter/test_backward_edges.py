@@ -26,6 +26,7 @@ from tests.interpreter.launch import (
     run_backward,
 )
 from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn._core.within import within
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
@@ -89,7 +90,7 @@ def test_one_table_row_reaches_only_its_diagonal(r: int, tiles: Any) -> None:
     assert on_diagonal.any() and torch.equal(d_query.any(-1), on_diagonal)
     expected = 0.25 * d_scores[i[on_diagonal], j[on_diagonal]][:, None] * table[r + 60].double()
     budget = rounding_budget(inputs, **arguments)["d_query"][0, 0, on_diagonal]
-    assert ((d_query[on_diagonal].double() - expected).abs() <= budget).all()
+    within("d_query", (d_query[on_diagonal].double() - expected).abs(), budget)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,8 @@ def test_one_tensor_as_several_inputs(same: str) -> None:
     (gradient,) = torch.autograd.grad(results, shared, (inputs.d_out, inputs.d_lse))
     golden, budgets = dense_gradients(inputs)._asdict(), rounding_budget(inputs)
     expected, budget = (sum(each[f"d_{name}"] for name in names) for each in (golden, budgets))
-    assert isinstance(expected, torch.Tensor) and ((gradient.double() - expected).abs() <= budget).all()
+    assert isinstance(expected, torch.Tensor)
+    within("gradient", (gradient.double() - expected).abs(), budget)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "rel_key", "out"])
@@ -401,5 +403,5 @@ def test_number_of_splits(per_head: bool, kind: str, monkeypatch: pytest.MonkeyP
         found.append(results["d_rel_key"])
     for other in found[1:]:
         # The budget has a unit of the sum of all magnitudes; the order of four summands moves the sum by at most four.
-        assert ((other - found[0]).abs() <= 4 * budget).all()
+        within("another order", (other - found[0]).abs(), 4 * budget)
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number did reach the launch

@@ -12,6 +12,7 @@ import torch
 from tests.cases import one_hot_case
 from tests.interpreter.launch import check, resolve, run
 from triton_relattn import fused_relative_attention
+from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
@@ -45,8 +46,9 @@ def test_one_table_row_moves_only_its_diagonal(r: int, query_offset: int) -> Non
     moved = (inputs.query @ table[r + 20] / 4).double()[..., None].expand_as(logits)
     rounding = 16 * torch.finfo(torch.float32).eps * max(plain_logits.abs().max().item(), logits.abs().max().item())
     difference = logits - plain_logits
-    assert (difference[diagonal] - moved[diagonal]).abs().max() <= rounding < moved[diagonal].abs().max()
-    assert difference[~diagonal].abs().max() <= rounding
+    assert rounding < moved[diagonal].abs().max()
+    within("diagonal", (difference[diagonal] - moved[diagonal]).abs(), rounding)
+    within("beside it", difference[~diagonal].abs(), rounding)
 
 
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
@@ -136,8 +138,8 @@ def test_large_logits_in_float16(logit: float, spread: float, num_keys: int) -> 
     # A logit's rounding to float32 scales a probability by as much; rounding to float16 ends it.
     logit_rounding = abs(logit) * torch.finfo(torch.float32).eps
     half = torch.finfo(torch.float16).eps
-    assert (lse.double() - exact_lse).abs().max() <= 4 * logit_rounding
-    assert (out.double() - exact_out).abs().max() <= (8 * logit_rounding + 2 * half) * exact_out.abs().max()
+    within("lse", (lse.double() - exact_lse).abs(), 4 * logit_rounding)
+    within("out", (out.double() - exact_out).abs(), (8 * logit_rounding + 2 * half) * exact_out.abs().max())
 
 
 def test_nan_does_not_leak() -> None:

@@ -29,6 +29,7 @@ from bench.gpu.report import COLUMNS, PACKED, RESULTS, Outcome, Report, outcome_
 from bench.gpu.variants import Group
 from bench.measure import timing
 from bench.report.rows import Table, read, stamp
+from tests.conftest import PATIENCE
 from triton_relattn.kernels import profiles
 from triton_relattn.kernels.configs import TileConfig
 
@@ -333,11 +334,11 @@ def test_interrupted_with_several_processes(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [*COMMAND, "--results", str(tmp_path), "--jobs", "1", "--parts", "variants,configs", "--seconds", "600"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not (tmp_path / "results.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, output
     assert "interrupted\n" in output and "0 of 1 parts failed" in output
     rows = read(tmp_path / "results.csv")
@@ -355,11 +356,11 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     command = [*COMMAND, "--results", str(tmp_path), "--here", str(tmp_path / "raw"), "--parts", "sanitizer"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not number.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
 

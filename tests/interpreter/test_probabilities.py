@@ -14,6 +14,7 @@ import torch
 
 from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
 from triton_relattn import RelativePositions
+from triton_relattn._core.within import sum_allowance, within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
@@ -75,14 +76,14 @@ def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, m
     for name in ("out", "d_value", "d_rel_value"):
         if name in results:
             off = float((results[name].double() - golden[name]).abs().max())
-            assert off <= last_place(float(golden[name].abs().max()), torch.float16), name
+            within(name, off, last_place(float(golden[name].abs().max()), torch.float16))
     # dP - delta is 0 but for float32's rounding of both; every gradient is a sum of at most LENGTH products with it.
     d_probs = float((inputs.d_out.abs().sum(-1).max() * (inputs.value.abs().max() + 5)).float())
     factors = [tensor for tensor in (inputs.query, inputs.key, inputs.rel_key, inputs.rel_query) if tensor is not None]
     largest = max(1.0, *(float(tensor.abs().max()) for tensor in factors))
     for name in GRADIENTS:
         if name in results and "value" not in name:
-            assert float(results[name].abs().max()) <= 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest, name
+            within(name, results[name].abs().max(), 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest)
 
 
 def of_deviation(inputs: Inputs, deviation: float) -> Inputs:
@@ -120,4 +121,5 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
     softmax_stats[:, :, 0] -= 4e-7 * softmax_stats[:, :, 0].abs()
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)
     assert all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
-    assert (gradients[2].abs() <= 1.001 * inputs.d_out.abs().sum(2, keepdim=True)).all()
+    most = inputs.d_out.abs().sum(2, keepdim=True).double()
+    within("d_value beyond", (gradients[2].double().abs() - most).clamp_min(0), sum_allowance(40, most))

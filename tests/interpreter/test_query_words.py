@@ -14,6 +14,7 @@ from tests.interpreter.launch import all_gradients, check_every_term, resolve, r
 from tests.interpreter.test_workspace import CALLS, SEVERAL_HEADS, TILES, call_of, plans, tile
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import tails
+from triton_relattn._core.within import within
 from triton_relattn._operators.ops import KEEPING_TAIL
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import deltas
@@ -104,7 +105,7 @@ def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(tails, "FEWEST_QUERIES", fewest)
             found = all_gradients(inputs, OF_TILES["tall"], **arguments)["d_query"].double().sum(2)
             errors.append(float((found - golden).norm()))
-        assert errors[0] <= 1.5 * errors[1], (seed, errors)
+        within(f"sum, seed {seed}", errors[0], 1.5 * errors[1])
     assert all(plan is not None for plan in plans)
 
 
@@ -258,6 +259,10 @@ def test_delta(scale: float, guarded_kernels: list[Launch]) -> None:
     expected = (golden * exact.d_out).sum(-1)
     rounded = (out.double() * exact.d_out).sum(-1)
     # What rounding the probabilities once costs: the error of a mean of values, relative to the largest of them.
-    allowed = 2**-11 * scale * exact.d_out.abs().sum(-1) + 2.0**-32 * exact.d_out.abs().sum(-1)
-    assert ((found.double() + exact.d_lse - expected).abs() <= allowed + 1e-6 * exact.d_lse.abs()).all()
+    # The tail of a subnormal number has 8 more bits than that.
+    half = torch.finfo(torch.float16)
+    allowed = (half.eps / 2 * scale + half.smallest_normal * half.eps / 2**8) * exact.d_out.abs().sum(-1)
+    within(
+        "delta", (found.double() + exact.d_lse - expected).abs(), allowed + 4 * torch.finfo(torch.float32).eps * exact.d_lse.abs()
+    )
     assert (rounded + 0 * found).isfinite().all() and launched(guarded_kernels) == ["delta"]

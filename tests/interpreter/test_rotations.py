@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tests.interpreter.launch import all_gradients, check_every_term, round_terms
 from triton_relattn import RelativePositions
+from triton_relattn._core.within import assert_near, within
 from triton_relattn.kernels.arguments import Tile
 from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
@@ -158,7 +159,7 @@ def test_kernels(
     results = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry), **arguments)
     for name, result in results.items():
         apart = float((result.double() - gathered[name].double()).abs().max())
-        assert apart <= 2 * last_place(float(gathered[name].abs().max()), result.dtype), name
+        within(name, apart, 2 * last_place(float(gathered[name].abs().max()), result.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -178,7 +179,7 @@ def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     round_terms(monkeypatch, True)
     packed = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry))
     for name, result in packed.items():
-        assert (result - gathered[name]).norm() <= 1e-5 * gathered[name].norm(), name
+        assert_near(name, result, gathered[name])
 
 
 def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tests.interpreter.launch import check, check_every_term, run, run_backward
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
+from triton_relattn._core.within import within
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import make_inputs
@@ -118,16 +119,19 @@ def test_every_alignment_of_a_window() -> None:
         check_every_term(inputs, SMALL, positions=positions, window_size=(3, 2), query_offset=shift)
 
 
+TERMS = 3000
+
+
 def test_long_sums_are_rounded_once() -> None:
     """Sums over thousands of keys or queries in float16, of numbers of one sign: plain torch's error would hide that of a sum
     that is rounded at every tile. All probabilities are equal, so that nothing but the sum is rounded."""
     tiles = dict.fromkeys(configs.KERNELS, TileConfig(16, 16, 4, 1))
-    inputs = make_inputs(1, 1, 3, 3000, 16, num_rows=None, dtype=torch.float16, seed=3)
+    inputs = make_inputs(1, 1, 3, TERMS, 16, num_rows=None, dtype=torch.float16, seed=3)
     inputs = inputs._replace(query=torch.zeros_like(inputs.query), value=1 + inputs.value.abs() / 8)
     out, _ = run(inputs, tiles["forward"])
     assert_rounded_once(out, inputs.value.double().mean(2, keepdim=True).expand(out.shape))
 
-    inputs = make_inputs(1, 1, 3000, 1, 16, num_rows=None, dtype=torch.float16, seed=3)
+    inputs = make_inputs(1, 1, TERMS, 1, 16, num_rows=None, dtype=torch.float16, seed=3)
     inputs = inputs._replace(d_out=1 + inputs.d_out.abs() / 8)
     d_value = run_backward(inputs, tiles, wanted=("d_value",))["d_value"]
     assert d_value is not None
@@ -135,6 +139,8 @@ def test_long_sums_are_rounded_once() -> None:
 
 
 def assert_rounded_once(result: torch.Tensor, exact: torch.Tensor) -> None:
-    """Half a unit in the last place, and a hundredth for what float32 rounds."""
+    """Half a unit in the last place, and what float32 rounds: half a unit of each partial sum, which are half of the whole on
+    average. There is a factor of two to spare."""
     units = torch.finfo(result.dtype).eps * 2 ** exact.abs().log2().floor()
-    assert ((result.double() - exact).abs() <= 0.51 * units).all()
+    beyond = (result.double() - exact).abs() - units / 2
+    within("sum, beyond half a unit", beyond.clamp_min(0), TERMS // 16 * torch.finfo(torch.float32).eps / 2 * exact.abs())
