@@ -53,6 +53,18 @@ OF_KEY_TERMS = (
         (Change(DKV, "key_table, key_lowest, key_highest, KEY_TILE", "key_table, -last, -first, KEY_TILE"),),
     ),
     Fault(
+        "key-terms-of-rows-for-no-keys",
+        "a sequence without keys takes rows for reached: d_key is NaN if they are",
+        (f"{ON_KEY_TERMS}::test_nan_that_only_an_empty_sequence_would_reach[padded]",),
+        (Change(KEY_TERMS, "(first_key <= last_key) & (place.num_queries > 0), ", "place.num_queries > 0, "),),
+    ),
+    Fault(
+        "key-terms-of-rows-for-no-queries",
+        "a packed sequence without queries takes rows for reached: d_key is NaN if they are",
+        (f"{ON_KEY_TERMS}::test_nan_that_only_an_empty_sequence_would_reach[packed]",),
+        (Change(KEY_TERMS, "(first_key <= last_key) & (place.num_queries > 0), ", "first_key <= last_key, "),),
+    ),
+    Fault(
         "key-terms-in-the-order-of-the-tile",
         "d_key is stored as if its keys stood in the order of the tile's columns",
         RANDOM,
