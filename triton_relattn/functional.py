@@ -64,7 +64,7 @@ class OptionsVarlen(TypedDict, total=False):
     positions: RelativePositions | None
     is_causal: bool
     window_size: tuple[int, int] | None
-    query_offset: int | torch.Tensor
+    query_offset: int | torch.Tensor | None
     dropout_p: float
     scale: float | None
     rel_scale: float | None
@@ -124,7 +124,7 @@ def fused_relative_attention(
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
+    query_offset: int | torch.Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rel_scale: float | None = None,
@@ -310,7 +310,7 @@ def fused_relative_attention_varlen(
     positions: RelativePositions | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
+    query_offset: int | torch.Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rel_scale: float | None = None,
