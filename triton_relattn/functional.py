@@ -170,7 +170,7 @@ def fused_relative_attention(
             outside are not computed. All masks combine: a key is seen if none hides it.
         query_offset: query i stands at key position i + query_offset; an int, (B,) int32 or int64, or a 0-d tensor. 0 aligns
             the upper left corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right
-            one (a key-value cache).
+            one (a key-value cache, as FlashAttention does). None is 0, but a causal call with fewer queries than keys warns.
         dropout_p: dropout probability of the attention weights; those kept are multiplied by 1 / (1 - dropout_p). The choice of
             weights depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
             inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
@@ -206,9 +206,11 @@ def fused_relative_attention(
         NotImplementedError: ``implementation="triton"`` where it cannot run, with the reason.
 
     Warns, once each:
-        RuntimeWarning: a GPU gets "blockwise" by default. A long table does not cover the call (see positions). Dimensions
-            seem to be in the order (B, N, H, D): there are more heads than positions, and either more than 256 heads, or as
-            many as the positions that the table covers.
+        RuntimeWarning: a GPU gets "blockwise" by default.
+        UserWarning: the call is hardly meant. A causal call has fewer queries than keys, but no query_offset. A long table does
+            not cover the call (see positions). Dimensions seem to be in the order (B, N, H, D): there are more heads than
+            positions, and either more than 256 heads, or as many as the positions that the table covers, or at least 32, more
+            than twice the positions, with a table that heads share.
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",

@@ -209,7 +209,7 @@ SCALES: dict[str, tuple[float, dict[str, Any], dict[str, Any], float]] = {
 @pytest.mark.parametrize("rotation", ["gather", "registers"])
 @pytest.mark.parametrize("case", SCALES)
 def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divided by a scale near 0 all terms lie beyond float16's range, by a large one most are lost below it: they stay float32."""
+    """Divided by a scale near 0 all lie beyond float16's range, by a large one most are lost below it: they stay float32."""
     scale, shape, arguments, of_bias = SCALES[case]
     inputs = make_inputs(1, 2, 50, 60, 16, dtype=torch.float32, seed=3, **shape)
     inputs = inputs._replace(rel_bias=None if inputs.rel_bias is None else of_bias * inputs.rel_bias)
