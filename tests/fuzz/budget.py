@@ -107,7 +107,7 @@ def magnitudes(
     z, z_error = logits(exact, scale, rel_scale), unit * logits(sizes, abs(scale) + SMALLEST_SCALE, abs(rel_scale))
     if precision.terms and SCALES_THAT_ROUND[0] <= abs(scale) <= SCALES_THAT_ROUND[1]:
         half = torch.finfo(torch.float16)
-        z_error = z_error + half.eps * logits(sizes, 0.0, abs(rel_scale)) + half.smallest_subnormal * abs(scale)
+        z_error = z_error + half.eps * logits(sizes, 0.0, abs(rel_scale)) + half.tiny * half.eps * abs(scale)
     slope, slope_error = torch.ones_like(z), torch.zeros_like(z)
     if softcap is not None:
         limited = torch.tanh(z / softcap)
