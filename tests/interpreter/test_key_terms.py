@@ -191,7 +191,7 @@ def test_nan_that_no_query_sees(case: str, limit: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
-    """A sequence that has no keys, or packed one that has no queries, reaches no row, whatever its offset."""
+    """A sequence that has no keys, or packed one that has no queries, reaches no row, whatever its offset. Its keys may be NaN."""
     inputs = p2c_inputs((2, 1, 40, 40), num_rows=21, rel_key=False)
     arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10), "query_offset": torch.tensor([60, -60])}
     if packed:
@@ -206,7 +206,11 @@ def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
     assert inputs.rel_p2c is not None
     spoilt = inputs.rel_p2c.clone()
     spoilt[:-1] = math.nan  # all keys of the other sequence are in the far future
-    results, expected = (all_gradients(each, SMALL, **arguments) for each in (inputs._replace(rel_p2c=spoilt), inputs))
+    key, value = inputs.key.clone(), inputs.value.clone()
+    for keys in (key, value):
+        keys[: 40 if packed else 1] = math.nan
+    with_nan = inputs._replace(key=key, value=value, rel_p2c=spoilt)
+    results, expected = (all_gradients(each, SMALL, **arguments) for each in (with_nan, inputs))
     assert_bit_equal(results, expected)
 
 

@@ -129,7 +129,7 @@ def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
     highest < lowest if there are none."""
     first_key, last_key = tl.maximum(key_start, place.first_key), tl.minimum(key_start + TILE.block_n, place.num_keys) - 1
     lowest = first_key - (place.num_queries - 1) - place.query_offset
-    highest = tl.where((first_key <= last_key) & (place.num_queries > 0), last_key - place.query_offset, lowest - 1)
+    highest = tl.where(first_key <= last_key, last_key - place.query_offset, lowest - 1)
     if window[0] is not None:
         lowest = tl.maximum(lowest, -window[0])
     if window[1] is not None:

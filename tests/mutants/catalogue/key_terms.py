@@ -10,6 +10,7 @@ from .places import (
     FAR_KEYS,
     FORWARD,
     KEY_TERMS,
+    MASKING,
     ON_KEY_TERMS,
     ON_WORKSPACE,
     TABLE_ENDS,
@@ -56,13 +57,19 @@ OF_KEY_TERMS = (
         "key-terms-of-rows-for-no-keys",
         "a sequence without keys takes rows for reached: d_key is NaN if they are",
         (f"{ON_KEY_TERMS}::test_nan_that_only_an_empty_sequence_would_reach[padded]",),
-        (Change(KEY_TERMS, "(first_key <= last_key) & (place.num_queries > 0), ", "place.num_queries > 0, "),),
+        (
+            Change(
+                KEY_TERMS,
+                "tl.where(first_key <= last_key, last_key - place.query_offset, lowest - 1)",
+                "last_key - place.query_offset",
+            ),
+        ),
     ),
     Fault(
         "key-terms-of-rows-for-no-queries",
-        "a packed sequence without queries takes rows for reached: d_key is NaN if they are",
+        "keys of a packed sequence without queries are read, and rows taken for reached: gradients are NaN if these are",
         (f"{ON_KEY_TERMS}::test_nan_that_only_an_empty_sequence_would_reach[packed]",),
-        (Change(KEY_TERMS, "(first_key <= last_key) & (place.num_queries > 0), ", "first_key <= last_key, "),),
+        (Change(MASKING, "tl.where(num_queries > 0, key_rows, 0)", "key_rows"),),
     ),
     Fault(
         "key-terms-in-the-order-of-the-tile",
