@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume
 
-from tests.fuzz.case import Broken, NotApplicable
+from tests.fuzz.case import Broken, Case, NotApplicable
 from tests.fuzz.properties import check, check_broken
 from tests.fuzz.strategies import broken, cases, explore
 

@@ -191,7 +191,7 @@ def test_nan_that_no_query_sees(case: str, limit: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
-    """A sequence that has no keys, or packed one that has no queries, reaches no row, whatever its offset. Its keys may be NaN."""
+    """A sequence that has no keys, or packed one without queries, reaches no row, whatever its offset. Its keys may be NaN."""
     inputs = p2c_inputs((2, 1, 40, 40), num_rows=21, rel_key=False)
     arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10), "query_offset": torch.tensor([60, -60])}
     if packed:
