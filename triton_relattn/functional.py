@@ -64,7 +64,7 @@ class OptionsVarlen(TypedDict, total=False):
     positions: RelativePositions | None
     is_causal: bool
     window_size: tuple[int, int] | None
-    query_offset: int | torch.Tensor
+    query_offset: int | torch.Tensor | None
     dropout_p: float
     scale: float | None
     rel_scale: float | None
@@ -124,7 +124,7 @@ def fused_relative_attention(
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
+    query_offset: int | torch.Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rel_scale: float | None = None,
@@ -170,7 +170,7 @@ def fused_relative_attention(
             outside are not computed. All masks combine: a key is seen if none hides it.
         query_offset: query i stands at key position i + query_offset; an int, (B,) int32 or int64, or a 0-d tensor. 0 aligns
             the upper left corner as ``torch.nn.functional.scaled_dot_product_attention`` does, ``Nk - Nq`` the lower right
-            one (a key-value cache).
+            one (a key-value cache, as FlashAttention does). None is 0, but a causal call with fewer queries than keys warns.
         dropout_p: dropout probability of the attention weights; those kept are multiplied by 1 / (1 - dropout_p). The choice of
             weights depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
             inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
@@ -206,9 +206,11 @@ def fused_relative_attention(
         NotImplementedError: ``implementation="triton"`` where it cannot run, with the reason.
 
     Warns, once each:
-        RuntimeWarning: a GPU gets "blockwise" by default. A long table does not cover the call (see positions). Dimensions
-            seem to be in the order (B, N, H, D): there are more heads than positions, and either more than 256 heads, or as
-            many as the positions that the table covers.
+        RuntimeWarning: a GPU gets "blockwise" by default.
+        UserWarning: the call is hardly meant. A causal call has fewer queries than keys, but no query_offset. A long table does
+            not cover the call (see positions). Dimensions seem to be in the order (B, N, H, D): there are more heads than
+            positions, and either more than 256 heads, or as many as the positions that the table covers, or at least 32, more
+            than twice the positions, with a table that heads share.
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",
@@ -310,7 +312,7 @@ def fused_relative_attention_varlen(
     positions: RelativePositions | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
+    query_offset: int | torch.Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rel_scale: float | None = None,

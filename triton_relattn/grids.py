@@ -14,7 +14,7 @@ from ._core.dropout import draw_seed, keep_mask, keep_scale
 from ._core.dtypes import compute_dtype, without_autocast
 from ._core.grids import GridTensors, grid_terms
 from ._core.implementations import choose_implementation
-from ._core.validation import check_operand
+from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._operators.grids import grid_attention
 from .functional import _autocast
 
@@ -84,11 +84,8 @@ def decomposed_relative_attention(
         torch.Size([1, 2, 24, 16])
     """
     query, key, value, rel_pos_h, rel_pos_w = _autocast(query, key, value, rel_pos_h, rel_pos_w)
-    key_grid = grid if key_grid is None else key_grid
-    _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid)
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
+    dropout_p = check_probability("dropout_p", dropout_p)
     implementation = choose_implementation(implementation, query, value)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     if implementation != "reference":
@@ -136,9 +133,7 @@ def append_decomposed_positions(
         >>> torch.nn.functional.scaled_dot_product_attention(wide_q, wide_k, v, scale=1.0).shape
         torch.Size([1, 2, 24, 16])
     """
-    key_grid = grid if key_grid is None else key_grid
-    _check(query, key, key, rel_pos_h, rel_pos_w, grid, key_grid)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grid, key_grid, scale = _check(query, key, key, rel_pos_h, rel_pos_w, grid, key_grid, scale)
     tensors = GridTensors(query, key, key, *_tables(rel_pos_h, rel_pos_w, grid, key_grid))
     prefix, terms = tensors.prefix, grid_terms(tensors.by_place(query), tensors.rel_h, tensors.rel_w)
     of_rows, of_columns = (torch.nn.functional.pad(each.flatten(2, 3), (0, 0, prefix, 0)) for each in terms)
@@ -195,17 +190,24 @@ def _check(
     rel_pos_h: torch.Tensor,
     rel_pos_w: torch.Tensor,
     grid: Grid,
-    key_grid: Grid,
-) -> None:
-    """Raise ValueError or TypeError if the arguments are not as :func:`decomposed_relative_attention` wants them."""
+    key_grid: Grid | None,
+    scale: float | None,
+) -> tuple[Grid, Grid, float]:
+    """Return grid, key_grid and scale, with every default filled in.
+
+    Raises:
+        ValueError, TypeError: the arguments are not as :func:`decomposed_relative_attention` wants them.
+    """
     named: dict[str, Any] = {"query": query, "key": key, "value": value, "rel_pos_h": rel_pos_h, "rel_pos_w": rel_pos_w}
     for name, tensor in named.items():
         check_operand(name, tensor, query)
     for name, tensor in tuple(named.items())[:3]:
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, width), got {tuple(tensor.shape)}")
+    grid = check_pair("grid", "(height, width)", grid)
+    key_grid = grid if key_grid is None else check_pair("key_grid", "(height, width)", key_grid)
     for name, sides in (("grid", grid), ("key_grid", key_grid)):
-        if len(sides) != 2 or min(sides) < 1:
+        if min(sides) < 1:
             raise ValueError(f"{name} must be a height and a width, at least 1 each, got {sides!r}")
     batch, heads, num_queries, width = query.shape
     prefix = num_queries - grid[0] * grid[1]
@@ -222,3 +224,4 @@ def _check(
     for name, table in tuple(named.items())[3:]:
         if table.dim() != 2 or table.shape[0] < 1 or table.shape[1] != width:
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
+    return grid, key_grid, width**-0.5 if scale is None else check_number("scale", scale)

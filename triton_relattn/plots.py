@@ -67,7 +67,7 @@ def attention_by_distance(query: torch.Tensor, key: torch.Tensor, rel_key: torch
         A matplotlib Figure with one axis.
     """
     *_, probs = attention_terms(query, key, rel_key, **arguments)
-    found = mean_by_distance(probs, arguments.get("query_offset", 0))
+    found = mean_by_distance(probs, arguments.get("query_offset"))
     distances, means = (tensor.numpy(force=True) for tensor in found)
     figure, (axis,) = _figure(1, 1, (7.5, 4.1))
     for line in means:
@@ -89,7 +89,7 @@ def attention_terms(
     rel_bias: torch.Tensor | None = None,
     rel_p2c: torch.Tensor | None = None,
     positions: RelativePositions | None = None,
-    query_offset: int | torch.Tensor = 0,
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     rel_scale: float | None = None,
     **others: Any,
@@ -111,6 +111,7 @@ def attention_terms(
     call = {"positions": positions, "query_offset": query_offset, "scale": scale, "rel_scale": rel_scale, **others}
     identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
     _, spec = validation.resolve(query, key, identity, rel_key, **terms, **call)
+    query_offset = call["query_offset"] = 0 if query_offset is None else query_offset
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key, identity = (tensor.detach().to(dtype) for tensor in (query, key, identity))
@@ -127,10 +128,10 @@ def attention_terms(
     return content, position, probs
 
 
-def mean_by_distance(probs: torch.Tensor, query_offset: int | torch.Tensor = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_by_distance(probs: torch.Tensor, query_offset: int | torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the relative positions that occur, (R,), and their mean probability in each head, (H, R), over all pairs."""
     batch, heads, num_queries, num_keys = probs.shape
-    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset or 0
     distance = torch.arange(num_keys, device=probs.device) - torch.arange(num_queries, device=probs.device)[:, None] - offset
     distance = distance.expand(batch, 1, -1, -1)
     first = int(distance.min())

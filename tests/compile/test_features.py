@@ -51,6 +51,32 @@ def test_special_features_fit(target: str, width: int, precision: str, monkeypat
             assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (name, launch.name)
 
 
+ROUNDED = "satfinite.f16x2"
+"""The end of PTX's instruction that rounds two terms to float16."""
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("sm_90", "t5"),
+        *(pytest.param(target, "deberta_clamped", marks=pytest.mark.slow) for target in ("sm_80", "sm_90", "sm_120")),
+    ],
+)
+def test_attention_by_position_alone_has_float32_terms(target: str, name: str) -> None:
+    """A scale of 0 compiles for every kernel, and fits; terms, divided by the number that it is replaced by, are not rounded."""
+    for scale in (0.125, 0.0):
+        tensors, spec = call(name, torch.bfloat16, 64, length=1024)
+        spec = spec._replace(scale=scale, rel_scale=0.125)
+        with recorded_launches(target, assembled=False) as recorded:
+            out, lse, softmax_stats = forward(tensors, spec)
+            backward(out, lse, out, softmax_stats, tensors, spec)
+        rounds = {launch.name: ROUNDED in launch.kernel.asm["ptx"] for launch in recorded}
+        assert {"forward", "dq", "dkv"} <= set(rounds), list(rounds)
+        assert any(rounds.values()) == (scale > 0), rounds
+        for launch in recorded:
+            assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
+
+
 def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tuple[Any, Any]:
     """A resolved call that has every tensor and every scalar that padded, or packed, batches can have."""
 

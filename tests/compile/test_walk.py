@@ -20,9 +20,9 @@ from triton_relattn._core import implementations
 PACKAGE = Path(triton_relattn.__file__).parent
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "development.md"
 MOST_STEPS = 20
-MOST_FUNCTIONS = {"forward": 53, "backward": 51}
+MOST_FUNCTIONS = {"forward": 56, "backward": 51}
 """Functions of the package that a call enters on the host, in its second run, with all helpers and checks."""
-CHECKS = ("_core/validation.py", "positions.py")
+CHECKS = ("_core/validation.py", "_core/doubts.py:warn_of_doubts", "positions.py")
 
 
 def entered(function: Callable[[], object]) -> dict[str, set[str]]:

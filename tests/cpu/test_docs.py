@@ -29,7 +29,7 @@ GRID = (1, 8, 24 * 32, 64)
 # The shape of ``out`` after each example of a page.
 EXAMPLES = {
     "README.md": [MODEL, LAYER, PARAKEET],
-    "usage.md": [MODEL, MODEL, MODEL, LAYER, LAYER],
+    "usage.md": [MODEL, MODEL, MODEL, (1, 8, 1, 64), LAYER, LAYER],
     "tables.md": [MODEL],
     "grids.md": [GRID, GRID],
     "torch.md": [(2, 60, 512), MODEL, MODEL],

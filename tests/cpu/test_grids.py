@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -280,12 +281,36 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "grid": ({"grid": (5, 4)}, "20 positions, more than the 12 of query"),
     "sides": ({"grid": (0, 4)}, "at least 1 each"),
     "keys": ({"key_grid": (2, 2)}, r"key must have shape \(2, 3, 4, 6\)"),
-    "dropout": ({"dropout_p": 1.5}, "dropout_p must be from 0 to 1"),
+    "dropout": ({"dropout_p": 1.5}, r"dropout_p must lie in \[0, 1\], got 1.5"),
     "rel_pos_h": ({"rel_pos_h": torch.zeros(7, 5, dtype=torch.float64)}, r"rel_pos_h must have shape \(rows, 6\)"),
     "rel_pos_w": ({"rel_pos_w": torch.zeros(0, 6, dtype=torch.float64)}, r"rel_pos_w must have shape \(rows, 6\)"),
     "value": ({"value": torch.zeros(2, 3, 11, 6, dtype=torch.float64)}, "value must have shape"),
     "query": ({"query": torch.zeros(3, 12, 6, dtype=torch.float64)}, r"query must have shape \(B, H, N, width\)"),
 }
+
+
+WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "scale of text": ({"scale": "1"}, "scale must be a float, got '1'"),
+    "scale of a tensor": ({"scale": torch.tensor(1.0)}, "scale must be a float, got a tensor"),
+    "no dropout": ({"dropout_p": None}, "dropout_p must be a float, got None"),
+    "area": ({"grid": 12}, r"grid must be a pair \(height, width\), got 12"),
+    "three sides": ({"key_grid": (4, 3, 1)}, r"key_grid must be a pair \(height, width\), got \(4, 3, 1\)"),
+    "real sides": ({"grid": (4.0, 3.0)}, "grid must be an int, got 4.0"),
+    "side of truth": ({"grid": (True, 12)}, "grid must be an int, got True"),
+}
+
+
+@pytest.mark.parametrize("function", [call, append])
+@pytest.mark.parametrize("name", [*WRONG_TYPES, "scale of nan"])
+def test_scalars_are_checked_as_those_of_the_other_function(name: str, function: Any) -> None:
+    given: dict[str, Any] = dict(zip(("query", "key", "value", "rel_pos_h", "rel_pos_w"), tensors(Case((4, 3)))[:5], strict=True))
+    changes, message = WRONG_TYPES.get(name, ({"scale": math.nan}, "scale must be finite, got nan"))
+    if function is append:
+        del given["value"]
+        if "dropout_p" in changes:
+            pytest.skip("it has no dropout")
+    with pytest.raises(ValueError if name == "scale of nan" else TypeError, match=message):
+        function(**{**given, "grid": (4, 3), **changes})
 
 
 @pytest.mark.parametrize("name", WRONG)

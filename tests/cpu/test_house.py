@@ -9,7 +9,7 @@ from pathlib import Path
 import triton_relattn
 
 PACKAGE = Path(triton_relattn.__file__).parent
-LONGEST_KERNEL, LONGEST_FUNCTION = 200, 140
+LONGEST_KERNEL, LONGEST_FUNCTION = 200, 145
 MOST_PARAMETERS_OF_A_KERNEL = 16
 LARGEST_FILE = 525
 AVOIDED = ("What", "Of", "Those", "Its")

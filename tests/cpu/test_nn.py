@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from tests.cpu.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, tables
+from triton_relattn._core import warn
 from triton_relattn._core.within import assert_near
 from triton_relattn.nn import RelativeAttention, RelativeMultiheadAttention, RelativePositionTable, encodings
 
@@ -178,6 +180,20 @@ def test_key_value_cache_and_lengths() -> None:
     assert_same("last", last, whole[:, -2:])
     short = attention(x, x, x, key_lengths=torch.tensor([LENGTH, 6]))[0]
     assert_same("short", short[1:], attention(x[1:], x[1:, :6], x[1:, :6])[0])
+
+
+@pytest.mark.parametrize("kind", ["transformer_xl", "shaw"])
+def test_a_step_without_its_position(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is warned of, unless an offset is given, be it 0: its query stands at the first key and sees no other."""
+    attention, x = module(kind), inputs()
+    monkeypatch.setattr(warn, "_given", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meant = attention(x[:, -1:], x, x, is_causal=True, query_offset=0)[0]
+        attention(x[:, -1:], x, x)
+    with pytest.warns(UserWarning, match=f"query_offset={LENGTH - 1}, the number of keys before"):
+        doubted = attention(x[:, -1:], x, x, is_causal=True)[0]
+    assert torch.equal(doubted, meant)
 
 
 def test_shared_key_heads() -> None:

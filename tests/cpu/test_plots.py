@@ -20,7 +20,7 @@ from triton_relattn.testing import make_inputs
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "table": ({"num_rows": 9}, {"is_causal": True}),
+    "table": ({"num_rows": 9}, {"is_causal": True, "query_offset": None}),
     "zero": ({"num_rows": 5, "per_head": True}, {"positions": RelativePositions(-3, 1, "zero"), "scale": 0.3, "rel_scale": 2.0}),
     "terms": ({"num_rows": 7, "rel_width": 3, "rel_bias": True}, {"query_offset": torch.tensor([2, -1])}),
     "bias": ({"num_rows": 7, "rel_key": False, "rel_bias": True}, {"key_lengths": torch.tensor([12, 5])}),

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.cpu.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._core import warn
 from triton_relattn._core.within import assert_near, within
 from triton_relattn.nn import RelativeMultiheadAttention
 
@@ -165,6 +166,26 @@ def test_compiles_once_for_all_values(name: str) -> None:
         arguments: dict[str, Any] = {name: value if name == "query_offset" else (value, -1)}
         assert_same(name, compiled(*tensors, **arguments), attend(*tensors, **arguments))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_doubtful_step_compiles_as_any_other(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for a causal call without query_offset, which no warning breaks, and the same result as with an offset of 0."""
+    monkeypatch.setattr(warn, "_given", set())
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=dynamic)
+    query, *others = (each.detach() for each in leaves(4, 20))
+    for _ in range(3):
+        assert_same("default", compiled(query, *others, is_causal=True), attend(query, *others, is_causal=True, query_offset=0))
+    assert counter.frame_count == 1
+
+    class Step(torch.nn.Module):
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            return attend(query, *others, is_causal=True)  # type: ignore[no-any-return]
+
+    program = torch.export.export(Step(), (query,)).module()
+    assert_same("exported", program(query), attend(query, *others, is_causal=True, query_offset=0))
 
 
 def test_vmap() -> None:

@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from bench.families import FAMILIES
 from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, real, varied
+from triton_relattn._core import doubts
 from triton_relattn.integrations.transformers import disable, enable
 
 # Models that read with an encoder and write with a decoder, and models that do both at once.
@@ -32,6 +33,16 @@ DECODERS = {
     "falcon": "FalconForCausalLM",
 }
 WRITERS = {**SEQ2SEQ, **DECODERS}
+
+
+@pytest.fixture(autouse=True)
+def no_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call that a model makes is one that is hardly meant: each says where its queries stand."""
+
+    def doubted(about: str, text: str, *_: Any) -> None:
+        raise AssertionError(f"{about}: {text}")
+
+    monkeypatch.setattr(doubts, "warn_once", doubted)
 
 
 def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -262,7 +262,6 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "scale_bool": ({"scale": True}, TypeError, ["scale must be a float, got True"]),
     "offset_float": ({"query_offset": 2.0}, TypeError, ["query_offset must be an int, got 2.0"]),
     "offset_bool": ({"query_offset": False}, TypeError, ["query_offset must be an int, got False"]),
-    "offset_none": ({"query_offset": None}, TypeError, ["query_offset must be an int, got None"]),
     "causal_int": ({"is_causal": 1}, TypeError, ["is_causal must be a bool, got 1"]),
     "implementation": ({"implementation": "flash"}, ValueError, ["('triton', 'blockwise', 'reference')", "got 'flash'"]),
 }
@@ -326,14 +325,20 @@ def test_no_cure_is_named_that_is_none() -> None:
         assert "transpose" not in str(raised.value) and "attn_mask" not in str(raised.value)
 
 
+def in_layout_of_flash(length: int, heads: int) -> dict[str, torch.Tensor]:
+    """Query, key and value as (batch, length, heads, width)."""
+    return {name: zeros(1, length, heads, width) for name, width in (("query", 8), ("key", 8), ("value", 4))}
+
+
 def doubts_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
-    """The warnings of three calls."""
+    """The warnings of three calls, packed ones if one of the changes is an argument of those."""
     monkeypatch.setattr(warn, "_given", set())
+    function = call_varlen if any("seqlen" in name for name in changes) else call
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            call(**changes)
-    assert all(each.category is RuntimeWarning and each.filename == __file__ for each in caught)
+            function(**changes)
+    assert all(each.category is UserWarning and each.filename == __file__ for each in caught)
     return [str(each.message) for each in caught]
 
 
@@ -354,6 +359,22 @@ DOUBTS: dict[str, tuple[dict[str, Any], str]] = {
         {"query": zeros(1, 7, 2, 8), "key": zeros(1, 7, 2, 8), "value": zeros(1, 7, 2, 4), "rel_key": zeros(13, 8)},
         f"query has 7 heads, but 2 positions.*{LAYOUT}",
     ),
+    "layout_with_a_short_table": ({**in_layout_of_flash(100, 8), "rel_key": zeros(33, 8)}, f"query has 100 heads.*{LAYOUT}"),
+    "layout_with_positions": (
+        {**in_layout_of_flash(100, 8), "rel_key": zeros(9, 8), "positions": RelativePositions(-8, 0, "zero")},
+        f"query has 100 heads.*{LAYOUT}",
+    ),
+    "one_step": (
+        {"query": zeros(2, 3, 1, 8), "is_causal": True},
+        "1 queries and 7 keys has no query_offset.*query_offset=6, the",
+    ),
+    "a_chunk": ({"is_causal": True}, "the last 2 keys;.*query_offset=2, the number of keys.*query_offset=0 says"),
+    "a_window_to_the_past": ({"window_size": (2, 0)}, "query_offset=2, the number of keys before the first query"),
+    "a_step_with_padding": (
+        {"query": zeros(2, 3, 1, 8), "is_causal": True, "key_lengths": lengths([1, 6])},
+        "1 queries and 6 keys has no query_offset.*query_offset=5, the",
+    ),
+    "packed_steps": ({"max_seqlen_q": 3, "is_causal": True}, "3 queries and 4 keys has no query_offset"),
 }
 
 
@@ -373,6 +394,33 @@ NO_DOUBTS: dict[str, dict[str, Any]] = {
     "offsets_on_the_device": {"rel_key": zeros(1027, 8), "query_offset": lengths([600, 0])},
     "one_query": {"query": zeros(2, 16, 1, 8), "key": zeros(2, 16, 20, 8), "value": zeros(2, 16, 20, 4)},
     "few_positions": {"query": zeros(2, 16, 5, 8), "key": zeros(2, 16, 5, 8), "value": zeros(2, 16, 5, 4)},
+    "many_heads": {**in_layout_of_flash(64, 80), "rel_key": zeros(33, 8)},
+    "a_prompt_and_a_table_for_each_head": {**in_layout_of_flash(64, 5), "rel_key": zeros(64, 9, 8)},
+    "a_prompt_and_a_bias_for_each_head": {**in_layout_of_flash(64, 5), "rel_key": None, "rel_bias": zeros(64, 9)},
+    "a_prompt_and_a_mask_for_each_head": {
+        **in_layout_of_flash(64, 5),
+        "rel_key": zeros(33, 8),
+        "attn_mask": zeros(1, 64, 5, 5, dtype=torch.bool),
+    },
+    "a_prompt_and_grouped_heads": {
+        **in_layout_of_flash(8, 5),
+        "query": zeros(1, 64, 5, 8),
+        "rel_key": zeros(33, 8),
+        "enable_gqa": True,
+    },
+    "a_prompt_without_a_table": {**in_layout_of_flash(96, 8), "rel_key": None},
+    "a_step_of_many_heads": {**in_layout_of_flash(64, 20), "query": zeros(1, 64, 1, 8), "rel_key": zeros(33, 8)},
+    "a_first_step": {**in_layout_of_flash(64, 1), "rel_key": zeros(33, 8)},
+    "cross_attention": {},
+    "an_offset": {"is_causal": True, "query_offset": 2},
+    "an_offset_of_0": {"is_causal": True, "query_offset": 0},
+    "an_offset_of_each": {"is_causal": True, "query_offset": lengths([0, 0])},
+    "a_window": {"window_size": (2, 2)},
+    "fewer_keys": {"query": zeros(2, 3, 9, 8), "is_causal": True},
+    "a_cache_that_is_not_full": {"is_causal": True, "key_lengths": lengths([5, 3])},
+    "no_queries": {"query": zeros(2, 3, 0, 8), "is_causal": True},
+    "packed_alike": {"is_causal": True, "max_seqlen_q": 4},
+    "packed_with_an_offset": {"is_causal": True, "max_seqlen_q": 3, "query_offset": 1},
 }
 
 
@@ -384,6 +432,7 @@ def test_what_is_meant_is_not_warned_of(case: str, monkeypatch: pytest.MonkeyPat
 SAME: dict[str, tuple[Any, Any]] = {
     "window_size": (None, (-1, -1)),
     "query_offset": (lengths(2), lengths([2, 2])),
+    "query_offset by default": (None, 0),
     "key_lengths": (lengths(4, dtype=torch.int32), lengths([4, 4])),
 }
 
@@ -391,6 +440,7 @@ SAME: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_other_ways_to_say_the_same(name: str) -> None:
     one, other = SAME[name]
+    name = name.partition(" ")[0]
     assert torch.equal(call(**{name: one}), call(**{name: other}))
 
 

@@ -48,6 +48,10 @@ def kinds(case: Any) -> dict[str, str]:
         else "a number",
         "dropout_p": f"{case.dropout_p:g}",
         "softcap": "none" if case.softcap is None else f"{case.softcap:g}",
+        "scale": "by default" if case.scale is None else f"{case.scale:g}",
+        "terms": "float16" if case.round_terms else "float32",
+        "what is not used": "NaN" if case.spoilt else "numbers",
+        "workspace": "by default" if case.workspace is None else f"{case.workspace}",
         "memory": " ".join(sorted(strides)) or "contiguous",
         "gradients": case.mode if case.mode != "grad" else f"through {case.cotangents}" if case.requires_grad else "none",
     }

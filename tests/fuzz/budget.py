@@ -23,6 +23,8 @@ UNITS = 16
 """Rounding errors, in units in the last place, that a number goes through one after the other."""
 SMALLEST_SCALE = 2.0**-59
 """Largest difference between a scale near 0 and the smallest one, which the kernels compute with instead."""
+SCALES_THAT_ROUND = 0.03, 16384.0
+"""Beyond these, terms stay float32 even where others are rounded to float16: docs/numerics.md."""
 ARGUMENTS = (
     *("positions", "attn_mask", "key_lengths", "is_causal", "window_size", "query_offset"),
     *("dropout_p", "scale", "rel_scale", "softcap", "enable_gqa"),
@@ -40,15 +42,17 @@ class Precision(NamedTuple):
     """Absolute error of those operands."""
     out: float
     """Relative error of the out that delta is computed from; 0 if it is not."""
+    terms: bool = False
+    """Whether terms are rounded to float16, at scales at which it holds them."""
 
 
-def precision_of(implementation: str | None, dtype: torch.dtype) -> Precision:
+def precision_of(implementation: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
     sums = UNITS * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     if implementation != "triton":
         return Precision(sums, 0.0, 0.0, 0.0)
     info = torch.finfo(dtype)
     low = info.eps if info.bits < 32 else 0.0
-    return Precision(sums, low, info.tiny * info.eps if low else 0.0, info.eps)
+    return Precision(sums, low, info.tiny * info.eps if low else 0.0, info.eps, rounds_terms)
 
 
 def magnitudes(
@@ -102,6 +106,9 @@ def magnitudes(
 
     unit = precision.sums
     z, z_error = logits(exact, scale, rel_scale), unit * logits(sizes, abs(scale) + SMALLEST_SCALE, abs(rel_scale))
+    if precision.terms and SCALES_THAT_ROUND[0] <= abs(scale) <= SCALES_THAT_ROUND[1]:
+        half = torch.finfo(torch.float16)
+        z_error = z_error + half.eps * logits(sizes, 0.0, abs(rel_scale)) + half.tiny * half.eps * abs(scale)
     slope, slope_error = torch.ones_like(z), torch.zeros_like(z)
     if softcap is not None:
         limited = torch.tanh(z / softcap)
@@ -201,12 +208,14 @@ def dense(inputs: Inputs, arguments: dict[str, Any], keep: torch.Tensor | None, 
     return {name: Expected(golden[name], budget.expand_as(golden[name])) for name, budget in budgets.items()}
 
 
-def expected(call: dict[str, Any], d_out: torch.Tensor, d_lse: torch.Tensor, keep: torch.Tensor | None) -> dict[str, Expected]:
+def expected(
+    call: dict[str, Any], d_out: torch.Tensor, d_lse: torch.Tensor, keep: torch.Tensor | None, rounds_terms: bool = False
+) -> dict[str, Expected]:
     """out, lse and the gradients of all tensors of a call, by "d_" and their names."""
     given = {name: None if call.get(name) is None else call[name].detach() for name in DIFFERENTIABLE}
     inputs = Inputs(**given, d_out=d_out, d_lse=d_lse)  # type: ignore[arg-type]
-    precision = precision_of(call.get("implementation"), inputs.query.dtype)
-    arguments = {name: call[name] for name in ARGUMENTS if name in call}
+    precision = precision_of(call.get("implementation"), inputs.query.dtype, rounds_terms)
+    arguments = {name: call[name] for name in ARGUMENTS if call.get(name) is not None}
     if call.get("cu_seqlens_q") is None:
         return dense(inputs, arguments, keep, precision)
     packing = {name: call[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}

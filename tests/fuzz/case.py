@@ -83,6 +83,12 @@ class Case:
     mode: str = "grad"
     """grad, no_grad or inference_mode of torch."""
     default_dtype: str = "float32"
+    round_terms: bool = False
+    """Kernels round terms to float16, as they do on a GPU for bfloat16."""
+    workspace: int | None = None
+    """TRITON_RELATTN_WORKSPACE."""
+    spoilt: bool = False
+    """Rows of tables that no pair has, and keys and values that no query sees, are NaN."""
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -214,6 +220,43 @@ def arguments_of(case: Case) -> dict[str, Any]:
     names = ("is_causal", "window_size", "dropout_p", "scale", "rel_scale", "softcap", "return_lse", "exact_query_grad")
     arguments |= {name: getattr(case, name) for name in (*names, "implementation")}
     return arguments | {"enable_gqa": case.group > 1}
+
+
+def unused(case: Case) -> dict[str, torch.Tensor]:
+    """The rows of the tables that no pair has, and the keys that no query sees, by their name: True where that is so."""
+    if case.sequences is None:
+        sizes = [(case.num_queries, case.num_keys)] * case.batch
+    else:
+        sizes = list(case.sequences)
+    offsets = case.query_offset if isinstance(case.query_offset, tuple) else (case.query_offset,) * len(sizes)
+    shown = [keys for _, keys in sizes] if case.key_lengths is None else case.key_lengths
+    left, right = case.window_size[0], 0 if case.is_causal else case.window_size[1]
+    first, last, outside = case.positions or (0, 0, "zero")
+    rows, keys = torch.ones(last - first + 1, dtype=torch.bool), []
+    for (num_queries, num_keys), offset, length in zip(sizes, offsets, shown, strict=True):
+        relative = torch.arange(num_keys) - torch.arange(num_queries)[:, None] - offset
+        seen = (torch.arange(num_keys) < length).expand_as(relative)
+        seen = seen & (relative >= -left) if left >= 0 else seen
+        seen = seen & (relative <= right) if right >= 0 else seen
+        row, applies = RelativePositions(first, last, outside).rows(relative)  # type: ignore[arg-type]
+        rows[row[seen & applies]] = False
+        keys.append(~seen.any(0))
+    found = dict.fromkeys(case.tables, rows)
+    if not case.same and sizes:
+        of_keys = torch.cat(keys)[:, None, None] if case.sequences is not None else torch.stack(keys)[:, None, :, None]
+        found |= {"key": of_keys, "value": of_keys}
+    return found
+
+
+def spoilt(case: Case, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with NaN in all that is not used; tensors with a stride of 0 stay."""
+    expanded = {layout[0] for layout in case.layouts if layout[3]}
+    changed = {}
+    for name, mask in unused(case).items() if case.spoilt else ():
+        if name not in expanded:
+            mask = mask[:, None] if name in ("rel_key", "rel_value", "rel_p2c") else mask
+            changed[name] = arranged(case, name, call[name].masked_fill(mask, math.nan))
+    return {**call, **changed}
 
 
 def function_of(case: Case) -> Callable[..., Any]:

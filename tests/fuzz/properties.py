@@ -15,7 +15,7 @@ import torch
 
 from tests.conftest import cut_blocks, poisoned
 from tests.fuzz.budget import assert_within, expected
-from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal
+from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal, spoilt
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.tile_config import TileConfig
 from triton_relattn.testing import dropout_mask
@@ -40,6 +40,7 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dtable_words": tile(16, 16),
         "dp2c": tile(32, 16),
         "dp2c_words": tile(32, 32),
+        "dq_words": tile(16, 16),
     },
     {
         "forward": tile(16, 16, None),
@@ -49,6 +50,7 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dtable_words": tile(32, 16),
         "dp2c": tile(16, 16),
         "dp2c_words": tile(16, 16),
+        "dq_words": tile(32, 16),
     },
     {
         "forward": tile(32, 32),
@@ -58,6 +60,7 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dtable_words": tile(32, 32),
         "dp2c": tile(32, 32),
         "dp2c_words": tile(32, 16),
+        "dq_words": tile(16, 64),
     },
     {
         "forward": tile(32, 16, rotation="registers"),
@@ -67,6 +70,7 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
         "dtable_words": tile(64, 32),
         "dp2c": tile(32, 16, rotation="registers"),
         "dp2c_words": tile(64, 32),
+        "dq_words": tile(64, 32),
     },
 )
 """Tiles of the kernels that cases choose from; None: the default configurations."""
@@ -84,8 +88,11 @@ def environment(case: Case) -> Iterator[None]:
         ):
             for name in names:
                 patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        if case.workspace is not None:
+            patch.setenv("TRITON_RELATTN_WORKSPACE", str(case.workspace))
         if case.implementation == "triton":
             cut_tiles(patch, TILES[case.blocks % len(TILES)])
+            round_terms(patch, case.round_terms)
         else:
             cut_blocks(patch, *BLOCKS[case.blocks % len(BLOCKS)])
         torch.set_default_dtype(getattr(torch, case.default_dtype))
@@ -98,11 +105,22 @@ def environment(case: Case) -> Iterator[None]:
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, TileConfig] | None) -> None:
     """These tiles, in Triton's interpreter as the tests change it."""
     from tests.interpreter.conftest import change_interpreter
+    from triton_relattn._core import tails
     from triton_relattn.kernels import configs
 
     change_interpreter(patch)
+    patch.setattr(tails, "FEWEST_QUERIES", 30)
     if tiles is not None:
         patch.setattr(configs, "select", lambda kernel, *_, **__: tiles[kernel])
+
+
+def round_terms(patch: pytest.MonkeyPatch, rounded: bool) -> None:
+    """Round terms to float16, or not, whatever the inputs are."""
+    from triton_relattn.kernels import arguments, configs
+
+    if rounded:
+        patch.setattr(configs, "rounds_terms", lambda *_: True)
+        patch.setattr(arguments, "fixed", arguments.fixed.__wrapped__)
 
 
 def global_state() -> dict[str, Any]:
@@ -180,8 +198,12 @@ def run(case: Case, function: Callable[..., Any], call: dict[str, Any]) -> dict[
     return {**results, **gradients, **dict(zip(("of out", "of lse"), cotangents, strict=False))}
 
 
-def check_call(case: Case, function: Callable[..., Any], call: dict[str, Any]) -> None:
-    """The result is right, and the same again; inputs, global state and, without dropout, the generator are as before."""
+def check_call(case: Case, function: Callable[..., Any], clean: dict[str, Any], call: dict[str, Any] | None = None) -> None:
+    """The result is right, and the same again; inputs, global state and, without dropout, the generator are as before.
+
+    call: the arguments that the function gets, if they are other than those whose results are right.
+    """
+    call = clean if call is None else call
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
     stored = {name: memory(tensor).clone() for name, tensor in tensors.items()}
     torch.manual_seed(case.seed)
@@ -195,7 +217,7 @@ def check_call(case: Case, function: Callable[..., Any], call: dict[str, Any]) -
         again = results if case.implementation == "triton" else run(case, function, call)  # the interpreter has no races
     for name, tensor in tensors.items():
         assert torch.equal(memory(tensor), stored[name]), f"{name} was written to"
-    check_results(case, call, results, keep)
+    check_results(case, clean, results, keep)
     for name, result in results.items():
         other = again[name]
         assert (result is None) == (other is None), f"{name}: there in one run only"
@@ -207,7 +229,9 @@ def check_results(case: Case, call: dict[str, Any], results: dict[str, torch.Ten
     assert out is not None and d_out is not None
     query = call["query"]
     lse_shape = (*query.shape[:3],) if case.sequences is None else (query.shape[1], query.shape[0])
-    golden = expected(call, d_out, torch.zeros(lse_shape, dtype=torch.float64) if d_lse is None else d_lse, keep)
+    golden = expected(
+        call, d_out, torch.zeros(lse_shape, dtype=torch.float64) if d_lse is None else d_lse, keep, case.round_terms
+    )
     dtypes = {"out": query.dtype, "lse": torch.promote_types(query.dtype, torch.float32)}
     for name, result in results.items():
         if name in ("of out", "of lse"):
@@ -231,7 +255,8 @@ def check_results(case: Case, call: dict[str, Any], results: dict[str, torch.Ten
 
 def check(case: Case) -> None:
     """A valid call."""
-    check_call(case, function_of(case), arguments_of(case))
+    call = arguments_of(case)
+    check_call(case, function_of(case), call, spoilt(case, call))
 
 
 def check_broken(broken: Broken) -> str:

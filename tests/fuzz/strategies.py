@@ -222,7 +222,7 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     fields["integers"] = draw(st.sampled_from(["int64", "int32"]))
     fields["strided_integers"] = draw(sometimes(False, st.just(True)))
     fields["dropout_p"] = draw(sometimes(0.0, st.sampled_from([0.5, 0.1, 0.9, 0.3, 1.0])))
-    fields["scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.3, 0.05])))
+    fields["scale"] = draw(sometimes(None, st.sampled_from([1.0, 0.0, -0.3, 0.05, 0.0, 1e-4, -1e-5, 2e-3]), 2))
     fields["softcap"] = draw(sometimes(None, st.sampled_from([5.0, 0.5, 50.0]), 4))
     fields["return_lse"] = draw(st.booleans())
     fields["exact_query_grad"] = draw(sometimes(False, st.just(True), 4))
@@ -231,6 +231,10 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     fields["mode"] = draw(sometimes("grad", st.sampled_from(["no_grad", "inference_mode"]), 10))
     fields["default_dtype"] = draw(sometimes("float32", st.sampled_from(["float64", "float16"]), 6))
 
+    if kernels:
+        fields["round_terms"] = draw(sometimes(False, st.just(True), 2))
+        fields["workspace"] = draw(sometimes(None, st.sampled_from([0, 4000, 20000])))
+        fields["spoilt"] = draw(sometimes(False, st.just(True), 2))
     of = shapes(Case(**fields)) | ({"attn_mask": fields["mask_shape"]} if fields.get("mask") else {})
     inputs = [name for name in of if name not in ("d_out", "d_lse", "attn_mask")]
     wanted = inputs if draw(st.integers(0, 4)) else draw(st.lists(st.sampled_from(inputs), unique=True))

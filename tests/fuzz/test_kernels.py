@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import assume
 
-from tests.fuzz.case import Broken, NotApplicable
+from tests.fuzz.case import Broken, Case, NotApplicable
 from tests.fuzz.properties import check, check_broken
 from tests.fuzz.strategies import broken, cases, explore
 
@@ -24,6 +25,35 @@ def check_applicable(case: Broken) -> None:
 def test_calls() -> None:
     """out, lse and the gradients asked for are right, and the call leaves no trace."""
     explore(cases(kernels=True), check, range(20))
+
+
+SMALL: dict[str, Any] = {"implementation": "triton", "blocks": 1, "batch": 2, "num_queries": 20, "num_keys": 20}
+KNOWN = {
+    "scale 0": Case(**SMALL, tables=("rel_bias",), positions=(-19, 19, "clamp"), scale=0.0, round_terms=True),
+    "no keys": Case(
+        **SMALL,
+        tables=("rel_p2c",),
+        positions=(-5, 5, "clamp"),
+        key_lengths=(0, 20),
+        query_offset=(40, -40),
+        requires_grad=("key", "rel_p2c"),
+        spoilt=True,
+    ),
+    "packed, no queries": Case(
+        **{**SMALL, "batch": 1},
+        sequences=((0, 20), (20, 20)),
+        tables=("rel_p2c",),
+        positions=(-5, 5, "clamp"),
+        query_offset=(40, -40),
+        requires_grad=("key", "rel_p2c"),
+        spoilt=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_calls_that_went_wrong(name: str) -> None:
+    check(KNOWN[name])
 
 
 def test_broken_calls() -> None:

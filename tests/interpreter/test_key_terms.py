@@ -191,6 +191,31 @@ def test_nan_that_no_query_sees(case: str, limit: str, monkeypatch: pytest.Monke
     assert not results["d_rel_p2c"][seen.stop :].any() and not results["d_key"][:, :, unseen_keys].any()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
+    """A sequence that has no keys, or packed one without queries, reaches no row, whatever its offset. Its keys may be NaN."""
+    inputs = p2c_inputs((2, 1, 40, 40), num_rows=21, rel_key=False)
+    arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10), "query_offset": torch.tensor([60, -60])}
+    if packed:
+        lengths = {"q": (0, 40), "k": (40, 40)}
+        rows = {name: getattr(inputs, name).transpose(1, 2).flatten(0, 1) for name in ("query", "key", "value")}
+        rows["query"] = rows["query"][40:]
+        inputs = inputs._replace(**rows, d_out=inputs.d_out[1:], d_lse=inputs.d_lse[1:])
+        starts = {which: torch.tensor([0, *itertools.accumulate(each)]) for which, each in lengths.items()}
+        arguments |= {"cu_seqlens": starts, "max_seqlens": {"q": 40, "k": 40}}
+    else:
+        arguments["key_lengths"] = torch.tensor([0, 40])
+    assert inputs.rel_p2c is not None
+    spoilt = inputs.rel_p2c.clone()
+    spoilt[:-1] = math.nan  # all keys of the other sequence are in the far future
+    key, value = inputs.key.clone(), inputs.value.clone()
+    for keys in (key, value):
+        keys[: 40 if packed else 1] = math.nan
+    with_nan = inputs._replace(key=key, value=value, rel_p2c=spoilt)
+    results, expected = (all_gradients(each, SMALL, **arguments) for each in (with_nan, inputs))
+    assert_bit_equal(results, expected)
+
+
 def test_nan_in_one_query_stays_there() -> None:
     """The gradients of the other heads are bit-equal."""
     inputs = p2c_inputs((1, 2, 37, 41), per_head=True)

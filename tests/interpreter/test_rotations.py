@@ -13,6 +13,7 @@ import triton.language as tl
 from tests.interpreter.launch import all_gradients, check_every_term, round_terms
 from triton_relattn import RelativePositions
 from triton_relattn._core.within import assert_near, within
+from triton_relattn.kernels import configs
 from triton_relattn.kernels.arguments import Tile
 from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
@@ -193,6 +194,37 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"), "both")
     results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
+
+
+SCALES: dict[str, tuple[float, dict[str, Any], dict[str, Any], float]] = {
+    "by position alone": (0.0, {"num_rows": 119}, {"rel_scale": 0.125}, 1.0),
+    "by a bias alone": (0.0, {"num_rows": 21, "rel_key": False, "rel_bias": True}, {}, 1.0),
+    "by the key's position": (0.0, {"num_rows": 21, "rel_key": False, "rel_p2c": True}, {"rel_scale": 0.25}, 1.0),
+    "small": (1e-4, {"num_rows": 119, "rel_key": False, "rel_bias": True}, {}, 20.0),
+    "small and negative": (-1e-5, {"num_rows": 21, "rel_bias": True}, {"rel_scale": 0.125, "softcap": 20.0}, 1.0),
+    "large": (2.0**26, {"num_rows": 21, "rel_key": False, "rel_bias": True}, {}, 1.0),
+}
+"""The scale, tensors, other arguments, and what the bias is multiplied with."""
+
+
+@pytest.mark.parametrize("rotation", ["gather", "registers"])
+@pytest.mark.parametrize("case", SCALES)
+def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided by a scale near 0 all lie beyond float16's range, by a large one most are lost below it: they stay float32."""
+    scale, shape, arguments, of_bias = SCALES[case]
+    inputs = make_inputs(1, 2, 50, 60, 16, dtype=torch.float32, seed=3, **shape)
+    inputs = inputs._replace(rel_bias=None if inputs.rel_bias is None else of_bias * inputs.rel_bias)
+    if case == "large":
+        inputs = inputs._replace(query=inputs.query / scale)
+    round_terms(monkeypatch, True)
+    check_every_term(inputs, tiles_of(TileConfig(32, 32, 2, 1, rotation=rotation), "both"), scale=scale, **arguments)
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 256, 1024])
+def test_usual_scales_round(width: int) -> None:
+    """The usual scale, a scale of 1 as T5 has, and of 100 as normalised queries and keys have; not that of muP from 64 on."""
+    assert all(configs.float16_holds_terms(scale) for scale in (width**-0.5, 1.0, 100.0))
+    assert configs.float16_holds_terms(1 / width) == (width <= 32)
 
 
 def test_what_is_no_configuration() -> None:

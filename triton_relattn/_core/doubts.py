@@ -1,4 +1,5 @@
-"""Calls that are hardly meant as they stand: a mask where the table belongs, dimensions in another order, a table too short.
+"""Calls that are hardly meant as they stand: a mask where the table belongs, dimensions in another order, a table too short, a
+step of decoding without its position.
 
 If such a call is wrong, its error says what to do. If it is valid, a warning says so, once, unless the call may be meant: short
 tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means.
@@ -17,6 +18,7 @@ from .warn import warn_once
 
 LARGEST_CLIP = 512  # tables are clipped at 16 (Shaw), 64 (Wav2Vec2-BERT), 256 (DeBERTa)
 MANY_HEADS = 256
+SOME_HEADS = 32  # models with a table that the heads share have up to 24
 LEVELS = 5  # of the stack from a warning to the caller of a public function
 Resolve = TypeVar("Resolve", bound=Callable[..., Any])
 
@@ -61,23 +63,62 @@ def with_cures(resolve: Resolve) -> Resolve:
     return run  # type: ignore[return-value]
 
 
-def warn_of_doubts(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> None:
+def _seems_transposed(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> bool:
+    """Return whether heads and positions seem to be exchanged: there are more heads than positions, and
+
+    - very many heads, or as many as the positions that the table covers;
+    - or more than twice as many heads as positions, in self-attention with a table that the heads share. A prompt of a few tokens
+      may have that, too, but not for few heads, and not if anything else tells heads from positions: a table, a mask or keys.
+    """
+    heads, num_queries = tensors.query.shape[1], spec.max_seqlen_q
+    is_packed = tensors.cu_seqlens_q is not None
+    if heads <= num_queries or heads <= spec.max_seqlen_k:
+        return False
+    if heads > MANY_HEADS or num_rows == 2 * heads - 1:
+        return True
+    if is_packed or heads < SOME_HEADS or heads <= 2 * num_queries or not 1 < num_queries == spec.max_seqlen_k:
+        return False
+    tables = ((tensors.rel_key, 2), (tensors.rel_value, 2), (tensors.rel_bias, 1), (tensors.rel_p2c, 2))
+    ranks = [table.dim() - rank for table, rank in tables if table is not None]
+    has_heads = any(ranks) or tensors.key.shape[1] != heads or (tensors.attn_mask is not None and tensors.attn_mask.shape[1] > 1)
+    return bool(ranks) and not has_heads
+
+
+def warn_of_doubts(
+    tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None, has_offset: bool, lengths: list[int] | None
+) -> None:
     """Warn of a valid call that is hardly meant.
 
     Args:
         num_rows: rows of the tables if the call was given no positions; else None.
+        has_offset: whether the call was given a query_offset.
+        lengths: values of key_lengths; None if there are none, or they are not known.
     """
-    heads = tensors.query.shape[1]
-    if heads > spec.max_seqlen_q and heads > spec.max_seqlen_k and (heads > MANY_HEADS or num_rows == 2 * heads - 1):
-        text = f"query has {heads} heads, but {spec.max_seqlen_q} positions: "
-        warn_once("layout", text + _other_layout(tensors.cu_seqlens_q is not None), LEVELS)
+    if _seems_transposed(tensors, spec, num_rows):
+        text = f"query has {tensors.query.shape[1]} heads, but {spec.max_seqlen_q} positions: "
+        _doubt("layout", text + _other_layout(tensors.cu_seqlens_q is not None))
+    if spec.window_right == 0 and not has_offset:
+        num_queries, num_keys = spec.max_seqlen_q, spec.max_seqlen_k
+        if tensors.key_lengths is not None:  # not known: keys of a cache that is not full yet, unless there is one query
+            num_keys = num_keys if lengths is None and num_queries == 1 else max(lengths or (), default=0)
+        if 0 < num_queries < num_keys:
+            behind = num_keys - num_queries
+            _doubt(
+                "causal without an offset",
+                f"a causal call of {num_queries} queries and {num_keys} keys has no query_offset: its first query stands at the "
+                f"first key, as in scaled_dot_product_attention, and none sees the last {behind} keys; with a key-value cache, "
+                f"query_offset={behind}, the number of keys before the first query; query_offset=0 says that this is meant",
+            )
     if num_rows is None or num_rows <= 2 * LARGEST_CLIP + 1 or tensors.query_offsets is not None:
         return
     if spec.coverage() == "clamp":
-        warn_once(
+        _doubt(
             f"table of {num_rows} rows",
             f"the {num_rows} rows of a table stand for distances up to {num_rows // 2}, and this call has longer ones, "
             f"which take its end rows: positions=RelativePositions.centred({num_rows}) says that this is meant; "
             f"if the last row stands for the query's own position, positions=RelativePositions(-{num_rows - 1}, 0)",
-            LEVELS,
         )
+
+
+def _doubt(about: str, text: str) -> None:
+    warn_once(about, text, LEVELS + 1, UserWarning)

@@ -161,7 +161,7 @@ def _plain(name: str, value: Any, kind: Any) -> Any:
     return kind(value)
 
 
-def _number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
     """Check a number and return it as a float: float32, in which most calls compute, must hold it."""
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         value = _plain(name, value, float)
@@ -170,13 +170,28 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _integer(name: str, value: Any) -> int:
+def check_integer(name: str, value: Any) -> int:
     """Check an integer that is a position or a distance, and return it."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         value = _plain(name, value, int)
     if not _within(-LARGEST_POSITION, value, LARGEST_POSITION):
         raise ValueError(f"{name} must lie within +-2**29, got {value}")
     return value  # type: ignore[no-any-return]
+
+
+def check_probability(name: str, value: Any) -> float:
+    """Check a probability and return it."""
+    value = check_number(name, value)
+    if value and not _within(0, value, 1):
+        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+    return value
+
+
+def check_pair(name: str, meaning: str, value: Any) -> tuple[int, int]:
+    """Check a pair of integers and return it."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair {meaning}, got {value!r}")
+    return check_integer(name, value[0]), check_integer(name, value[1])
 
 
 def _flags(**values: object) -> None:
@@ -188,9 +203,7 @@ def _flags(**values: object) -> None:
 def _window(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
     if window_size is None:
         return -1, 0 if is_causal else -1
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
-    left, right = (_integer("window_size", size) for size in window_size)
+    left, right = check_pair("window_size", "(left, right)", window_size)
     if not (_within(-1, left, LARGEST_POSITION) and _within(-1, right, LARGEST_POSITION)):
         raise ValueError(f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
     return left, 0 if is_causal else right
@@ -250,7 +263,7 @@ def resolve(
     key_lengths: torch.Tensor | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
+    query_offset: int | torch.Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rel_scale: float | None = None,
@@ -305,6 +318,7 @@ def resolve(
     if attn_mask is not None:
         mask = _check_mask(attn_mask, query, (batch, query.shape[1], query.shape[2], key.shape[2]))
         tensors = tensors._replace(attn_mask=mask)
+    lengths: list[int] | None = None
     if key_lengths is not None:
         key_lengths, lengths = _check_integers("key_lengths", key_lengths, query, batch, "batch")
         if lengths:
@@ -313,20 +327,19 @@ def resolve(
                 raise ValueError(f"key_lengths must lie in [0, {key.shape[2]}], got values from {low} to {high}")
         tensors = tensors._replace(key_lengths=key_lengths)
     offsets: list[int] | None
+    has_offset, query_offset = query_offset is not None, 0 if query_offset is None else query_offset
     if isinstance(query_offset, torch.Tensor):
         query_offset, offsets = _check_integers("query_offset", query_offset, query, batch, "batch")
         for offset in offsets or ():
-            _integer("query_offset", offset)
+            check_integer("query_offset", offset)
         tensors, query_offset = tensors._replace(query_offsets=query_offset), 0
     else:
-        query_offset = _integer("query_offset", query_offset)
+        query_offset = check_integer("query_offset", query_offset)
         offsets = [query_offset]
-    scale = query.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
-    dropout_p = _number("dropout_p", dropout_p)
-    if dropout_p and not _within(0, dropout_p, 1):
-        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+    scale = query.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+    dropout_p = check_probability("dropout_p", dropout_p)
     if softcap is not None:
-        softcap = _number("softcap", softcap)
+        softcap = check_number("softcap", softcap)
         if not _within(SMALLEST_NUMBER, softcap, LARGEST_NUMBER):
             raise ValueError(f"softcap must be positive, got {softcap} (float32 begins at {SMALLEST_NUMBER:.3g})")
     centred = positions is None
@@ -334,7 +347,7 @@ def resolve(
     window_left, window_right = _window(window_size, is_causal)
     spec = AttentionSpec(
         scale=float(scale),
-        rel_scale=float(scale) if rel_scale is None else _number("rel_scale", rel_scale),
+        rel_scale=float(scale) if rel_scale is None else check_number("rel_scale", rel_scale),
         first=positions.first,
         last=positions.last,
         clamp=positions.outside == "clamp",
@@ -350,7 +363,7 @@ def resolve(
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)
     if not torch.compiler.is_compiling():
-        warn_of_doubts(tensors, spec, num_rows if centred else None)
+        warn_of_doubts(tensors, spec, num_rows if centred else None, has_offset, lengths)
     return tensors, spec
 
 
@@ -361,7 +374,7 @@ def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query:
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
     _, starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
-    longest = _integer(f"max_seqlen_{which}", max_seqlen)
+    longest = check_integer(f"max_seqlen_{which}", max_seqlen)
     if not _within(0, longest, LARGEST_POSITION):
         raise ValueError(f"max_seqlen_{which} must not be negative, got {longest}")
     if starts is not None:

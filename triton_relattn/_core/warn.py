@@ -7,8 +7,8 @@ import warnings
 _given: set[str] = set()
 
 
-def warn_once(about: str, text: str, stacklevel: int = 2) -> None:
+def warn_once(about: str, text: str, stacklevel: int = 2, category: type[Warning] = RuntimeWarning) -> None:
     """Warn, unless this process has warned about the same thing before."""
     if about not in _given:
         _given.add(about)
-        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+        warnings.warn(text, category, stacklevel=stacklevel + 1)

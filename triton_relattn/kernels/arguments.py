@@ -279,7 +279,7 @@ def fixed(
             1 / scale,
             spec.softcap,
         ),
-        configs.rounds_terms(arch, dtype),
+        configs.rounds_terms(arch, dtype) and configs.float16_holds_terms(scale),
         input_precision,
     )
 

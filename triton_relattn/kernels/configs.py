@@ -25,6 +25,7 @@ from .tile_config import OF_WORDS as OF_WORDS
 DEFAULTS = Path(__file__).parent / "defaults.csv"
 CALL_COLUMNS = ("kernel", "precision", "unit", "width", "term_set", "coverage")
 """Columns of defaults.csv that describe a call. The others have the fields of a TileConfig."""
+LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
 
@@ -107,7 +108,7 @@ def profile_key(
 
 
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
-    """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores.
+    """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores, if float16 holds them.
 
     All kernels of a call must agree, whatever their tiles and rotations, so this depends on nothing else. If a backward kernel
     had other terms than the forward, its probabilities would not sum to one, and an error that all keys of a query share adds up
@@ -115,6 +116,16 @@ def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
     table would be off by several times the error that rounding the inputs costs.
     """
     return dtype == torch.bfloat16 and architecture_of(arch).rotates_in_registers
+
+
+def float16_holds_terms(scale: float) -> bool:
+    """Return whether float16 can hold the terms of a call, which are divided by its scale.
+
+    It must not limit a term of a logit up to LARGEST_TERM. And what is left of small terms, where float16 has no normal numbers,
+    must change a logit by no more than rounding a term of 1 does. A scale of 0, for attention by position alone, fails the first.
+    """
+    info = torch.finfo(torch.float16)
+    return LARGEST_TERM <= info.max * scale and info.smallest_normal * scale <= 1
 
 
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:

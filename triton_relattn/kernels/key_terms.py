@@ -125,9 +125,11 @@ def multiply_key_band(d_key, tile, waiting, table, relative_position, scaling, T
 
 @triton.jit
 def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
-    """Return the (lowest, highest) relative position, as seen from them, of the queries that a tile of keys has pairs with."""
-    lowest = tl.maximum(key_start, place.first_key) - (place.num_queries - 1) - place.query_offset
-    highest = tl.minimum(key_start + TILE.block_n, place.num_keys) - 1 - place.query_offset
+    """Return the (lowest, highest) relative position, as seen from them, of the queries that a tile of keys has pairs with;
+    highest < lowest if there are none."""
+    first_key, last_key = tl.maximum(key_start, place.first_key), tl.minimum(key_start + TILE.block_n, place.num_keys) - 1
+    lowest = first_key - (place.num_queries - 1) - place.query_offset
+    highest = tl.where(first_key <= last_key, last_key - place.query_offset, lowest - 1)
     if window[0] is not None:
         lowest = tl.maximum(lowest, -window[0])
     if window[1] is not None:

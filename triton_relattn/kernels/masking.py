@@ -43,7 +43,7 @@ def locate(sequences, window, batch):
         key_start = tl.load(sequences.cu_seqlens_k + batch)
         num_queries = (tl.load(sequences.cu_seqlens_q + batch + 1) - query_start).to(tl.int32)
         key_rows = (tl.load(sequences.cu_seqlens_k + batch + 1) - key_start).to(tl.int32)
-        num_keys = key_rows
+        num_keys = tl.where(num_queries > 0, key_rows, 0)  # of those that nobody sees none is read
     first_key = 0
     if window[0] is not None:
         first_key = tl.maximum(query_offset - window[0], 0)

@@ -57,7 +57,7 @@ class RelativeAttention(nn.Module):
         attn_mask: torch.Tensor | None = None,
         key_lengths: torch.Tensor | None = None,
         is_causal: bool = False,
-        query_offset: int | torch.Tensor = 0,
+        query_offset: int | torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Return out (B, Hq, Nq, Dv), with return_lse also lse, for query (B, Hq, Nq, D), key (B, Hk, Nk, D) and value
@@ -67,7 +67,8 @@ class RelativeAttention(nn.Module):
         """
         terms: dict[str, Any] = {}
         if self.encoding is not None:
-            query, terms = self.encoding(query, key.shape[-2], query_offset, is_causal, self.options["scale"])
+            offset = 0 if query_offset is None else query_offset
+            query, terms = self.encoding(query, key.shape[-2], offset, is_causal, self.options["scale"])
         return fused_relative_attention(
             query,
             key,
@@ -288,7 +289,7 @@ class RelativeMultiheadAttention(nn.Module):
         is_causal: bool = False,
         *,
         key_lengths: torch.Tensor | None = None,
-        query_offset: int | torch.Tensor = 0,
+        query_offset: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Return (output, None); torch.nn.MultiheadAttention may return weights in the second place.
 

@@ -19,6 +19,7 @@ from .places import (
     ON_GUARDS,
     ON_KERNEL_SURVIVORS,
     ON_PROBABILITIES,
+    ON_ROTATIONS,
     ROWS_OF_TABLE,
     SCORES,
     WALK,
@@ -102,6 +103,12 @@ OF_FORWARD = (
         "a score that other tiles sum to more than the forward's maximum has a probability of more than one",
         (f"{ON_PROBABILITIES}::test_scores_that_do_not_repeat[full]",),
         (Change(SCORES, "tl.minimum(scores, row_max) - row_max", "scores - row_max"),),
+    ),
+    Fault(
+        "terms-rounded-at-any-scale",
+        "attention by position alone, with a scale of 0 in bfloat16 on a GPU: all terms are float16's largest number",
+        (f"{ON_ROTATIONS}::test_scales_at_which_float16_holds_no_terms[by position alone-registers]",),
+        (Change(ARGUMENTS, " and configs.float16_holds_terms(scale),", ","),),
     ),
     Fault(
         "far-terms-not-rounded",

@@ -10,6 +10,7 @@ from .places import (
     FAR_KEYS,
     FORWARD,
     KEY_TERMS,
+    MASKING,
     ON_KEY_TERMS,
     ON_WORKSPACE,
     TABLE_ENDS,
@@ -51,6 +52,24 @@ OF_KEY_TERMS = (
         "d_key is NaN where a row is that no query reaches",
         (f"{ON_KEY_TERMS}::test_nan_that_no_query_sees",),
         (Change(DKV, "key_table, key_lowest, key_highest, KEY_TILE", "key_table, -last, -first, KEY_TILE"),),
+    ),
+    Fault(
+        "key-terms-of-rows-for-no-keys",
+        "a sequence without keys takes rows for reached: d_key is NaN if they are",
+        (f"{ON_KEY_TERMS}::test_nan_that_only_an_empty_sequence_would_reach[padded]",),
+        (
+            Change(
+                KEY_TERMS,
+                "tl.where(first_key <= last_key, last_key - place.query_offset, lowest - 1)",
+                "last_key - place.query_offset",
+            ),
+        ),
+    ),
+    Fault(
+        "key-terms-of-rows-for-no-queries",
+        "keys of a packed sequence without queries are read, and rows taken for reached: gradients are NaN if these are",
+        (f"{ON_KEY_TERMS}::test_nan_that_only_an_empty_sequence_would_reach[packed]",),
+        (Change(MASKING, "tl.where(num_queries > 0, key_rows, 0)", "key_rows"),),
     ),
     Fault(
         "key-terms-in-the-order-of-the-tile",

@@ -69,6 +69,42 @@ OF_USE = (
         (Change(VALIDATION, "num_rows if centred else None", "num_rows"),),
     ),
     Fault(
+        "a-step-without-its-position-unnoticed",
+        "a step of decoding attends to the first key alone, and nobody is told",
+        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
+        (Change(DOUBTS, "if 0 < num_queries < num_keys:", "if 1 < num_queries < num_keys:"),),
+    ),
+    Fault(
+        "an-offset-of-0-is-doubted",
+        "a call that says that its first query stands at the first key gets a warning",
+        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
+        (
+            Change(
+                VALIDATION,
+                "has_offset, query_offset = query_offset is not None,",
+                "has_offset, query_offset = isinstance(query_offset, torch.Tensor) or bool(query_offset),",
+            ),
+        ),
+    ),
+    Fault(
+        "another-layout-unnoticed",
+        "tensors of flash-attn's layout with a short table are attended over heads, and nobody is told",
+        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
+        (Change(DOUBTS, "return bool(ranks) and not has_heads", "return False"),),
+    ),
+    Fault(
+        "many-heads-are-doubted",
+        "a prompt of a few tokens for a model with a table for each of many heads gets a warning",
+        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
+        (Change(DOUBTS, "return bool(ranks) and not has_heads", "return bool(ranks)"),),
+    ),
+    Fault(
+        "scalars-on-a-grid-not-checked",
+        "on a grid a scale of NaN, or of text, is taken",
+        ("tests/cpu/test_grids.py::test_scalars_are_checked_as_those_of_the_other_function",),
+        (Change("triton_relattn/grids.py", 'else check_number("scale", scale)', "else float(scale)"),),
+    ),
+    Fault(
         "outgrown-table-unnoticed",
         "nobody is told that a long table does not cover the call",
         (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
