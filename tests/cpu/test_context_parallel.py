@@ -60,7 +60,7 @@ def terms(rows: int = 9) -> dict[str, torch.Tensor]:
 
 
 def with_hidden_rows(*shape: int, low: float, seed: int = 6) -> torch.Tensor:
-    """Numbers as models make masks of: padding's keys have a low one, and so do all keys of some queries, in every entry or one."""
+    """A mask as models make them: padding's keys have a low number, and so do all keys of some queries, in one entry or all."""
     mask, draw = normal(*shape, seed=seed), random.Random(seed)
     mask[draw.randrange(shape[0]) :, :, :, draw.randrange(shape[3] + 1) :] = low
     mask[:, draw.randrange(shape[1]), draw.randrange(shape[2]) :] = low
@@ -96,7 +96,8 @@ def random_case(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = operands(queries, keys, heads, key_heads)
     tables = {"rel_key": normal(rows, WIDTH), "rel_bias": normal(heads, rows), "rel_p2c": normal(rows, WIDTH)}
     tensors |= {name: tables[name] for name in draw.sample(list(tables), draw.randint(0, 2))}
-    options: dict[str, Any] = {"enable_gqa": sharing > 1, "query_offset": draw.choice((0, 0, keys - queries, draw.randint(-9, 9)))}
+    offset = draw.choice((0, 0, keys - queries, draw.randint(-9, 9)))
+    options: dict[str, Any] = {"enable_gqa": sharing > 1, "query_offset": offset}
     kind, low = draw.choice(("none", "rows", "rows", "keys", "bool")), draw.choice((LOWEST, LOWEST, -1e9, -torch.inf))
     shape = draw.choice((1, 2)), draw.choice((1, heads)), 1 if kind == "keys" else queries, keys
     if kind != "none":
@@ -324,8 +325,8 @@ def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Heads over one or two dimensions of a mesh, positions over another: each rank finds the keys that its heads share, where the
-    ranks divide the heads of the key, and where they do not."""
+    """Heads over one or two dimensions of a mesh, positions over another: each rank finds the keys that its heads share, where
+    the ranks divide the heads of the key, and where they do not."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

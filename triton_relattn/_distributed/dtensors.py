@@ -41,8 +41,8 @@ def attend_dtensors(
     """out and lse as DTensors, placed as query is.
 
     Gradients of tables come as partial sums, which DTensor adds up; that of a plain table, which all ranks have, stays the rank's
-    part. Plain masks, lengths and offsets are those of the whole call. Heads of the key that the ranks do not divide are gathered,
-    and each rank takes those of its heads of the query.
+    part. Plain masks, lengths and offsets are those of the whole call. Heads of the key that the ranks do not divide are
+    gathered, and each rank takes those of its heads of the query.
 
     Raises:
         ValueError: placements of query other than positions by one mesh dimension, and batch, heads or nothing by others; with

@@ -7,8 +7,8 @@ gradient of the scores is that of any part of the keys:
 
 so that no part needs its own out, lse or softmax_stats again, and the gradients of the parts add up to those of the whole.
 
-Largest logit and log_sum travel as two numbers. Their sum, lse, has no digits left for log_sum where logits are large: where a mask
-adds the lowest number to all logits of a query, as it does for padding, lse is that number, however many the keys are.
+Largest logit and log_sum travel as two numbers. Their sum, lse, has no digits left for log_sum where logits are large: where a
+mask adds the lowest number to all logits of a query, as masks of padding do, lse is that number, however many the keys are.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Result(NamedTuple):
 
     def add(self, part: Result, unit: float) -> None:
         """Merge the result over other keys with this one, in its place. unit: of largest."""
-        pairs = zip(self, part, strict=True)
-        for place, result in zip(self, merged(*pairs, unit), strict=True):
+        both = merged((self.out, part.out), (self.largest, part.largest), (self.log_sum, part.log_sum), unit)
+        for place, result in zip(self, both, strict=True):
             place.copy_(result)
 
     def of(self, piece: Piece) -> Result:

@@ -109,7 +109,10 @@ OF_DISTRIBUTED = (
         "kernels-have-one-number-for-a-softmax",
         "the same, with the kernels' statistics",
         (ON_PARTS,),
-        (Change(PARTS, "log_sum * LN_2)", "0 * log_sum)"), Change(PARTS, "largest.masked_fill(lse == -", "lse.masked_fill(lse == -")),
+        (
+            Change(PARTS, "log_sum * LN_2)", "0 * log_sum)"),
+            Change(PARTS, "largest.masked_fill(lse == -", "lse.masked_fill(lse == -"),
+        ),
     ),
     Fault(
         "part-with-a-delta-of-its-own",
