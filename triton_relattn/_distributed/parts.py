@@ -29,7 +29,7 @@ LN_2 = math.log(2)
 
 
 class Result(NamedTuple):
-    """What attention over some of the keys gives each query, in the compute dtype."""
+    """Results of attention over some of the keys, in the compute dtype."""
 
     out: torch.Tensor  # (B, Hq, Nq, Dv)
     largest: torch.Tensor  # (B, Hq, Nq): the largest logit, divided by unit_of(); -inf: no key was seen
