@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from triton_relattn import merge_attention
+from triton_relattn._blockwise.attention import Whole
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._distributed import parts
 from triton_relattn._distributed.sharding import Meeting, Piece
@@ -25,8 +25,7 @@ def in_parts(
 ) -> dict[str, torch.Tensor]:
     """out, lse and gradients of a resolved call, from parts that have some of its queries and some of its keys each."""
     queries, keys = pieces(tensors.query.shape[2], count), pieces(tensors.key.shape[2], count)
-    out = d_out.new_zeros(d_out.shape, dtype=d_lse.dtype)
-    lse = torch.full_like(d_lse, -torch.inf)
+    total, unit = parts.Result.of_no_keys(tensors.query, tensors.value.shape[3]), parts.unit_of(tensors, spec, implementation)
     met = [Meeting(*each) for each in itertools.product(queries, keys)]
     met = [each for each in met if each.is_visible(tensors, spec)]
 
@@ -34,17 +33,16 @@ def in_parts(
         return meeting.call(tensors, spec, tensors.key, tensors.value)
 
     for meeting in met:
-        places = meeting.queries.of(out), meeting.queries.of(lse)
-        merged = merge_attention(*places, *parts.forward(*call(meeting), implementation))
-        for place, result in zip(places, merged, strict=True):
-            place.copy_(result)
-    delta = (out * d_out).sum(-1) - d_lse.masked_fill(lse == -torch.inf, 0)
+        total.of(meeting.queries).add(parts.forward(*call(meeting), implementation), unit)
+    out, lse, blind = total.out, total.lse(unit), total.largest == -torch.inf
+    delta = (out * d_out).sum(-1) - d_lse.masked_fill(blind, 0)
+    whole = Whole(total.largest.masked_fill(blind, 0), total.log_sum, delta)
     named = {name: tensor for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False) if tensor is not None}
     gradients = {name: torch.zeros(tensor.shape, dtype=lse.dtype) for name, tensor in named.items()}
     wanted = [name in named for name in DIFFERENTIABLE]
     for meeting in met:
-        rows = (meeting.queries.of(tensor) for tensor in (d_out, delta, lse))
-        found = parts.backward(*rows, *call(meeting), implementation, wanted)  # type: ignore[call-arg, arg-type]
+        rows = Whole(*map(meeting.queries.of, whole))
+        found = parts.backward(meeting.queries.of(d_out), rows, *call(meeting), implementation, wanted)
         for name, gradient in zip(DIFFERENTIABLE, found, strict=True):
             if gradient is not None:
                 piece = {"query": meeting.queries, "rel_query": meeting.queries, "key": meeting.keys, "value": meeting.keys}.get(

@@ -22,6 +22,11 @@ def merge_attention(
     the first query) - (position of the block's first key), and merge. Causal masks, windows and tables then see the true
     distances. Gradients flow through out and lse; merging is associative. (With dropout the parts drop independently.)
 
+    An lse is one number: of large logits it has no digits left for the number of keys. Where a mask of numbers adds -1e9 or the
+    dtype's lowest number to all keys that a query has in a part, as masks of padding do, lse is the same for one key and for a
+    thousand, and the parts of such a query are weighted alike. Hide with a mask of bools or -inf instead: then lse is -inf.
+    (:mod:`triton_relattn.distributed` keeps the two apart, and takes any mask.)
+
     Args:
         out1, out2: (..., Nq, Dv).
         lse1, lse2: (..., Nq), natural logarithm; -inf: no key was seen.
@@ -48,16 +53,25 @@ def merge_attention(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (out1, lse1, out2, lse2))
         raise ValueError(f"out1 and out2 must have shape (..., Nq, Dv), lse1 and lse2 (..., Nq), got {shapes}")
     dtype = compute_dtype(torch.promote_types(out1.dtype, lse1.dtype))
-    lses = torch.stack((lse1.to(dtype), lse2.to(dtype)))
-    top = lses.detach().amax(0)
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = (lses - top).exp()
-    total = weights.sum(0)
-    sees_nothing = total == 0
-    total = total.masked_fill(sees_nothing, 1)
+    lses = lse1.to(dtype), lse2.to(dtype)
+    out, largest, log_sum = merged((out1.to(dtype), out2.to(dtype)), lses, (torch.zeros_like(lses[0]),) * 2)
+    return out.to(out1.dtype), (largest + log_sum).to(lse1.dtype)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def merged(outs: Pair, largest: Pair, log_sums: Pair, unit: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Merge two results whose lse is unit * largest + log_sum, all in one dtype; return out, largest and log_sum of both.
+
+    A query that sees no key has largest = -inf and log_sum = 0. Gradients flow through log_sum, not through largest.
+    """
+    tops = torch.stack(largest)
+    top = tops.detach().amax(0)
+    blind = top == -torch.inf
+    weights = ((tops - top.masked_fill(blind, 0)) * unit + torch.stack(log_sums)).exp()
+    total = weights.sum(0).masked_fill(blind, 1)
     shares = (weights / total).unsqueeze(-1)
     # A result without weight may be anything, even the NaN that other functions return for a query that sees nothing.
-    first, second = (out.to(dtype).masked_fill(share == 0, 0) for out, share in zip((out1, out2), shares, strict=True))
-    out = shares[0] * first + shares[1] * second
-    lse = (top + total.log()).masked_fill(sees_nothing, -torch.inf)
-    return out.to(out1.dtype), lse.to(lse1.dtype)
+    first, second = (out.masked_fill(share == 0, 0) for out, share in zip(outs, shares, strict=True))
+    return shares[0] * first + shares[1] * second, top, total.log()

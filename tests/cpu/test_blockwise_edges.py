@@ -118,9 +118,9 @@ def test_only_return_lse_asks_for_lse(return_lse: bool, monkeypatch: pytest.Monk
     """The public functions compute lse for nobody else: it takes passes over all scores."""
     computed, softmax = [], attention.softmax
 
-    def spy(block: Any, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+    def spy(block: Any, probs: torch.Tensor, lse: torch.Tensor | None = None, *others: Any) -> torch.Tensor:
         computed.append(lse is not None)
-        return softmax(block, probs, lse)
+        return softmax(block, probs, lse, *others)
 
     monkeypatch.setattr(attention, "softmax", spy)
     query = make_inputs(1, 2, 20, 20, 8, num_rows=None, dtype=torch.float32, seed=0).query

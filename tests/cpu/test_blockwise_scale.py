@@ -221,3 +221,15 @@ def test_memory_by_names_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         forward_backward(attend, inputs)
         counts.append(len(names))
     assert 0 < counts[0] == counts[1], sorted(names)
+
+
+def test_blocks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of a block grow with the threads only as far as the call's tensors and their gradients do."""
+    monkeypatch.setattr(partition, "ELEMENTS_PER_THREAD", 1 << 14)
+    tensors, spec = resolve(*(torch.randn(2, 4, 300, 8) for _ in range(3)))
+    largest = []
+    for threads in (1, 2, 4, 64):
+        monkeypatch.setattr(partition, "threads_of", lambda device, threads=threads: threads)
+        largest.append(max(block.frame.scores.numel() for block in Call(tensors, spec).blocks()))
+    of_tensors = 2 * 4 * tensors.query.numel()
+    assert largest[0] < largest[1] <= largest[2] <= largest[3] <= max(of_tensors, 8 * partition.BLOCK_QUERIES * 300), largest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import random
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from triton_relattn.nn import RelativeMultiheadAttention, parallel
 PROCESSES, HEADS, WIDTH = 4, 12, 4
 TIMEOUT = timedelta(seconds=10)
 """After which ranks give up on one that does not answer: longer than a busy machine takes to let the others begin."""
+LOWEST = torch.finfo(torch.float64).min
 WAYS = tuple(itertools.product(("ring", "all_to_all"), ("contiguous", "zigzag")))
 
 
@@ -61,6 +63,15 @@ def terms(rows: int = 9) -> dict[str, torch.Tensor]:
     }
 
 
+def with_hidden_rows(*shape: int, low: float, seed: int = 6) -> torch.Tensor:
+    """A mask as models make them: padding's keys have a low number, and so do all keys of some queries, in one entry or all."""
+    mask, draw = normal(*shape, seed=seed), random.Random(seed)
+    mask[draw.randrange(shape[0]) :, :, :, draw.randrange(shape[3] + 1) :] = low
+    mask[:, draw.randrange(shape[1]), draw.randrange(shape[2]) :] = low
+    mask[draw.randrange(shape[0]), :, draw.randrange(shape[2])] = low
+    return mask
+
+
 SHORT, BEYOND = RelativePositions(-4, 4), RelativePositions(-3, 5, "zero")
 CASES: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "full": ({**operands(), "rel_key": normal(45, WIDTH)}, {}),
@@ -75,8 +86,40 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "mask": ({**operands(), **terms()}, {"attn_mask": normal(1, 1, 23, 23).masked_fill(normal(23, 23) > 1, -torch.inf)}),
     "key_mask": ({**operands(), **terms()}, {"attn_mask": normal(2, HEADS, 1, 23, seed=5) < 0.5}),
     "dropout": ({**operands(), **terms()}, {"dropout_p": 0.4, "positions": SHORT}),
+    "lowest_mask": ({**operands(), **terms()}, {"attn_mask": with_hidden_rows(2, 1, 23, 23, low=LOWEST), "is_causal": True}),
+    "low_mask": ({**operands(), **terms()}, {"attn_mask": with_hidden_rows(2, HEADS, 23, 23, low=-1e9)}),
     "fewer_positions_than_ranks": ({**operands(3), "rel_key": normal(5, WIDTH)}, {"is_causal": True}),
 }
+
+
+def random_case(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Any mask over any sizes, with some terms."""
+    draw = random.Random(seed)
+    key_heads, sharing, keys = draw.choice((1, 2, 3, 4, 12)), draw.choice((1, 2, 3, 4)), draw.randint(1, 40)
+    queries, heads, rows = draw.choice((keys, draw.randint(1, 40))), key_heads * sharing, 2 * draw.randint(0, 9) + 1
+    tensors = operands(queries, keys, heads, key_heads)
+    tables = {"rel_key": normal(rows, WIDTH), "rel_bias": normal(heads, rows), "rel_p2c": normal(rows, WIDTH)}
+    tensors |= {name: tables[name] for name in draw.sample(list(tables), draw.randint(0, 2))}
+    offset = draw.choice((0, 0, keys - queries, draw.randint(-9, 9)))
+    options: dict[str, Any] = {"enable_gqa": sharing > 1, "query_offset": offset}
+    kind, low = draw.choice(("none", "rows", "rows", "keys", "bool")), draw.choice((LOWEST, LOWEST, -1e9, -torch.inf))
+    shape = draw.choice((1, 2)), draw.choice((1, heads)), 1 if kind == "keys" else queries, keys
+    if kind != "none":
+        mask = with_hidden_rows(*shape, low=low, seed=seed)
+        options["attn_mask"] = mask if kind != "bool" else mask > -1
+    if draw.randrange(2):
+        options["is_causal"] = True
+    elif draw.randrange(2):
+        options["window_size"] = draw.randint(-1, 9), draw.randint(-1, 9)
+    if draw.randrange(3) == 0:
+        options["key_lengths"] = torch.tensor([draw.randint(0, keys), draw.randint(0, keys)])
+    if draw.randrange(4) == 0:
+        options["softcap"] = 3.0
+    return tensors, options
+
+
+SEEDS = range(int(os.environ.get("RANDOM_CASES", "6")))
+CASES |= {f"random {seed}": random_case(seed) for seed in SEEDS}
 
 
 def pack(lengths: list[int]) -> dict[str, Any]:
@@ -141,7 +184,8 @@ def check_case(name: str, group: dist.ProcessGroup, method: str, layout: str) ->
     is_packed = name in PACKED
     tensors, options = (PACKED if is_packed else CASES)[name]
     rank, ranks, dim = dist.get_rank(group), dist.get_world_size(group), 0 if is_packed else 2
-    if method == "all_to_all" and (tensors["key"].shape[1] % ranks or "mask" == name):
+    mask = options.get("attn_mask")
+    if method == "all_to_all" and (tensors["key"].shape[1] % ranks or (mask is not None and mask.shape[2] > 1)):
         return
     expected = of_one_process(name)
     sizes = {each: sizes_of(tensors[each].shape[dim], ranks, layout) for each in ("query", "key")}
@@ -155,7 +199,7 @@ def check_case(name: str, group: dist.ProcessGroup, method: str, layout: str) ->
 
     of_all = seeds(expected["out"], expected["lse"])
     local = {**options, "group": group, "method": method, "layout": layout}
-    if (mask := options.get("attn_mask")) is not None and mask.shape[2] > 1:
+    if mask is not None and mask.shape[2] > 1:
         local["attn_mask"] = own(mask, 2, layout, rank, sizes["query"])
     function = distributed.fused_relative_attention_varlen if is_packed else distributed.fused_relative_attention
     shards = {each: mine(each, tensor) for each, tensor in tensors.items()}
@@ -282,6 +326,40 @@ def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
     with pytest.raises(ValueError, match="one dimension of the mesh may shard"):
         both = distribute_tensor(tensors["query"], mesh, [Shard(2), Shard(2)])
         triton_relattn.fused_relative_attention(both, both, both)
+
+
+def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
+    """Heads over one or two dimensions of a mesh, positions over another: each rank finds the keys that its heads share, where
+    the ranks divide the heads of the key, and where they do not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    meshes = [(init_device_mesh("cpu", (2, 2)), "hp"), (init_device_mesh("cpu", (2, 2)), "ph")]
+    meshes += [(init_device_mesh("cpu", (4, 1)), "hp"), (init_device_mesh("cpu", (2, 2, 1)), "hhp")]
+    draw = random.Random(0)
+    for (mesh, dims), (heads, key_heads) in itertools.product(meshes, ((12, 3), (9, 3), (8, 1), (12, 6), (5, 5), (6, 2), (3, 1))):
+        tensors = {**operands(9, 11, heads, key_heads), "rel_key": normal(7, WIDTH), "rel_bias": normal(heads, 5 + 2)}
+        mask = with_hidden_rows(1, draw.choice((1, heads)), 9, 11, low=LOWEST, seed=draw.randrange(99))
+        options: dict[str, Any] = {"enable_gqa": True, "positions": RelativePositions(-3, 3), "attn_mask": mask}
+        kinds = [Shard(1) if dim == "h" else Shard(2) for dim in dims]
+        placements = dict.fromkeys(BY_POSITION, kinds) | {"rel_bias": [Shard(0) if dim == "h" else Replicate() for dim in dims]}
+        d_out = normal(2, heads, 9, WIDTH + 1, seed=4)
+
+        def run(leaves: dict[str, Any], d_out: torch.Tensor, options: dict[str, Any] = options) -> list[torch.Tensor]:
+            leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+            out = triton_relattn.fused_relative_attention(**leaves, **options)
+            return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), d_out)]
+
+        spread = {
+            name: distribute_tensor(tensor, mesh, placements.get(name, [Replicate()] * mesh.ndim))
+            for name, tensor in tensors.items()
+        }
+        found: Any = run(spread, distribute_tensor(d_out, mesh, kinds))
+        for name, result, exact in zip(("out", *tensors), found, run(tensors, d_out), strict=True):
+            close(result.full_tensor(), exact, (mesh.shape, dims, heads, key_heads, name))
+    query, key = (distribute_tensor(normal(1, heads, 8, 4), meshes[0][0], [Shard(1), Shard(2)]) for heads in (9, 3))
+    with pytest.raises(ValueError, match="4 ranks do not divide 9 heads"):  # also the rank whose four heads two would divide
+        distributed.fused_relative_attention(query, key, key, method="all_to_all", enable_gqa=True)
 
 
 def check_modules(groups: dict[int, dist.ProcessGroup]) -> None:

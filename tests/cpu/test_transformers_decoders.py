@@ -215,7 +215,7 @@ def test_what_t5_hands_on() -> None:
     enable(model)
     bias = first(torch.randn(1, 90, 32))[1]
     assert bias.shape == (4, 25) and bias.requires_grad
-    assert model.decoder.block[0].layer[0].SelfAttention.table().shape == (4, 13)
+    assert model.decoder.block[0].layer[0].SelfAttention.table(torch.device("cpu")).shape == (4, 13)
     assert second(torch.randn(1, 90, 32), position_bias=bias)[1] is bias
     assert (
         model.decoder.block[0].layer[1].EncDecAttention(torch.randn(1, 3, 32), key_value_states=torch.randn(1, 5, 32))[1] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import math
@@ -636,3 +637,26 @@ def test_models_without_the_term() -> None:
     assert set(enable(both_kinds)) == {"1", "1.h.0.self_attention", "1.h.1.self_attention"}
     assert classes(rotating) == before
     assert len(disable(both_kinds)) == 3
+
+
+@pytest.mark.parametrize("name", ["t5", "longt5", "wavlm"])
+def test_tables_that_are_offloaded(name: str) -> None:
+    """A table's weight may be on another device until its module is called, as accelerate's offloading leaves it."""
+    model = build(name).eval()
+    enable(model)
+    inputs = arguments(name, model, PADDED)
+    expected = output(model, inputs)
+    tables = [each for path, each in model.named_modules() if path.endswith(("relative_attention_bias", "rel_attn_embed"))]
+    assert tables
+
+    def load(module: Any, _: Any, weight: torch.nn.Parameter) -> None:
+        module.weight = weight
+
+    def offload(module: Any, *_: Any) -> None:
+        module.weight = torch.nn.Parameter(module.weight.detach().to("meta"))
+
+    for table in tables:
+        table.register_forward_pre_hook(functools.partial(load, weight=table.weight))
+        table.register_forward_hook(offload)
+        offload(table)
+    assert torch.equal(output(model, inputs), expected)

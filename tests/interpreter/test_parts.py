@@ -24,6 +24,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_rows": 9, "key_heads": 1},
         {"attn_mask": torch.randn(2, 1, 60, 80), "enable_gqa": True, "exact_query_grad": True},
     ),
+    "lowest_mask": (
+        {"num_rows": 9, **TERMS},
+        {"attn_mask": torch.zeros(2, 1, 60, 80).index_fill(2, torch.tensor([3, 58]), torch.finfo(torch.float32).min)},
+    ),
     "lengths": ({"num_rows": None}, {"key_lengths": torch.tensor([41, 0]), "dropout_p": 0.2}),
 }
 

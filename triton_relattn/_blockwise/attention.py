@@ -60,12 +60,15 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
     return slope
 
 
-def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+def softmax(
+    block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
 
     Args:
         probs: memory for the probabilities; on a CPU it may be that of the scores.
         lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed, which saves passes.
+        largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
     scores, total = block.frame.scores, None
     is_short = scores.shape[-1] < SHORT_ROW
@@ -86,7 +89,12 @@ def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) 
         total = (
             probs.amax(-1, keepdim=True).reciprocal_() if total is None else total
         )  # the largest probability is exp(0) / total
-        lse.copy_(total.log_().add_(largest).view(lse.shape))
+        log_sum = total.log_()
+        if largest_logits is None:
+            log_sum.add_(largest)
+        else:
+            largest_logits.copy_(largest.view(lse.shape))
+        lse.copy_(log_sum.view(lse.shape))
         if blind is not None:
             lse.masked_fill_(blind.view(lse.shape), -math.inf)
     return probs
@@ -120,12 +128,17 @@ def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
 
 
 def forward(
-    tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    kept: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    largest_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, or the one given, and lse, see new_lse().
 
     Args:
         kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
+        largest_logits: memory for the largest logit of each query, which lse is without then; it is left alone without keys.
     """
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
@@ -139,7 +152,7 @@ def forward(
         query = block.matrices(tensors.query)
         logits(block, query, pack_query(block, query))
         memory = frame.probs_in_place if kept is None else block.destination(block.pairs_of(kept), "probs")
-        probs = softmax(block, memory, lse_place)
+        probs = softmax(block, memory, lse_place, None if largest_logits is None else block.rows(largest_logits))
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
@@ -154,16 +167,19 @@ def forward(
 class Whole(NamedTuple):
     """All keys that the queries see, where a call has a part of them: dS = P (dP - delta) is then that of the part.
 
-    P = exp(logits - lse) is off by the factor that lse was rounded by, which is the same for all keys of a query.
+    P = exp(logits - largest - log_sum): in one number, lse, a large logit would leave no digits for the logarithm.
     """
 
-    lse: torch.Tensor  # (B, Hq, Nq)
+    largest: torch.Tensor  # (B, Hq, Nq), the largest logit; 0 if a query sees nothing
+    log_sum: torch.Tensor  # (B, Hq, Nq), the logarithm of the sum of exp(logits - largest)
     delta: torch.Tensor  # (B, Hq, Nq): rowsum(out * d_out) - d_lse
 
     def probs(self, block: Block) -> torch.Tensor:
         """The probabilities of the frame's scores, which sum to one over all keys."""
-        lse = block.matrices(self.lse[..., None])
-        return torch.sub(block.frame.scores, lse.masked_fill(lse == -math.inf, 0), out=block.frame.probs).exp_()
+        largest, log_sum = (block.matrices(each[..., None]) for each in (self.largest, self.log_sum))
+        # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
+        exponents = torch.minimum(block.frame.scores, largest, out=block.frame.probs).sub_(largest)
+        return exponents.sub_(log_sum).exp_()
 
     def d_scores(self, block: Block, probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
         """The gradient of the scores, in the place of d_probs."""

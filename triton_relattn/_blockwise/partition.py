@@ -29,6 +29,9 @@ FEWEST_QUERIES = 32
 ELEMENTS_PER_THREAD = 1 << 19
 """Scores of a block for each thread, two megabytes. A megabyte, as much as each of two cores had for itself beside 32 that they
 shared, took 10 to 25 % longer at lengths from 700 to 2,048: to start the steps of a block takes time, too."""
+FEWEST_THREADS = 2
+"""Threads whose scores a block may have in any case. With more threads its scores take no more memory than the call's tensors and
+their gradients: 64 threads would have all scores at once up to a length of 2,000."""
 THREADS_ELSEWHERE = 64
 """Threads that a device other than a CPU counts as: the time of its steps is that of starting them, unless they are large."""
 
@@ -167,6 +170,8 @@ class Call:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
         num_threads = threads_of(self.tensors.query.device)
         elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
+        if self.tensors.query.device.type == "cpu":
+            elements = min(elements, max(FEWEST_THREADS * ELEMENTS_PER_THREAD, self._num_elements()))
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
         fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
         most = BLOCK_QUERIES
@@ -178,6 +183,11 @@ class Call:
         if left >= 0 and right >= 0:
             num_keys = min(num_keys, num_queries + left + right)
         return num_queries, max(elements // max(num_queries * num_keys, 1), fewest_heads)
+
+    def _num_elements(self) -> int:
+        """Count the elements of query, key, value, out, and their gradients."""
+        query, key, value, *_ = self.tensors
+        return 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
 
     def _groups(self, stack: Stack, num_heads: int) -> Iterator[tuple[Stack, slice, slice]]:
         """Yield the stack in parts of at most so many heads: several whole sequences, or some heads of one sequence."""

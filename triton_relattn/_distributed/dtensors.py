@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors, is_per_head
+from .._operators.sharding import keeps_groups
+from .exchange import check_heads
 from .methods import attend
 
 DIMS: dict[str, tuple[int | None, int | None, int | None]] = {
@@ -38,10 +41,12 @@ def attend_dtensors(
     """out and lse as DTensors, placed as query is.
 
     Gradients of tables come as partial sums, which DTensor adds up; that of a plain table, which all ranks have, stays the rank's
-    part. Plain masks, lengths and offsets are those of the whole call.
+    part. Plain masks, lengths and offsets are those of the whole call. Heads of the key that the ranks do not divide are
+    gathered, and each rank takes those of its heads of the query.
 
     Raises:
-        ValueError: placements of query other than positions by one mesh dimension, and batch, heads or nothing by others.
+        ValueError: placements of query other than positions by one mesh dimension, and batch, heads or nothing by others; with
+            "all_to_all", heads that the ranks do not divide.
         TypeError: key, value, rel_query, or a table of sharded heads is no DTensor.
     """
     query: Any = tensors.query
@@ -53,6 +58,12 @@ def attend_dtensors(
             "one dimension of the mesh may shard the positions of query, Shard(2), and others its batch, its heads or nothing, "
             f"got {placements}"
         )
+    heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
+    by_heads = [dim for dim, placement in enumerate(placements) if placement == Shard(1)]
+    ranks_of_heads = math.prod(map(mesh.size, by_heads))
+    if method == "all_to_all":  # here, since some ranks may have heads that theirs divide
+        check_heads(heads, key_heads, ranks_of_heads * mesh.size(*sharded))
+    gathers_keys = not keeps_groups(heads, key_heads, ranks_of_heads)
 
     def local(name: str, tensor: Any) -> Any:
         dims = dict(zip(kinds, _dims(name, tensor), strict=True))
@@ -63,6 +74,8 @@ def attend_dtensors(
             if is_learned or name == "dropout_seed":
                 return tensor
             tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if name in ("key", "value") and gathers_keys:
+            dims[Shard(1)] = None
         by_dim = [dims.get(each) for each in placements]
         wanted = [Replicate() if dim is None else Shard(dim) for dim in by_dim]
         of_gradient = [
@@ -73,6 +86,11 @@ def attend_dtensors(
 
     given: dict[str, Any] = {name: each for name, each in tensors._asdict().items() if each is not None}
     own = AttentionTensors(**{name: local(name, each) for name, each in given.items()})
+    if gathers_keys:
+        its_heads = range(heads)
+        for each in by_heads:
+            its_heads = _chunk(its_heads, mesh.size(each), mesh.get_local_rank(each))
+        own = _with_keys_of(own, its_heads, heads // key_heads)
     [dim] = sharded
     queries, keys = (_chunks(tensor.shape[2], mesh.size(dim)) for tensor in (tensors.query, tensors.key))
     out, lse = attend(
@@ -92,6 +110,24 @@ def attend_dtensors(
         return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     return spread(out, shape), spread(lse, shape[:3]) if return_lse else lse
+
+
+def _with_keys_of(tensors: AttentionTensors, heads: range, sharing: int) -> AttentionTensors:
+    """The tensors with the heads of key and value that these heads of the query share, each for as many of them.
+
+    A head of the key is there again if the range cuts its heads of the query into parts of their own.
+    """
+    each_for = math.gcd(sharing, heads.start, heads.stop)
+    wanted = [head // sharing for head in heads[::each_for]]
+    index = torch.tensor(wanted, dtype=torch.int64, device=tensors.key.device)
+    return tensors._replace(key=tensors.key.index_select(1, index), value=tensors.value.index_select(1, index))
+
+
+def _chunk(indices: range, size: int, rank: int) -> range:
+    """A rank's part of a dimension of a DTensor."""
+    chunks = _chunks(len(indices), size)
+    start = sum(chunks[:rank])
+    return indices[start : start + chunks[rank]]
 
 
 def _chunks(total: int, size: int) -> list[int]:

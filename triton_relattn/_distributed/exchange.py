@@ -46,6 +46,15 @@ def positions_for_heads(tensor: torch.Tensor, sharding: Sharding, rank: int, gro
     return received.view(size, batch, heads, sharding.size(rank), width).transpose(0, 1).flatten(1, 2)
 
 
+def check_heads(heads: int, key_heads: int, size: int) -> None:
+    """Raise a ValueError if so many ranks do not divide the heads."""
+    if heads % size or key_heads % size:
+        raise ValueError(
+            f'method="all_to_all" gives each rank as many heads: {size} ranks do not divide {heads} heads of query and '
+            f'{key_heads} of key; method="ring" takes any'
+        )
+
+
 def all_to_all_attention(
     tensors: AttentionTensors,
     spec: AttentionSpec,
@@ -61,12 +70,8 @@ def all_to_all_attention(
         ValueError: the ranks do not divide the heads, or a mask has rows, of which each rank would need all.
     """
     rank, size = dist.get_rank(group), len(queries.pieces)
-    heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
-    if heads % size or key_heads % size:
-        raise ValueError(
-            f'method="all_to_all" gives each rank as many heads: {size} ranks do not divide {heads} heads of query and '
-            f'{key_heads} of key; method="ring" takes any'
-        )
+    heads = tensors.query.shape[1]
+    check_heads(heads, tensors.key.shape[1], size)
     mask = tensors.attn_mask
     if mask is not None and mask.shape[2] > 1:
         raise ValueError('method="all_to_all" takes an attn_mask that is the same for all queries; method="ring" takes any')

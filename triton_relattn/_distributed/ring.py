@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .._core.dtypes import compute_dtype, new_like
+from .._blockwise.attention import Whole
+from .._core.dtypes import compute_dtype
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from ..merging import merge_attention
 from . import parts
 from .sharding import Meeting, Sharding, meetings
 
@@ -92,26 +92,22 @@ class Ring:
         received = message.new_empty(self.numel(self.owner(step + 1)))
         return Transfer(self.group, message, (self.rank + 1) % self.size, received, (self.rank - 1) % self.size, tag)
 
-    def forward(self, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse of the rank's queries over all keys, in the compute dtype."""
-        query, value = self.tensors.query, self.tensors.value
-        dtype, held = compute_dtype(query.dtype), self.packed()
-        out = new_like(query, value.shape[3], dtype).zero_()
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+    def forward(self, implementation: str) -> parts.Result:
+        """The result of the rank's queries over all keys."""
+        held, unit = self.packed(), parts.unit_of(self.tensors, self.spec, implementation)
+        total = parts.Result.of_no_keys(self.tensors.query, self.tensors.value.shape[3])
         for step in range(self.last_step + 1):
             transfer = self.send_on(held, step, OF_KEYS) if step < self.last_step else None
             owner = self.owner(step)
             for meeting in self.meetings(self.rank, owner):
                 part = parts.forward(*meeting.call(self.tensors, self.spec, *self.unpacked(held, owner)), implementation)
-                places = meeting.queries.of(out), meeting.queries.of(lse)
-                for place, merged in zip(places, merge_attention(*places, *part), strict=True):
-                    place.copy_(merged)
+                total.of(meeting.queries).add(part, unit)
             if transfer is not None:
                 held = transfer.arrived()
-        return out, lse
+        return total
 
     def backward(
-        self, d_out: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, implementation: str, wanted: Sequence[bool]
+        self, d_out: torch.Tensor, of_rows: Whole, implementation: str, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Gradients of spec.DIFFERENTIABLE, None where not wanted or not there: of the rank's own query, key, value and
         rel_query, and of tables the part that its queries have in them."""
@@ -129,8 +125,8 @@ class Ring:
             of_keys = held.new_zeros(self.numel(owner) if wants_keys else 0, dtype=dtype)
             for meeting in self.meetings(self.rank, owner):
                 part, spec = meeting.call(tensors, self.spec, *self.unpacked(held, owner))
-                rows = [meeting.queries.of(tensor) for tensor in (d_out, delta, lse)]
-                found = parts.backward(rows[0], rows[1], rows[2], part, spec, implementation, wanted)
+                rows = Whole(*map(meeting.queries.of, of_rows))
+                found = parts.backward(meeting.queries.of(d_out), rows, part, spec, implementation, wanted)
                 places = totals | {n: meeting.queries.of(totals[n]) for n in ("query", "rel_query") if n in totals}
                 if wants_keys:
                     places |= zip(("key", "value"), map(meeting.keys.of, self.unpacked(of_keys, owner)), strict=True)

@@ -20,6 +20,11 @@ def shards_positions(query: torch.Tensor) -> bool:
     return any(getattr(placement, "dim", None) == 2 for placement in getattr(query, "placements", ()))
 
 
+def keeps_groups(heads: int, key_heads: int, size: int) -> bool:
+    """Return whether so many ranks that share the heads each have, as a DTensor is cut, the key heads of their query heads."""
+    return heads == key_heads or key_heads % size == 0
+
+
 def register() -> None:
     """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
 
@@ -57,8 +62,8 @@ def register() -> None:
         found: list[tuple[Any, dict[str, Any]]] = [(Replicate(), dict.fromkeys(AttentionTensors._fields, Replicate()))]
         if tensors.cu_seqlens_q is None:
             found.append((Shard(0), by_batch(tensors)))
-        heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
-        if heads == key_heads or key_heads % tensors.query.mesh.size() == 0:  # type: ignore[attr-defined]
+        mesh: Any = tensors.query.mesh  # type: ignore[attr-defined]
+        if keeps_groups(tensors.query.shape[1], tensors.key.shape[1], mesh.size()):
             found.append((Shard(1), by_heads(tensors)))
         return found
 

@@ -172,9 +172,7 @@ def _far_sums(call: Call, tensors: AttentionTensors) -> list[torch.Tensor | None
     return [new(shape, dtype=torch.float32) if call.coverage == "clamp" and each else None for each in exist]
 
 
-def statistics_of(lse: torch.Tensor, tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
-    """Make statistics of lse, (B, H, Nq), where the forward's are not those of all keys: it takes the maximum's place."""
-    scale = max(abs(spec.scale), SMALLEST_SCALE)
+def unit_of_maxima(tensors: AttentionTensors, spec: AttentionSpec) -> float:
+    """Return the factor that turns the maxima of the statistics into logits; see scores.py."""
     is_linear = spec.softcap is None and (tensors.attn_mask is None or tensors.attn_mask.dtype == torch.bool)
-    top = lse.masked_fill(lse == -torch.inf, 0) / (scale if is_linear else 1.0)
-    return torch.stack((top, torch.zeros_like(top)), 2)
+    return max(abs(spec.scale), SMALLEST_SCALE) if is_linear else 1.0

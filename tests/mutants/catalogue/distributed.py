@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..fault import Change, Fault
 from .places import BLOCKS, BLOCKWISE, DQ, KEPT, OF_KERNELS
 
-SHARDING, RING, EXCHANGE, RING_OPS, DTENSORS = (
-    f"triton_relattn/_distributed/{name}.py" for name in ("sharding", "ring", "exchange", "ops", "dtensors")
+SHARDING, RING, EXCHANGE, RING_OPS, DTENSORS, PARTS = (
+    f"triton_relattn/_distributed/{name}.py" for name in ("sharding", "ring", "exchange", "ops", "dtensors", "parts")
 )
 PUBLIC = "triton_relattn/distributed.py"
 LAUNCHER = f"{OF_KERNELS}/backward.py"
@@ -81,13 +81,13 @@ OF_DISTRIBUTED = (
         "ring-delta-of-out-alone",
         "the gradient of lse is left out of delta",
         on("cases"),
-        (Change(RING_OPS, "        delta -= d_lse.masked_fill(lse == -torch.inf, 0)\n", "        pass\n"),),
+        (Change(RING_OPS, "        delta -= d_lse.masked_fill(blind, 0)\n", "        pass\n"),),
     ),
     Fault(
         "ring-gradient-of-lse-where-nothing-is-seen",
         "NaN from a query that sees no key reaches all gradients",
         on("cases"),
-        (Change(RING_OPS, "d_lse.masked_fill(lse == -torch.inf, 0)", "d_lse"),),
+        (Change(RING_OPS, "d_lse.masked_fill(blind, 0)", "d_lse"),),
     ),
     Fault(
         "part-with-a-softmax-of-its-own",
@@ -97,6 +97,21 @@ OF_DISTRIBUTED = (
             Change(
                 BLOCKWISE, "softmax(block, frame.probs) if whole is None else whole.probs(block)", "softmax(block, frame.probs)"
             ),
+        ),
+    ),
+    Fault(
+        "ring-has-one-number-for-a-softmax",
+        "the number of keys is lost where a mask adds the lowest number to all logits of a query",
+        on("cases"),
+        (Change(PARTS, "return Result(out, largest, log_sum)", "return Result(out, largest + log_sum, 0 * log_sum)"),),
+    ),
+    Fault(
+        "kernels-have-one-number-for-a-softmax",
+        "the same, with the kernels' statistics",
+        (ON_PARTS,),
+        (
+            Change(PARTS, "log_sum * LN_2)", "0 * log_sum)"),
+            Change(PARTS, "largest.masked_fill(lse == -", "lse.masked_fill(lse == -"),
         ),
     ),
     Fault(
@@ -142,6 +157,12 @@ OF_DISTRIBUTED = (
         (Change(DTENSORS, "            Partial() if isinstance(to, Replicate)", "            to if isinstance(to, Replicate)"),),
     ),
     Fault(
+        "dtensor-heads-with-keys-of-others",
+        "heads meet the keys of their rank where ranks do not divide the heads of the key",
+        on("dtensor_shared_keys"),
+        (Change(DTENSORS, "gathers_keys = not keeps_groups(heads, key_heads, ranks_of_heads)", "gathers_keys = False"),),
+    ),
+    Fault(
         "origins-of-dropout-ignored-by-blockwise",
         "blockwise counts keys of a part from its first for dropout",
         on("cases"),
@@ -154,10 +175,10 @@ OF_DISTRIBUTED = (
         (Change(DQ, "    if IS_PART:\n", "    if False:\n"),),
     ),
     Fault(
-        "statistics-of-lse-without-scale",
-        "lse takes the place of a maximum that is in other units",
+        "maxima-of-parts-without-scale",
+        "the kernels' maxima are merged as if they were logits",
         (ON_PARTS,),
-        (Change(LAUNCHER, "(scale if is_linear else 1.0)", "1.0"),),
+        (Change(LAUNCHER, "max(abs(spec.scale), SMALLEST_SCALE) if is_linear else 1.0", "1.0"),),
     ),
     Fault(
         "kernels-drop-by-part",

@@ -38,7 +38,7 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
         """hidden_states (B, N, C), position_bias (H, R), mask bool (B, 1, blocks, size, 3 * size)."""
         refuse_weights({"output_attentions": output_attentions})
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self._table()
+            position_bias = self._table(hidden_states.device)
         elif position_bias is not None and position_bias.dim() != 2:
             shape = tuple(position_bias.shape)
             raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
@@ -65,9 +65,9 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
             out = torch.where(seen[:, None, :, None], out, self._attend_evenly(value))
         return self.o(join_heads(out)), position_bias
 
-    def _table(self) -> torch.Tensor:
+    def _table(self, device: torch.device) -> torch.Tensor:
         """Return the biases (H, R), a row for each distance in the window."""
-        distances = torch.arange(-self.local_radius, self.local_radius + 1, device=self.relative_attention_bias.weight.device)
+        distances = torch.arange(-self.local_radius, self.local_radius + 1, device=device)
         buckets = tables.t5_buckets(distances, self.relative_attention_num_buckets, self.relative_attention_max_distance)
         return self.relative_attention_bias(buckets).T
 

@@ -40,7 +40,7 @@ class BucketedAttention(StockArguments):
         offset = first_position(cache, self.layer_idx)
         key, value = keys_and_values(self, project, hidden_states, key_value_states, cache, width=self.key_value_proj_dim)
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.table()
+            position_bias = self.table(hidden_states.device)
         elif position_bias is not None and position_bias.dim() != 2:
             shape = tuple(position_bias.shape)
             raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
@@ -60,10 +60,10 @@ class BucketedAttention(StockArguments):
         last = self.relative_attention_max_distance
         return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
 
-    def table(self: Any) -> torch.Tensor:
-        """Return the biases (H, R), a row for each of these positions."""
+    def table(self: Any, device: torch.device) -> torch.Tensor:
+        """Return the biases (H, R), a row for each of these positions. device: of the input, as weights may be offloaded."""
         positions = self.positions()
-        distances = torch.arange(positions.first, positions.last + 1, device=self.relative_attention_bias.weight.device)
+        distances = torch.arange(positions.first, positions.last + 1, device=device)
         buckets = tables.t5_buckets(
             distances, self.relative_attention_num_buckets, self.relative_attention_max_distance, positions.last > 0
         )

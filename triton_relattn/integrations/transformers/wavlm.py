@@ -28,7 +28,7 @@ class WavLMAttention(StockArguments, stock.WavLMAttention):
         """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
         refuse_weights(kwargs)
         if position_bias is None:
-            position_bias = self._table(hidden_states.shape[1])
+            position_bias = self._table(hidden_states.shape[1], hidden_states.device)
         elif position_bias.dim() != 2:
             shape = tuple(position_bias.shape)
             raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
@@ -44,10 +44,10 @@ class WavLMAttention(StockArguments, stock.WavLMAttention):
         )
         return self.out_proj(join_heads(out)), None, position_bias
 
-    def _table(self, length: int) -> torch.Tensor:
+    def _table(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the biases (H, R) of the distances that occur, up to max_distance."""
         last = min(self.max_distance, length - 1)
-        distances = torch.arange(-last, last + 1, device=self.rel_attn_embed.weight.device)
+        distances = torch.arange(-last, last + 1, device=device)
         return self.rel_attn_embed(self._relative_positions_bucket(distances)).T  # whose rounding is not T5's
 
     def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
