@@ -60,25 +60,46 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
     return slope
 
 
-def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
+def probabilities(
+    block: Block, query: torch.Tensor, packed: Packed | None, memory: torch.Tensor, lse: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the probabilities, see softmax(), and what logits() returns."""
+    slope = logits(block, query, packed)
+    probs = softmax(block, memory, lse)
+    if probs is None:
+        logits(block, query, packed)
+        probs = softmax(block, memory, lse, True)
+        assert probs is not None
+    return probs, slope
+
+
+def softmax(
+    block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None, has_blind: bool | None = None
+) -> torch.Tensor | None:
+    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
+    if all its logits are -inf. Without a pass for the maxima that shows only as NaN, which may have other causes; then the result
+    is None, and the scores are lost.
 
     Args:
         probs: memory for the probabilities; on a CPU it may be that of the scores.
-        lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed, which saves passes.
+        lse: memory for the log-sum-exp of each row, as many numbers; None: it is not computed, which saves passes.
+        has_blind: whether a row may have no logit but -inf; None: where the masks, or a device that is not to wait, say so.
     """
     scores, total = block.frame.scores, None
     is_short = scores.shape[-1] < SHORT_ROW
-    if lse is None and not block.has_blind and not is_short:
-        return torch.softmax(scores, -1, out=probs)
+    if has_blind is None:
+        has_blind = block.has_blind or scores.device.type != "cpu"
+    if lse is None and not has_blind and not is_short:
+        torch.softmax(scores, -1, out=probs)
+        return probs if probs[..., 0].sum().isfinite() else None
     largest = scores.amax(-1, keepdim=True)  # first: the probabilities may take the scores' place
     if is_short:
         total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
         probs.div_(total)
     else:
         torch.softmax(scores, -1, out=probs)
-    blind = largest == -math.inf if block.has_blind else None
-    if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
+    blind: torch.Tensor | None = largest == -math.inf
+    if blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
         blind = None
     if blind is not None:
         probs.masked_fill_(blind, 0)
@@ -130,25 +151,39 @@ def forward(
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
     for block in Call(tensors, spec).blocks():
-        place, lse_place, frame = block.rows(out), block.rows(lse) if spec.with_lse else None, block.frame
+        place, lse_place, frame = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None, block.frame
         if block.num_keys == 0:
-            place.zero_()
+            block.put(out, place.zero_())
             if lse_place is not None:
-                lse_place.fill_(-math.inf)
+                block.put(lse[..., None], lse_place.fill_(-math.inf))
             continue
         query = block.matrices(tensors.query)
-        logits(block, query, pack_query(block, query))
         memory = frame.probs_in_place if kept is None else block.destination(block.pairs_of(kept), "probs")
-        probs = softmax(block, memory, lse_place)
+        probs, _ = probabilities(block, query, pack_query(block, query), memory, lse_place)
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
             probs = torch.mul(probs, block.dropout, out=frame.scores)
-        result = torch.bmm(probs, block.value, out=block.destination(place))
+        result = weighted_values(block, probs, block.destination(place))
         if frame.rel_value is not None:
             frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
         block.store(place, result)
+        block.put(out, place)
+        if lse_place is not None:
+            block.put(lse[..., None], lse_place)
     return out, lse
+
+
+def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Compute probs @ value. What is in the place of values that a sequence does not have matters only if it is not finite: then
+    the result is not, either, and is computed again without it. That saves a copy of all values."""
+    group = block.group
+    if group.is_clean or out.device.type == "cpu":
+        torch.bmm(probs, block.value, out=out)
+        if group.is_clean or out.sum().isfinite():
+            return out
+    group.clean()
+    return torch.bmm(probs, block.value, out=out)
 
 
 class Whole(NamedTuple):
@@ -231,13 +266,14 @@ class Gradients(NamedTuple):
             if self.rel_query is not None:
                 result = torch.zeros_like(packed.rows)
                 band.add_rows(result, folded)
-                block.rows(self.rel_query).copy_(result)
+                block.put(self.rel_query, block.place(self.rel_query).copy_(result))
         if self.query is not None:
-            place = block.rows(self.query)
+            place = block.place(self.query)
             result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
             if band is not None and folded is not None and not own_query:
                 band.add_rows(block.by_pair(result), folded)
             block.store(place, result)
+            block.put(self.query, place)
 
     def add_mirrored(self, block: Block, band: MirroredBand) -> None:
         """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
@@ -247,6 +283,8 @@ class Gradients(NamedTuple):
         band.add_gradients(band.pack(keys), d_key, self.rel_p2c is not None)
         if of_keys is not None and d_key is not None and sharing > 1:
             of_keys.add_(d_key.unflatten(1, (-1, sharing)).sum(2))
+        if of_keys is not None and self.key is not None:
+            block.put_keys(self.key, of_keys)
 
     def add_tables(self, frame: Frame) -> None:
         """Add the sums that a frame's blocks have collected to the gradients of rel_key, rel_value and rel_p2c."""
@@ -264,6 +302,7 @@ def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tenso
     else:
         product = torch.bmm(left.mT, right).view(total.shape)
         total.add_(product, alpha=scale) if beta else torch.mul(product, scale, out=total)
+    block.put_keys(totals, total)
 
 
 def backward(
@@ -307,15 +346,21 @@ def add_block(
     if block.num_keys == 0:
         for rows in (totals.query, totals.rel_query):
             if rows is not None:
-                block.rows(rows).zero_()
+                block.put(rows, block.place(rows).zero_())
         return
-    frame, band, slope = block.frame, block.frame.rel_value, None
+    block.group.clean()
+    frame, band, slope, missing = block.frame, block.frame.rel_value, None, block.group.no_queries
     query, rows = block.matrices(block.call.tensors.query), block.matrices(d_out)
     packed_query = pack_query(block, query)
     packed = None if band is None else band.pack(block.by_pair(rows))
     if kept is None:
-        slope = logits(block, query, packed_query)
-        probs = softmax(block, frame.probs) if whole is None else whole.probs(block)
+        if whole is None:
+            probs, slope = probabilities(block, query, packed_query, frame.probs)
+        else:
+            slope = logits(block, query, packed_query)
+            probs = whole.probs(block)
+        if missing is not None:
+            block.by_pair(probs).masked_fill_(missing, 0)
     else:
         probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
     totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
@@ -330,4 +375,6 @@ def add_block(
             d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
         if slope is not None:
             d_scores.mul_(slope)
+        if missing is not None:
+            block.by_pair(d_scores).masked_fill_(missing, 0)
         totals.add_scores(block, query, packed_query, d_scores)

@@ -29,76 +29,233 @@ FEWEST_QUERIES = 32
 ELEMENTS_PER_THREAD = 1 << 19
 """Scores of a block for each thread, two megabytes. A megabyte, as much as each of two cores had for itself beside 32 that they
 shared, took 10 to 25 % longer at lengths from 700 to 2,048: to start the steps of a block takes time, too."""
+BLOCK_COST = 1 << 13
+"""How many scores take as long as the start of a block: sequences that differ are padded to one length rather than that."""
+QUERIES_PER_KEY = 2
+"""How many scores take as long as to read a key and a value."""
 THREADS_ELSEWHERE = 64
 """Threads that a device other than a CPU counts as: the time of its steps is that of starting them, unless they are large."""
 
 
 class Stack(NamedTuple):
-    """Successive sequences of the batch with the same number of queries and the same query_offset."""
+    """Sequences that are computed together, padded to the length of the longest.
 
-    batch: range
-    """Indices of the sequences in the batch, by which dropout and attn_mask know them."""
+    If their numbers of queries or their query_offsets differ, no block has only some of their queries, and no table row is
+    between those that they need: a block reads all rows from the first to the last.
+    """
+
+    batch: range | list[int]
+    """Indices of the sequences in the batch, by which dropout and attn_mask know them; a range unless the batch is packed."""
     num_queries: int
+    """Number of queries of the longest sequence."""
     num_keys: int
-    """Number of keys of the longest sequence."""
+    """Number of keys of the longest sequence, or of those up to the last that is seen."""
     query_offset: int
-    lengths: list[int] | None = None
-    """Number of keys of each sequence; None: all have num_keys."""
-    starts: tuple[int, int] | None = None
-    """The first query and the first key of the first sequence, if the batch is packed."""
+    """The largest query_offset."""
+    keys: list[tuple[int, int]] | None = None
+    """First and stop of the keys of each sequence that its queries may see; None: all have num_keys."""
+    queries: list[int] | None = None
+    """Number of queries of each sequence; None: all have num_queries."""
+    shifts: list[int] | None = None
+    """By how much the query_offset of each sequence is less than the largest; None: it is not."""
+    starts: list[tuple[int, int]] | None = None
+    """The first query and the first key of each sequence, if the batch is packed."""
     origin: tuple[int, int, int] = (0, 0, 0)
     """Head, query and key that dropout counts the first ones as."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether numbers of queries or query_offsets differ."""
+        return self.queries is not None or self.shifts is not None
+
+    @property
+    def extra(self) -> int:
+        """Number of relative positions that a query and the keys have together beyond those of one sequence."""
+        return 0 if self.shifts is None else max(self.shifts)
+
     def part(self, sequences: slice) -> Stack:
         """Return some of the sequences."""
-        if self.lengths is None and sequences == slice(0, len(self.batch)):
+        if self.keys is None and sequences == slice(0, len(self.batch)):
             return self
-        part = self._replace(batch=self.batch[sequences])
-        if self.lengths is not None:
-            lengths = self.lengths[sequences]
-            longest = max(lengths, default=0)
-            part = part._replace(num_keys=longest, lengths=None if min(lengths, default=0) == longest else lengths)
-        if self.starts is not None:
-            start_q, start_k = self.starts
-            part = part._replace(starts=(start_q + sequences.start * self.num_queries, start_k + sequences.start * self.num_keys))
+        part = self._replace(batch=self.batch[sequences], starts=None if self.starts is None else self.starts[sequences])
+        if self.keys is not None:
+            keys = self.keys[sequences]
+            longest = max((stop for _, stop in keys), default=0)
+            part = part._replace(num_keys=longest, keys=keys if len(keys) > 1 and set(keys) != {(0, longest)} else None)
+        if self.queries is not None:
+            queries = self.queries[sequences]
+            part = part._replace(num_queries=max(queries), queries=queries if min(queries) < max(queries) else None)
+        if self.shifts is not None:
+            shifts = self.shifts[sequences]
+            least, differ = min(shifts), min(shifts) < max(shifts)
+            shifts = [shift - least for shift in shifts]
+            part = part._replace(query_offset=self.query_offset - least, shifts=shifts if differ else None)
         return part
 
-    def of_queries(self, tensor: torch.Tensor, heads: slice, queries: slice) -> torch.Tensor:
-        """Return the sequences' part of a (B, Hq, Nq, ...) tensor: (sequences, heads, queries, ...)."""
-        return self._of(tensor, heads, queries, self.num_queries, 0)
 
-    def of_keys(self, tensor: torch.Tensor, heads: slice, keys: slice) -> torch.Tensor:
-        """Return the sequences' part of a (B, Hk, Nk, width) tensor: (sequences, heads, keys, width)."""
-        return self._of(tensor, heads, keys, self.num_keys, 1)
+class Places:
+    """Where the queries of a stack, or its keys, are in the call's tensors."""
 
-    def _of(self, tensor: torch.Tensor, heads: slice, rows: slice, length: int, which: int) -> torch.Tensor:
-        if self.starts is None:
+    def __init__(self, sequences: Stack, which: int, size: int, device: torch.device) -> None:
+        """which: 0 for queries, 1 for keys; size: number of them in a tensor."""
+        batch, starts = sequences.batch, sequences.starts
+        length = sequences.num_keys if which else sequences.num_queries
+        self.batch, self.start, self.length = batch, None, length
+        self.index: torch.Tensor | None = None
+        """(sequences, length): where each is in a packed batch; None: they are a view."""
+        self.exists: torch.Tensor | None = None
+        """(sequences, length): whether a sequence has as many, and they are of use; None: all have."""
+        if starts is None:
+            return
+        first = [start[which] for start in starts]
+        parts = sequences.keys if which else sequences.queries and [(0, count) for count in sequences.queries]
+        if parts is None and all(start == first[0] + number * length for number, start in enumerate(first)):
+            self.start = first[0]
+            return
+        places = torch.arange(length)
+        self.index = (torch.tensor(first)[:, None] + places).clamp_(max=size - 1).to(device)
+        if parts is not None:
+            bounds = torch.tensor(parts)
+            self.exists = ((places >= bounds[:, :1]) & (places < bounds[:, 1:])).to(device)
+
+    def rows(self, tensor: torch.Tensor, heads: slice, rows: slice) -> torch.Tensor:
+        """Return the rows in a (B, H, N, ...) tensor, (sequences, heads, rows, ...): a view, or else a copy, in which rows that do
+        not exist are those of any others."""
+        if self.index is not None:
+            numbers = torch.arange(heads.start, heads.stop, device=tensor.device)
+            return tensor[0][numbers[:, None], self.index[:, None, rows]]
+        if self.start is None:
+            assert isinstance(self.batch, range)
             return cut(tensor, self.batch, heads, rows)
-        start, count = self.starts[which], len(self.batch)
-        of_all = cut(tensor[0], heads, slice(start, start + count * length))
-        return of_all.unflatten(1, (count, length)).transpose(0, 1)[:, :, rows]
+        count = len(self.batch)
+        of_all = cut(tensor[0], heads, slice(self.start, self.start + count * self.length))
+        return of_all.unflatten(1, (count, self.length)).transpose(0, 1)[:, :, rows]
+
+    def put(self, tensor: torch.Tensor, heads: slice, rows: slice, values: torch.Tensor) -> None:
+        """Write to the places of which rows() has returned a copy."""
+        if self.index is None:
+            return
+        index, by_row = self.index[:, rows].flatten(), values.transpose(1, 2).flatten(0, 1)
+        if self.exists is not None:
+            exist = self.exists[:, rows].flatten().nonzero()[:, 0]
+            index, by_row = index[exist], by_row[exist]
+        cut(tensor[0], heads).transpose(0, 1).index_copy_(0, index, by_row.to(tensor.dtype))
+
+
+class Sequence(NamedTuple):
+    """One sequence of a batch that differ."""
+
+    number: int
+    """Its index in the batch."""
+    origin: tuple[int, int, int]
+    query_offset: int
+    num_keys: int
+    num_queries: int
+    start: tuple[int, int] | None
+    first_key: int
+    """The first key that a query sees."""
+    stop_key: int
+    """The one after the last key that a query sees."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What sequences have in common that are computed together whatever their lengths."""
+        return self[1:5]
+
+    @property
+    def stack(self) -> Stack:
+        starts = None if self.start is None else [self.start]
+        batch = range(self.number, self.number + 1)
+        return Stack(batch, self.num_queries, self.num_keys, self.query_offset, starts=starts, origin=self.origin)
 
 
 def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
     """Yield all sequences of the batch. This reads the tensors of lengths and offsets, and so waits for a GPU."""
     batch, num_queries, num_keys = range(tensors.num_sequences), tensors.query.shape[2], tensors.key.shape[2]
     lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
-    whole = Stack(batch, num_queries, num_keys, spec.query_offset, lengths).part(slice(0, len(batch)))
     if tensors.query_offsets is None and tensors.cu_seqlens_q is None and tensors.dropout_origins is None:
-        yield whole
+        keys = None if lengths is None else [(0, length) for length in lengths]
+        yield Stack(batch, num_queries, num_keys, spec.query_offset, keys).part(slice(0, len(batch)))
         return
     offsets = [spec.query_offset] * len(batch) if tensors.query_offsets is None else tensors.query_offsets.tolist()
     origins = [(0, 0, 0)] * len(batch) if tensors.dropout_origins is None else list(map(tuple, tensors.dropout_origins.tolist()))
     starts: list[Any] = [None] * len(batch)
-    sizes = [(num_queries, num_keys)] * len(batch)
-    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
-        starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
-        sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in pairwise(starts)]
-    kinds = list(zip(sizes, offsets, origins, strict=True))
-    for ((queries, keys), offset, origin), alike in groupby(batch, kinds.__getitem__):
-        first, *others = alike
-        run = slice(first, first + 1 + len(others))
-        yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first], origin=origin)
+    counts, lengths = [num_queries] * len(batch), lengths or [num_keys] * len(batch)
+    is_packed = tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
+    if is_packed:
+        ends = [tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()]  # type: ignore[union-attr]
+        starts = list(zip(*ends, strict=True))[:-1]
+        counts, lengths = ([stop - start for start, stop in pairwise(each)] for each in ends)
+    sequences = []
+    left, right = spec.window_left, spec.window_right
+    for number, (origin, offset, length, count, start) in enumerate(
+        zip(origins, offsets, lengths, counts, starts, strict=True)
+    ):
+        first = max(offset - left, 0) if left >= 0 else 0
+        stop = min(offset + count + right, length) if right >= 0 else length
+        seen = (first, stop) if first < stop and count > 0 else (0, 0)
+        sequences.append(Sequence(number, origin, offset, length, count, start, *seen))
+    if is_packed:
+        sequences.sort(key=lambda sequence: sequence.kind)
+    yield from together(sequences, tensors, spec)
+
+
+def together(sequences: list[Sequence], tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
+    """Yield successive sequences in stacks: as many as, padded, take no more time than in blocks of their own."""
+    heads, left, right = tensors.query.shape[1], spec.window_left, spec.window_right
+    most = BLOCK_QUERIES if left < 0 or right < 0 else min(BLOCK_QUERIES, max(left + right + 1, FEWEST_QUERIES))
+    found: list[Sequence] = []
+    queries = first = stop = low = high = least = largest = cost = 0  # of found
+    for one in sequences:
+        lowest, highest = one.first_key - one.query_offset - one.num_queries + 1, one.stop_key - 1 - one.query_offset
+        lowest, highest = max(lowest, -left) if left >= 0 else lowest, min(highest, right) if right >= 0 else highest
+        sees = one.first_key < one.stop_key
+        alone = heads * (one.num_queries + QUERIES_PER_KEY) * (one.stop_key - one.first_key) + BLOCK_COST
+        if found:
+            is_same = one.kind == found[-1].kind == found[0].kind
+            joined = max(queries, one.num_queries), min(first, one.first_key), max(stop, one.stop_key)
+            offsets = min(least, one.query_offset), max(largest, one.query_offset)
+            of_each = heads * ((joined[0] + QUERIES_PER_KEY) * (joined[2] - joined[1]) + joined[0] * (offsets[1] - offsets[0]) // 8)
+            of_all = of_each * (len(found) + 1) + BLOCK_COST
+            if is_same or (
+                one.origin == found[0].origin
+                and joined[0] <= most
+                and of_all <= cost + alone
+                and (tensors.rel_p2c is None or offsets[0] == offsets[1])
+                and (not sees or low > high or (lowest <= high + 1 and highest >= low - 1))
+            ):
+                found.append(one)
+                (queries, first, stop), (least, largest), cost = joined, offsets, of_all
+                if sees:
+                    low, high = (lowest, highest) if low > high else (min(low, lowest), max(high, highest))
+                continue
+            yield stack_of(found)
+        found, queries, first, stop, cost = [one], one.num_queries, one.first_key, one.stop_key, alone
+        low, high = (lowest, highest) if sees else (0, -1)
+        least = largest = one.query_offset
+    if found:
+        yield stack_of(found)
+
+
+def stack_of(sequences: list[Sequence]) -> Stack:
+    """Return sequences as one stack."""
+    stack = sequences[0].stack
+    if len(sequences) == 1:
+        return stack
+    batch: range | list[int] = [each.number for each in sequences]
+    starts = None if stack.starts is None else [each.start for each in sequences if each.start is not None]
+    if starts is None:
+        batch = range(batch[0], batch[-1] + 1)
+    stack = stack._replace(batch=batch, starts=starts)
+    if all(each.kind == sequences[0].kind for each in sequences):
+        return stack
+    offset, queries = max(each.query_offset for each in sequences), [each.num_queries for each in sequences]
+    shifts = [offset - each.query_offset for each in sequences]
+    keys = [(each.first_key, each.stop_key) for each in sequences]
+    if not any(shifts) and min(queries) == max(queries):
+        keys = [(0, each.num_keys) for each in sequences]
+    mixed = stack._replace(query_offset=offset, keys=keys, queries=queries, shifts=shifts)
+    return mixed.part(slice(0, len(batch)))
 
 
 class Buffers:
@@ -144,13 +301,15 @@ class Call:
         heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
         return 0 < stack.num_queries <= num_queries and 0 < heads <= num_heads * key_heads
 
-    def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
-        """Return a frame of this shape and place: that of the block before, if it fits."""
+    def frame(self, group: Group, num_queries: int, keys: slice, position: int) -> Frame:
+        """Return a frame of this shape, whose first query is at this position: that of the block before, if it fits."""
         per_head = any(table.shape[0] > 1 for table in self.tables.values())
         heads = group.heads.start if per_head else None
-        kind = (len(group.sequences.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        num_keys, first_position, stack = keys.stop - keys.start, keys.start - position, group.sequences
+        kind = (len(stack.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        kind += (stack.keys, stack.queries, stack.shifts) if stack.is_mixed else ()
         if self._frame is None or self._frame[0] != kind:
-            self._frame = kind, Frame(group, num_queries, num_keys, first_position)
+            self._frame = kind, Frame(group, num_queries, num_keys, first_position, keys.start)
         return self._frame[1]
 
     def blocks(self) -> Iterator[Block]:
@@ -160,8 +319,8 @@ class Call:
             for sequences, heads, key_heads in self._groups(stack, num_heads):
                 group = Group(self, sequences, heads, key_heads)
                 # From the end: with a causal mask the last queries see the most keys, and need the largest buffers.
-                for start in reversed(range(0, stack.num_queries, max(num_queries, 1))):
-                    yield Block(group, slice(start, min(start + num_queries, stack.num_queries)))
+                for start in reversed(range(0, sequences.num_queries, max(num_queries, 1))):
+                    yield Block(group, slice(start, min(start + num_queries, sequences.num_queries)))
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
@@ -175,7 +334,9 @@ class Call:
         elif left >= 0 and right >= 0:  # most scores of a block that is much longer than the window would be hidden
             most = min(most, max(left + right + 1, FEWEST_QUERIES))
         num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
-        if left >= 0 and right >= 0:
+        if stack.is_mixed:
+            num_queries, num_keys = stack.num_queries, num_keys + stack.extra
+        elif left >= 0 and right >= 0:
             num_keys = min(num_keys, num_queries + left + right)
         return num_queries, max(elements // max(num_queries * num_keys, 1), fewest_heads)
 
@@ -204,21 +365,42 @@ class Group:
         self.num_heads = heads.stop - heads.start
         self.sharing = self.num_heads // (key_heads.stop - key_heads.start)
         """Number of heads of the query that share one of the key."""
-        self.key, self.value = self._of_keys(call.tensors.key), self._of_keys(call.tensors.value)
+        query, key, value = call.tensors[:3]
+        self.places = Places(sequences, 0, query.shape[2], query.device)
+        self.places_of_keys = Places(sequences, 1, key.shape[2], key.device)
+        self.key, self.value = self._of_keys(key), self._of_keys(value)
+        self.is_clean = sequences.keys is None
+        """Whether there are zeros where a sequence has no keys, or none that its queries see; else there may be NaN."""
 
     def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return key or value as (matrices, keys, width), with zeros after the keys of shorter sequences."""
-        keys = slice(0, self.sequences.num_keys)
-        rows, padding = self.sequences.of_keys(tensor, self.key_heads, keys), self.padding(keys)
-        return matrices(rows if padding is None else rows.masked_fill(padding.mT, 0), 1, self.call.dtype)
+        """Return key or value as (matrices, keys, width)."""
+        return matrices(self.places_of_keys.rows(tensor, self.key_heads, slice(0, self.sequences.num_keys)), 1, self.call.dtype)
+
+    def clean(self) -> None:
+        """Set keys and values that do not exist, or that no query of their sequence sees, to zero."""
+        padding = None if self.is_clean else self.padding(slice(0, self.sequences.num_keys))
+        if padding is not None:
+            by_sequence = (len(self.sequences.batch), -1)
+            self.key, self.value = (
+                each.unflatten(0, by_sequence).masked_fill(padding.mT, 0).flatten(0, 1) for each in (self.key, self.value)
+            )
+            self.is_clean = True
 
     def padding(self, keys: slice) -> torch.Tensor | None:
-        """Return the mask of padding among some keys, (sequences, 1, 1, keys); None if all sequences have the same length."""
-        lengths = self.sequences.lengths
-        if lengths is None:
+        """Return the mask of padding among some keys, (sequences, 1, 1, keys); None if there is none."""
+        parts = self.sequences.keys
+        if parts is None:
             return None
         device = self.call.tensors.key.device
-        return torch.arange(keys.start, keys.stop, device=device) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+        bounds, numbers = torch.tensor(parts, device=device), torch.arange(keys.start, keys.stop, device=device)
+        padding = (numbers < bounds[:, :1]) | (numbers >= bounds[:, 1:])
+        return padding[:, None, None]
+
+    @cached_property
+    def no_queries(self) -> torch.Tensor | None:
+        """The mask of queries that a sequence does not have, (sequences, 1, queries, 1); None if all have all."""
+        exists = self.places.exists
+        return None if exists is None else ~exists[:, None, :, None]
 
 
 class Frame:
@@ -227,11 +409,14 @@ class Frame:
     Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
     """
 
-    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
+    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int, first_key: int) -> None:
+        """first_position: the relative position of the first query and key, the lowest of all sequences; first_key: its index."""
         self.call: Call = weakref.proxy(group.call)  # a proxy, because the call keeps the frame
         self.spec = group.call.spec
         self.num_sequences, self.num_heads, self.sharing = len(group.sequences.batch), group.num_heads, group.sharing
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
+        self.shifts, self.extra = group.sequences.shifts, group.sequences.extra
+        self.members = members(group.sequences, first_key) if group.sequences.is_mixed else {(num_queries, 0, num_keys, 0)}
         self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
         self.scores = group.call.buffer("scores", self.shape)
         self.pairs = self.by_pair(self.scores)
@@ -257,11 +442,39 @@ class Frame:
         """Return a view of matrices by sequence, head, query, and key or column."""
         return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
 
+    def visible(self, queries: slice, keys: slice) -> tuple[int, int]:
+        """Return the lowest and the highest relative position of pairs that lengths and window show; exchanged if there is none."""
+        left, right, found = self.spec.window_left, self.spec.window_right, []
+        for num_queries, first, stop, shift in self.members:
+            last, first, stop = min(queries.stop, num_queries) - 1, max(keys.start, first), min(keys.stop, stop)
+            low, high = self.first_position + shift + first - last, self.first_position + shift + stop - 1 - queries.start
+            low, high = max(low, -left) if left >= 0 else low, min(high, right) if right >= 0 else high
+            if queries.start <= last and first < stop and low <= high:
+                found.append((low, high))
+        return min((low for low, _ in found), default=0), max((high for _, high in found), default=-1)
+
+    def shifted(self, keys: slice) -> torch.Tensor:
+        """Return where queries and keys find their relative position, counted from the last query and the first key of the range:
+        (sequences, 1, queries, keys)."""
+        device = self.scores.device
+        shifts, keys_of = torch.tensor(self.shifts, device=device), torch.arange(keys.stop - keys.start, device=device)
+        queries = torch.arange(self.num_queries - 1, -1, -1, device=device)
+        return shifts.view(-1, 1, 1, 1) + queries[:, None] + keys_of
+
     @cached_property
     def window_bounds(self) -> list[tuple[slice, Bounds]]:
-        """Ranges of keys that the window hides from some of the queries, with the bounds of their logits, (queries, keys)."""
+        """Ranges of keys that the window hides from some of the queries, with the bounds of their logits, ([sequences, 1,]
+        queries, keys)."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
         found = []
+        if self.shifts is not None:
+            if self.num_queries == 1 or max(left, right) < 0:
+                return []  # the padding of keys is all
+            every = slice(0, self.num_keys)
+            positions = self.shifted(every).add_(first - self.num_queries + 1)
+            visible = positions >= (-left if left >= 0 else -(2**31))
+            visible &= positions <= (right if right >= 0 else 2**31)
+            return [(every, Bounds.of(visible, self.scores.dtype))]
         if left >= 0:  # key n is visible to query m where first + n - m >= -left
             stop = min(self.num_queries - 1 - left - first, self.num_keys)
             if stop > 0:
@@ -279,7 +492,7 @@ class Frame:
     def has_blind(self) -> bool:
         """Whether the window hides all keys from some query."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
-        return (right >= 0 and first > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
+        return (right >= 0 and first + self.extra > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
 
 
 class Block:
@@ -290,25 +503,51 @@ class Block:
         self.group, self.call, self.queries = group, group.call, queries
         position = queries.start + sequences.query_offset  # of the first query among the keys
         first, stop = 0, sequences.num_keys
-        if spec.window_left >= 0:
+        if sequences.is_mixed:
+            if sequences.keys is not None:
+                first = min((start for start, end in sequences.keys if start < end), default=stop)
+        elif spec.window_left >= 0:
             first = min(max(position - spec.window_left, 0), stop)
-        if spec.window_right >= 0:
+        if spec.window_right >= 0 and not sequences.is_mixed:
             stop = min(position + num_queries + spec.window_right, stop)
         self.keys = slice(first, max(stop, first))
         self.num_keys = self.keys.stop - first
-        self.key, self.value = group.key, group.value
-        if self.num_keys < sequences.num_keys:
-            self.key, self.value = self.key[:, self.keys], self.value[:, self.keys]
-        self.frame = group.call.frame(group, num_queries, self.num_keys, first - position)
+        self.frame = group.call.frame(group, num_queries, self.keys, position)
         self.by_pair = self.frame.by_pair
+
+    @property
+    def key(self) -> torch.Tensor:
+        """The keys as matrices, see Group.is_clean."""
+        return self.group.key if self.num_keys == self.group.sequences.num_keys else self.group.key[:, self.keys]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The values as matrices, see Group.is_clean."""
+        return self.group.value if self.num_keys == self.group.sequences.num_keys else self.group.value[:, self.keys]
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
-        return self.group.sequences.of_queries(tensor, self.group.heads, self.queries)
+        rows, missing = self.group.places.rows(tensor, self.group.heads, self.queries), self.group.no_queries
+        return rows if missing is None else rows.masked_fill_(missing, 0)
+
+    def place(self, tensor: torch.Tensor, name: str = "place") -> torch.Tensor:
+        """Return where to write rows(tensor) before put(): the place itself, or the named buffer."""
+        if self.group.places.index is None:
+            return self.rows(tensor)
+        return self.call.buffer(name, (*self.frame.pairs.shape[:3], tensor.shape[3]))
+
+    def put(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
+        """Write what is in place() to the tensor, if it is not there."""
+        self.group.places.put(tensor, self.group.heads, self.queries, place)
 
     def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
-        return self.group.sequences.of_keys(tensor, self.group.key_heads, self.keys)
+        """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width): a view, or a copy for
+        put_keys()."""
+        return self.group.places_of_keys.rows(tensor, self.group.key_heads, self.keys)
+
+    def put_keys(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows_of_keys() back to the tensor, if it is a copy."""
+        self.group.places_of_keys.put(tensor, self.group.key_heads, self.keys, rows)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value."""
@@ -317,7 +556,10 @@ class Block:
     @property
     def has_blind(self) -> bool:
         """Whether a query may see none of the keys."""
-        return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
+        keys, spec = self.group.sequences.keys, self.call.spec
+        if self.call.tensors.attn_mask is not None or self.frame.has_blind:
+            return True
+        return keys is not None and (max(spec.window_left, spec.window_right) >= 0 or any(first == stop for first, stop in keys))
 
     def keys_of_pairs(self) -> torch.Tensor:
         """Return the keys as (sequences, heads, keys, width): those that heads share once for each of them."""
@@ -332,6 +574,7 @@ class Block:
         """Add a mask of numbers to the logits, and set the logits of hidden pairs to -inf."""
         mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
         if mask is not None:
+            assert isinstance(sequences.batch, range)
             wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
             mask = cut(mask, *(slice(0, 1) if size == 1 else places for size, places in zip(mask.shape, wanted, strict=True)))
             if mask.dtype == torch.bool:
@@ -350,8 +593,8 @@ class Block:
         seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
         if seed is None:
             return None
-        parts = (sequences.batch, self.group.heads, self.queries)
-        sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
+        head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in (self.group.heads, self.queries))
+        sequence = torch.tensor(list(sequences.batch), device=seed.device)
         first_head, first_query, first_key = sequences.origin
         indices = sequence[:, None, None, None], head[:, None, None] + first_head, query[:, None] + first_query
         keep = keep_mask(seed, dropout_p, *indices, slice(self.keys.start + first_key, self.keys.stop + first_key))
@@ -366,6 +609,14 @@ class Block:
         """Copy a result from its destination to its place, unless these are the same."""
         if result.data_ptr() != place.data_ptr():
             place.copy_(self.by_pair(result))
+
+
+def members(stack: Stack, first_key: int) -> set[tuple[int, int, int, int]]:
+    """Return what differs among the sequences: number of queries, first and stop of the keys, counted from first_key, and shift."""
+    count = len(stack.batch)
+    keys, shifts = stack.keys or [(0, stack.num_keys)] * count, stack.shifts or [0] * count
+    each = zip(stack.queries or [stack.num_queries] * count, keys, shifts, strict=True)
+    return {(queries, first - first_key, stop - first_key, shift) for queries, (first, stop), shift in each}
 
 
 def threads_of(device: torch.device) -> int:
