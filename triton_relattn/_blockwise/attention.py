@@ -360,7 +360,7 @@ def add_block(
             slope = logits(block, query, packed_query)
             probs = whole.probs(block)
         if missing is not None:
-            block.by_pair(probs).masked_fill_(missing, 0)
+            probs.flatten(0, 1).index_fill_(0, missing, 0)
     else:
         probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
     totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
@@ -376,5 +376,5 @@ def add_block(
         if slope is not None:
             d_scores.mul_(slope)
         if missing is not None:
-            block.by_pair(d_scores).masked_fill_(missing, 0)
+            d_scores.flatten(0, 1).index_fill_(0, missing, 0)
         totals.add_scores(block, query, packed_query, d_scores)

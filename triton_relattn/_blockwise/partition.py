@@ -33,6 +33,8 @@ BLOCK_COST = 1 << 13
 """How many scores take as long as the start of a block: sequences that differ are padded to one length rather than that."""
 QUERIES_PER_KEY = 2
 """How many scores take as long as to read a key and a value."""
+COLUMNS_PER_SCORE = 8
+"""How many columns of a band take as long as a score."""
 THREADS_ELSEWHERE = 64
 """Threads that a device other than a CPU counts as: the time of its steps is that of starting them, unless they are large."""
 
@@ -98,32 +100,31 @@ class Places:
 
     def __init__(self, sequences: Stack, which: int, size: int, device: torch.device) -> None:
         """which: 0 for queries, 1 for keys; size: number of them in a tensor."""
-        batch, starts = sequences.batch, sequences.starts
-        length = sequences.num_keys if which else sequences.num_queries
-        self.batch, self.start, self.length = batch, None, length
+        self.batch, self.length = sequences.batch, sequences.num_keys if which else sequences.num_queries
+        self.start: int | None = None
         self.index: torch.Tensor | None = None
         """(sequences, length): where each is in a packed batch; None: they are a view."""
         self.exists: torch.Tensor | None = None
-        """(sequences, length): whether a sequence has as many, and they are of use; None: all have."""
-        if starts is None:
-            return
-        first = [start[which] for start in starts]
+        """(sequences, length): whether a sequence has as many, and keys are seen; None: all are."""
         parts = sequences.keys if which else sequences.queries and [(0, count) for count in sequences.queries]
-        if parts is None and all(start == first[0] + number * length for number, start in enumerate(first)):
-            self.start = first[0]
-            return
-        places = torch.arange(length)
-        self.index = (torch.tensor(first)[:, None] + places).clamp_(max=size - 1).to(device)
+        places = torch.arange(self.length, device=device)
         if parts is not None:
-            bounds = torch.tensor(parts)
-            self.exists = ((places >= bounds[:, :1]) & (places < bounds[:, 1:])).to(device)
+            bounds = torch.tensor(parts, device=device)
+            self.exists = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
+        if sequences.starts is not None:
+            first = [start[which] for start in sequences.starts]
+            if parts is None and all(start == first[0] + number * self.length for number, start in enumerate(first)):
+                self.start = first[0]
+            else:
+                self.index = (torch.tensor(first, device=device)[:, None] + places).clamp_(max=size - 1)
 
     def rows(self, tensor: torch.Tensor, heads: slice, rows: slice) -> torch.Tensor:
         """Return the rows in a (B, H, N, ...) tensor, (sequences, heads, rows, ...): a view, or else a copy, in which rows that do
         not exist are those of any others."""
         if self.index is not None:
-            numbers = torch.arange(heads.start, heads.stop, device=tensor.device)
-            return tensor[0][numbers[:, None], self.index[:, None, rows]]
+            flat, steps = by_row(tensor[0])
+            index = self._numbers(heads, rows, *steps)
+            return flat.index_select(0, index.flatten()).view(*index.shape, tensor.shape[-1])
         if self.start is None:
             assert isinstance(self.batch, range)
             return cut(tensor, self.batch, heads, rows)
@@ -135,11 +136,27 @@ class Places:
         """Write to the places of which rows() has returned a copy."""
         if self.index is None:
             return
-        index, by_row = self.index[:, rows].flatten(), values.transpose(1, 2).flatten(0, 1)
+        flat, steps = by_row(tensor[0])
+        index, values = self._numbers(heads, rows, *steps).flatten(), values.reshape(-1, values.shape[-1])
         if self.exists is not None:
-            exist = self.exists[:, rows].flatten().nonzero()[:, 0]
-            index, by_row = index[exist], by_row[exist]
-        cut(tensor[0], heads).transpose(0, 1).index_copy_(0, index, by_row.to(tensor.dtype))
+            exist = self.exists[:, None, rows].expand(-1, heads.stop - heads.start, -1).flatten().nonzero()[:, 0]
+            index, values = index[exist], values[exist]
+        flat.index_copy_(0, index, values.to(flat.dtype))
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor[0].copy_(flat.view(*tensor.shape[1:]))
+
+    def _numbers(self, heads: slice, rows: slice, step_of_heads: int, step: int) -> torch.Tensor:
+        """Return numbers of rows, (sequences, heads, rows), if they are this far apart."""
+        assert self.index is not None
+        of_heads = torch.arange(heads.start, heads.stop, device=self.index.device) * step_of_heads
+        return self.index[:, None, rows] * step + of_heads[:, None]
+
+    def missing(self, num_heads: int, rows: slice) -> torch.Tensor | None:
+        """Return the numbers of the rows that do not exist among those of so many heads; None if all exist."""
+        if self.exists is None:
+            return None
+        exists = self.exists[:, None, rows]
+        return (~exists).expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
 
 
 class Sequence(NamedTuple):
@@ -156,11 +173,6 @@ class Sequence(NamedTuple):
     """The first key that a query sees."""
     stop_key: int
     """The one after the last key that a query sees."""
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What sequences have in common that are computed together whatever their lengths."""
-        return self[1:5]
 
     @property
     def stack(self) -> Stack:
@@ -196,7 +208,7 @@ def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
         seen = (first, stop) if first < stop and count > 0 else (0, 0)
         sequences.append(Sequence(number, origin, offset, length, count, start, *seen))
     if is_packed:
-        sequences.sort(key=lambda sequence: sequence.kind)
+        sequences.sort(key=lambda sequence: sequence[1:5])
     yield from together(sequences, tensors, spec)
 
 
@@ -206,31 +218,33 @@ def together(sequences: list[Sequence], tensors: AttentionTensors, spec: Attenti
     most = BLOCK_QUERIES if left < 0 or right < 0 else min(BLOCK_QUERIES, max(left + right + 1, FEWEST_QUERIES))
     found: list[Sequence] = []
     queries = first = stop = low = high = least = largest = cost = 0  # of found
-    for one in sequences:
+    for _, run in groupby(sequences, lambda sequence: sequence[1:5]):
+        alike = list(run)
+        one, num_found = alike[0], len(found) + len(alike)
         lowest, highest = one.first_key - one.query_offset - one.num_queries + 1, one.stop_key - 1 - one.query_offset
         lowest, highest = max(lowest, -left) if left >= 0 else lowest, min(highest, right) if right >= 0 else highest
         sees = one.first_key < one.stop_key
-        alone = heads * (one.num_queries + QUERIES_PER_KEY) * (one.stop_key - one.first_key) + BLOCK_COST
+        alone = heads * (one.num_queries + QUERIES_PER_KEY) * (one.stop_key - one.first_key) * len(alike) + BLOCK_COST
+        longest, start, end = max(queries, one.num_queries), min(first, one.first_key), max(stop, one.stop_key)
+        nearest, farthest = min(least, one.query_offset), max(largest, one.query_offset)
+        of_each = (longest + QUERIES_PER_KEY) * (end - start) + longest * (farthest - nearest) // COLUMNS_PER_SCORE
+        of_all = heads * of_each * num_found + BLOCK_COST
+        if (
+            found
+            and one.origin == found[0].origin
+            and longest <= most
+            and of_all <= cost + alone
+            and (tensors.rel_p2c is None or nearest == farthest)
+            and (not sees or low > high or (lowest <= high + 1 and highest >= low - 1))
+        ):
+            found += alike
+            queries, first, stop, least, largest, cost = longest, start, end, nearest, farthest, of_all
+            if sees:
+                low, high = (lowest, highest) if low > high else (min(low, lowest), max(high, highest))
+            continue
         if found:
-            is_same = one.kind == found[-1].kind == found[0].kind
-            joined = max(queries, one.num_queries), min(first, one.first_key), max(stop, one.stop_key)
-            offsets = min(least, one.query_offset), max(largest, one.query_offset)
-            of_each = heads * ((joined[0] + QUERIES_PER_KEY) * (joined[2] - joined[1]) + joined[0] * (offsets[1] - offsets[0]) // 8)
-            of_all = of_each * (len(found) + 1) + BLOCK_COST
-            if is_same or (
-                one.origin == found[0].origin
-                and joined[0] <= most
-                and of_all <= cost + alone
-                and (tensors.rel_p2c is None or offsets[0] == offsets[1])
-                and (not sees or low > high or (lowest <= high + 1 and highest >= low - 1))
-            ):
-                found.append(one)
-                (queries, first, stop), (least, largest), cost = joined, offsets, of_all
-                if sees:
-                    low, high = (lowest, highest) if low > high else (min(low, lowest), max(high, highest))
-                continue
             yield stack_of(found)
-        found, queries, first, stop, cost = [one], one.num_queries, one.first_key, one.stop_key, alone
+        found, queries, first, stop, cost = alike, one.num_queries, one.first_key, one.stop_key, alone
         low, high = (lowest, highest) if sees else (0, -1)
         least = largest = one.query_offset
     if found:
@@ -247,7 +261,7 @@ def stack_of(sequences: list[Sequence]) -> Stack:
     if starts is None:
         batch = range(batch[0], batch[-1] + 1)
     stack = stack._replace(batch=batch, starts=starts)
-    if all(each.kind == sequences[0].kind for each in sequences):
+    if sequences[0][1:5] == sequences[-1][1:5] and all(each[1:5] == sequences[0][1:5] for each in sequences):
         return stack
     offset, queries = max(each.query_offset for each in sequences), [each.num_queries for each in sequences]
     shifts = [offset - each.query_offset for each in sequences]
@@ -378,29 +392,19 @@ class Group:
 
     def clean(self) -> None:
         """Set keys and values that do not exist, or that no query of their sequence sees, to zero."""
-        padding = None if self.is_clean else self.padding(slice(0, self.sequences.num_keys))
-        if padding is not None:
-            by_sequence = (len(self.sequences.batch), -1)
+        if self.is_clean:
+            return
+        missing = self.places_of_keys.missing(self.key_heads.stop - self.key_heads.start, slice(0, self.sequences.num_keys))
+        if missing is not None:
             self.key, self.value = (
-                each.unflatten(0, by_sequence).masked_fill(padding.mT, 0).flatten(0, 1) for each in (self.key, self.value)
+                each.clone().flatten(0, 1).index_fill_(0, missing, 0).view(each.shape) for each in (self.key, self.value)
             )
-            self.is_clean = True
-
-    def padding(self, keys: slice) -> torch.Tensor | None:
-        """Return the mask of padding among some keys, (sequences, 1, 1, keys); None if there is none."""
-        parts = self.sequences.keys
-        if parts is None:
-            return None
-        device = self.call.tensors.key.device
-        bounds, numbers = torch.tensor(parts, device=device), torch.arange(keys.start, keys.stop, device=device)
-        padding = (numbers < bounds[:, :1]) | (numbers >= bounds[:, 1:])
-        return padding[:, None, None]
+        self.is_clean = True
 
     @cached_property
     def no_queries(self) -> torch.Tensor | None:
-        """The mask of queries that a sequence does not have, (sequences, 1, queries, 1); None if all have all."""
-        exists = self.places.exists
-        return None if exists is None else ~exists[:, None, :, None]
+        """The numbers of rows that are of no query, counted over sequences, heads and queries; None if all are."""
+        return self.places.missing(self.num_heads, slice(0, self.sequences.num_queries))
 
 
 class Frame:
@@ -528,7 +532,7 @@ class Block:
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
         rows, missing = self.group.places.rows(tensor, self.group.heads, self.queries), self.group.no_queries
-        return rows if missing is None else rows.masked_fill_(missing, 0)
+        return rows if missing is None else rows.flatten(0, 2).index_fill_(0, missing, 0).view(rows.shape)
 
     def place(self, tensor: torch.Tensor, name: str = "place") -> torch.Tensor:
         """Return where to write rows(tensor) before put(): the place itself, or the named buffer."""
@@ -583,9 +587,9 @@ class Block:
                 pairs.add_(mask)
         for keys, bounds in self.frame.window_bounds:
             bounds.hide(pairs[..., keys])
-        padding = self.group.padding(self.keys)
-        if padding is not None:
-            Bounds.of(~padding, pairs.dtype).hide(pairs)
+        exists = self.group.places_of_keys.exists
+        if exists is not None:
+            Bounds.of(exists[:, None, None, self.keys], pairs.dtype).hide(pairs)
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
@@ -670,6 +674,17 @@ def stacked(table: torch.Tensor, name: str) -> torch.Tensor:
 def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     """Return the stacked tables of a range of heads: (1, R, width) if all heads share one."""
     return table if table.shape[0] == 1 else table[heads]
+
+
+def by_row(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return a (H, N, width) tensor as a matrix of rows of its memory, and how many of these are from head to head and from row to
+    row: a view of it, or a copy if rows are no rows of its memory."""
+    heads, length, width = tensor.shape
+    step_of_heads, step, one = tensor.stride()
+    if one != 1 and width > 1 or step_of_heads % max(width, 1) or step % max(width, 1) or tensor.numel() == 0:
+        return tensor.reshape(heads * length, width), (length, 1)
+    steps = step_of_heads // width, step // width
+    return tensor.as_strided((1 + (heads - 1) * steps[0] + (length - 1) * steps[1], width), (width, 1)), steps
 
 
 def matrices(rows: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
