@@ -296,7 +296,7 @@ class Gradients(NamedTuple):
 
 def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
     """Add scale * left^T @ right to the block's part of totals, (B, Hk, Nk, width)."""
-    total, beta = block.rows_of_keys(totals), 0 if block.call.has_keys_once else 1
+    total, beta = block.place_of_keys(totals), 0 if block.has_keys_once else 1
     if total.is_contiguous():
         total.flatten(0, 1).baddbmm_(left.mT, right, beta=beta, alpha=scale)
     else:

@@ -102,6 +102,7 @@ class Places:
         """which: 0 for queries, 1 for keys; size: number of them in a tensor."""
         self.batch, self.length = sequences.batch, sequences.num_keys if which else sequences.num_queries
         self.start: int | None = None
+        self._numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self.index: torch.Tensor | None = None
         """(sequences, length): where each is in a packed batch; None: they are a view."""
         self.exists: torch.Tensor | None = None
@@ -123,7 +124,7 @@ class Places:
         not exist are those of any others."""
         if self.index is not None:
             flat, steps = by_row(tensor[0])
-            index = self._numbers(heads, rows, *steps)
+            index = self._numbers_of(heads, rows, *steps)
             return flat.index_select(0, index.flatten()).view(*index.shape, tensor.shape[-1])
         if self.start is None:
             assert isinstance(self.batch, range)
@@ -137,19 +138,22 @@ class Places:
         if self.index is None:
             return
         flat, steps = by_row(tensor[0])
-        index, values = self._numbers(heads, rows, *steps).flatten(), values.reshape(-1, values.shape[-1])
+        index, values = self._numbers_of(heads, rows, *steps).flatten(), values.reshape(-1, values.shape[-1])
         if self.exists is not None:
             exist = self.exists[:, None, rows].expand(-1, heads.stop - heads.start, -1).flatten().nonzero()[:, 0]
-            index, values = index[exist], values[exist]
+            index, values = index.index_select(0, exist), values.index_select(0, exist)
         flat.index_copy_(0, index, values.to(flat.dtype))
         if flat.data_ptr() != tensor.data_ptr():
             tensor[0].copy_(flat.view(*tensor.shape[1:]))
 
-    def _numbers(self, heads: slice, rows: slice, step_of_heads: int, step: int) -> torch.Tensor:
+    def _numbers_of(self, heads: slice, rows: slice, step_of_heads: int, step: int) -> torch.Tensor:
         """Return numbers of rows, (sequences, heads, rows), if they are this far apart."""
-        assert self.index is not None
-        of_heads = torch.arange(heads.start, heads.stop, device=self.index.device) * step_of_heads
-        return self.index[:, None, rows] * step + of_heads[:, None]
+        kind = (heads.start, heads.stop, rows.start, rows.stop, step_of_heads, step)
+        if kind not in self._numbers:
+            assert self.index is not None
+            of_heads = torch.arange(heads.start, heads.stop, device=self.index.device) * step_of_heads
+            self._numbers[kind] = self.index[:, None, rows] * step + of_heads[:, None]
+        return self._numbers[kind]
 
     def missing(self, num_heads: int, rows: slice) -> torch.Tensor | None:
         """Return the numbers of the rows that do not exist among those of so many heads; None if all exist."""
@@ -548,6 +552,21 @@ class Block:
         """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width): a view, or a copy for
         put_keys()."""
         return self.group.places_of_keys.rows(tensor, self.group.key_heads, self.keys)
+
+    @property
+    def has_keys_once(self) -> bool:
+        """Whether no other block has a key of this one."""
+        if self.call.has_keys_once:
+            return True
+        group, num_heads = self.group, self.call.tensors.query.shape[1]
+        return group.places.index is not None and group.num_heads == num_heads and self.frame.num_queries == group.places.length
+
+    def place_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rows_of_keys(), or memory in its place if what is there does not matter."""
+        if self.group.places_of_keys.index is None or not self.has_keys_once:
+            return self.rows_of_keys(tensor)
+        key_heads = self.group.key_heads.stop - self.group.key_heads.start
+        return self.call.buffer("keys", (self.frame.num_sequences, key_heads, self.num_keys, tensor.shape[3]))
 
     def put_keys(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows_of_keys() back to the tensor, if it is a copy."""
