@@ -206,7 +206,12 @@ class Band(Reach):
     def add_terms(self, packed: Packed) -> None:
         """Add scale * rows . table to the frame's scores."""
         pairs, is_shifted = self.frame.pairs, self.frame.shifts is not None
-        if not is_shifted and pairs.shape[2] == self.num_tables == 1 and self.num_near == pairs.shape[3] > 0 and pairs.is_contiguous():
+        if (
+            not is_shifted
+            and pairs.shape[2] == self.num_tables == 1
+            and self.num_near == pairs.shape[3] > 0
+            and pairs.is_contiguous()
+        ):
             # With one query, as in decoding, the band has the order of the scores.
             pairs.view(-1, self.num_near).addmm_(packed.panels[0], self.windows[0], alpha=self.scale)
         elif self.num_near:
