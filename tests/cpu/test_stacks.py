@@ -91,8 +91,9 @@ def test_together_as_alone(seed: int, packed: bool, monkeypatch: pytest.MonkeyPa
         if packed:
             leaves = [torch.cat(each).requires_grad_() for each in (query, key, value)]
             starts = [torch.tensor([0, *(pair[which] for pair in lengths)]).cumsum(0) for which in (0, 1)]
-            most = {f"max_seqlen_{name}": max(pair[which] for pair in lengths) for which, name in enumerate("qk")}
-            results = fused_relative_attention_varlen(*leaves, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most, **given)
+            most: dict[str, Any] = {f"max_seqlen_{name}": max(pair[which] for pair in lengths) for which, name in enumerate("qk")}
+            given |= most | {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+            results = fused_relative_attention_varlen(*leaves, **given)
         else:
             padded = [torch.stack(query), *(torch.full((len(lengths), 30, 2, width), beside).double() for width in (4, 6))]
             for tensor, parts in ((padded[1], key), (padded[2], value)):
@@ -115,7 +116,7 @@ def test_together_as_alone(seed: int, packed: bool, monkeypatch: pytest.MonkeyPa
 
 def blocks_of(lengths: list[int]) -> list[Any]:
     starts, query = torch.tensor([0, *lengths]).cumsum(0), torch.randn(sum(lengths), 8, 64)
-    packing = {"cu_seqlens": {"q": starts, "k": starts}, "max_seqlens": {"q": max(lengths), "k": max(lengths)}}
+    packing: dict[str, Any] = {"cu_seqlens": {"q": starts, "k": starts}, "max_seqlens": {"q": max(lengths), "k": max(lengths)}}
     return list(Call(*resolve(query, query, query, **packing)).blocks())
 
 
@@ -150,8 +151,8 @@ def test_nan_stays_in_its_sequence(which: int) -> None:
         if content is not None:
             leaves[which][8:12] = content  # of the third sequence
         leaves = [each.requires_grad_() for each in leaves]
-        packing = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
-        out = fused_relative_attention_varlen(*leaves, table, **packing, implementation="blockwise")  # type: ignore[arg-type]
+        packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
+        out = fused_relative_attention_varlen(*leaves, table, **packing, implementation="blockwise")
         results.append((out, *torch.autograd.grad(out.sum(), leaves)))
     others = torch.ones(sum(lengths), dtype=torch.bool)
     others[8:12] = False

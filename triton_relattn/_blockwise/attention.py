@@ -98,17 +98,16 @@ def softmax(
         probs.div_(total)
     else:
         torch.softmax(scores, -1, out=probs)
-    blind: torch.Tensor | None = largest == -math.inf
-    if blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
-        blind = None
-    if blind is not None:
+    blind = largest == -math.inf
+    any_blind = blind.device.type != "cpu" or bool(blind.any())  # elsewhere, to ask would be to wait
+    if any_blind:
         probs.masked_fill_(blind, 0)
     if lse is not None:
         total = (
             probs.amax(-1, keepdim=True).reciprocal_() if total is None else total
         )  # the largest probability is exp(0) / total
         lse.copy_(total.log_().add_(largest).view(lse.shape))
-        if blind is not None:
+        if any_blind:
             lse.masked_fill_(blind.view(lse.shape), -math.inf)
     return probs
 

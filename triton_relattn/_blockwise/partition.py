@@ -80,7 +80,7 @@ class Call:
         per_head = any(table.shape[0] > 1 for table in self.tables.values())
         heads = group.heads.start if per_head else None
         num_keys, first_position, stack = keys.stop - keys.start, keys.start - position, group.sequences
-        kind = (len(stack.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        kind: tuple[Any, ...] = (len(stack.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
         kind += (stack.keys, stack.queries, stack.shifts) if stack.is_mixed else ()
         if self._frame is None or self._frame[0] != kind:
             self._frame = kind, Frame(group, num_queries, num_keys, first_position, keys.start)

@@ -92,7 +92,9 @@ class Places:
         """(sequences, length): where each is in a packed batch; None: they are a view."""
         self.exists: torch.Tensor | None = None
         """(sequences, length): whether a sequence has as many, and keys are seen; None: all are."""
-        parts = sequences.keys if which else sequences.queries and [(0, count) for count in sequences.queries]
+        parts = sequences.keys if which else None
+        if not which and sequences.queries is not None:
+            parts = [(0, count) for count in sequences.queries]
         places = torch.arange(self.length, device=device)
         if parts is not None:
             bounds = torch.tensor(parts, device=device)
