@@ -151,11 +151,27 @@ def test_nan_stays_in_its_sequence(which: int) -> None:
         if content is not None:
             leaves[which][8:12] = content  # of the third sequence
         leaves = [each.requires_grad_() for each in leaves]
-        packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
-        out = fused_relative_attention_varlen(*leaves, table, **packing, implementation="blockwise")
+        given: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
+        out = fused_relative_attention_varlen(*leaves, rel_key=table, implementation="blockwise", **given)
         results.append((out, *torch.autograd.grad(out.sum(), leaves)))
     others = torch.ones(sum(lengths), dtype=torch.bool)
     others[8:12] = False
     assert results[1][0][8:12].isnan().any()
     for clean, other in zip(*results, strict=True):
         assert torch.equal(clean[others], other[others])
+
+
+def test_rows_between_the_positions_of_two_sequences_may_hold_nan() -> None:
+    """Sequences of which one needs rows 0 to 2 and the other 20 to 22 are not computed together."""
+    torch.manual_seed(0)
+    query, key, table = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 3, 4), torch.randn(23, 4)
+    gradients = []
+    for content in (0.0, math.nan):
+        leaves = [each.clone() for each in (query, key, table)]
+        leaves[2][3:20] = content
+        leaves = [each.requires_grad_() for each in leaves]
+        given: dict[str, Any] = {"query_offset": torch.tensor([22, 2]), "positions": RelativePositions(-22, 0)}
+        out = fused_relative_attention(leaves[0], leaves[1], key, leaves[2], implementation="blockwise", **given)
+        gradients.append(torch.autograd.grad(out.square().sum(), leaves))
+    for clean, other in zip(*gradients, strict=True):
+        assert torch.equal(clean, other)

@@ -77,7 +77,7 @@ class Reach:
     @cached_property
     def index(self) -> torch.Tensor:
         """Where the near pairs of sequences that are shifted find their position: (sequences, 1, queries, keys)."""
-        return self.frame.shifted(self.near)
+        return self.frame.shifted(self.near)  # type: ignore[union-attr]  # mirrors have no shifts
 
     @cached_property
     def parts(self) -> list[tuple[slice, TableRows]]:

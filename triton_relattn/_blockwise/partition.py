@@ -317,8 +317,8 @@ class Block:
         """Whether no other block has a key of this one."""
         if self.call.has_keys_once:
             return True
-        group, num_heads = self.group, self.call.tensors.query.shape[1]
-        return group.places.index is not None and group.num_heads == num_heads and self.frame.num_queries == group.places.length
+        places = self.group.places  # gathered sequences have all their heads in a block
+        return places.index is not None and self.frame.num_queries == places.length
 
     def place_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return rows_of_keys(), or memory in its place if what is there does not matter."""

@@ -249,7 +249,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-sequences-of-one-offset",
         "neighbours of the same lengths have the query_offset of the first",
-        RANDOM,
+        (ON_STACKS,),
         (Change(STACKS, "shifts = [offset - each.query_offset for each in sequences]", "shifts = [0 for _ in sequences]"),),
     ),
     Fault(
@@ -459,12 +459,6 @@ OF_BLOCKWISE = (
         "short sequences are padded to the length of the longest",
         (f"{ON_STACKS}::test_padding_is_bounded",),
         (Change(STACKS, "and of_all <= cost + alone", "and True"),),
-    ),
-    Fault(
-        "blockwise-keys-of-a-gathered-block-added-once",
-        "the gradient of a packed key is that of the last heads that share it, not the sum",
-        (ON_STACKS,),
-        (Change(BLOCKS, "group.num_heads == num_heads and self.frame", "self.frame"),),
     ),
     Fault(
         "blockwise-gaps-of-kept-probabilities",
