@@ -152,7 +152,8 @@ def test_nan_stays_in_its_sequence(which: int) -> None:
             leaves[which][8:12] = content  # of the third sequence
         leaves = [each.requires_grad_() for each in leaves]
         given: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
-        out = fused_relative_attention_varlen(*leaves, rel_key=table, implementation="blockwise", **given)
+        given |= {"rel_key": table, "implementation": "blockwise"}
+        out = fused_relative_attention_varlen(leaves[0], leaves[1], leaves[2], **given)
         results.append((out, *torch.autograd.grad(out.sum(), leaves)))
     others = torch.ones(sum(lengths), dtype=torch.bool)
     others[8:12] = False

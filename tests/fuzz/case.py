@@ -81,7 +81,7 @@ class Case:
     """Which of the results the gradients come from: "both", "out" or "lse"."""
     layouts: tuple[Layout, ...] = ()
     beside: str | None = None
-    """What table rows that no visible pair has hold, "nan" or "inf"; None: numbers as all others."""
+    """Content of table rows that no visible pair has, "nan" or "inf"; None: numbers as in all others."""
     mode: str = "grad"
     """grad, no_grad or inference_mode of torch."""
     default_dtype: str = "float32"
