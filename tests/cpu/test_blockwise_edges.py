@@ -118,7 +118,7 @@ def test_only_return_lse_asks_for_lse(return_lse: bool, monkeypatch: pytest.Monk
     """The public functions compute lse for nobody else: it takes passes over all scores."""
     computed, softmax = [], attention.softmax
 
-    def spy(block: Any, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor | None:
+    def spy(block: Any, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
         computed.append(lse is not None)
         return softmax(block, probs, lse)
 

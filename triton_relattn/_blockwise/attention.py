@@ -60,38 +60,18 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
     return slope
 
 
-def probabilities(
-    block: Block, query: torch.Tensor, packed: Packed | None, memory: torch.Tensor, lse: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the probabilities, see softmax(), and what logits() returns."""
-    slope = logits(block, query, packed)
-    probs = softmax(block, memory, lse)
-    if probs is None:
-        logits(block, query, packed)
-        probs = softmax(block, memory, lse, True)
-        assert probs is not None
-    return probs, slope
-
-
-def softmax(
-    block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None, has_blind: bool | None = None
-) -> torch.Tensor | None:
+def softmax(block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
     """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
-    if all its logits are -inf. Without a pass for the maxima that shows only as NaN, which may have other causes; then the result
-    is None, and the scores are lost.
+    if all its logits are -inf.
 
     Args:
         probs: memory for the probabilities; on a CPU it may be that of the scores.
         lse: memory for the log-sum-exp of each row, as many numbers; None: it is not computed, which saves passes.
-        has_blind: whether a row may have no logit but -inf; None: where the masks, or a device that is not to wait, say so.
     """
     scores, total = block.frame.scores, None
     is_short = scores.shape[-1] < SHORT_ROW
-    if has_blind is None:
-        has_blind = block.has_blind or scores.device.type != "cpu"
-    if lse is None and not has_blind and not is_short:
-        torch.softmax(scores, -1, out=probs)
-        return probs if probs[..., 0].sum().isfinite() else None
+    if lse is None and not block.has_blind and not is_short:
+        return torch.softmax(scores, -1, out=probs)
     largest = scores.amax(-1, keepdim=True)  # first: the probabilities may take the scores' place
     if is_short:
         total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
@@ -158,7 +138,8 @@ def forward(
             continue
         query = block.matrices(tensors.query)
         memory = frame.probs_in_place if kept is None else block.destination(block.pairs_of(kept), "probs")
-        probs, _ = probabilities(block, query, pack_query(block, query), memory, lse_place)
+        logits(block, query, pack_query(block, query))
+        probs = softmax(block, memory, lse_place)
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
@@ -353,11 +334,8 @@ def add_block(
     packed_query = pack_query(block, query)
     packed = None if band is None else band.pack(block.by_pair(rows))
     if kept is None:
-        if whole is None:
-            probs, slope = probabilities(block, query, packed_query, frame.probs)
-        else:
-            slope = logits(block, query, packed_query)
-            probs = whole.probs(block)
+        slope = logits(block, query, packed_query)
+        probs = softmax(block, frame.probs) if whole is None else whole.probs(block)
         if missing is not None:
             probs.flatten(0, 1).index_fill_(0, missing, 0)
     else:

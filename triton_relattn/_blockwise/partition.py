@@ -64,6 +64,12 @@ class Call:
         self._frame: tuple[Any, Frame] | None = None
 
     @cached_property
+    def has_infinite_table(self) -> bool:
+        """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
+        added = [table for name, table in self.tables.items() if name != "rel_value"]
+        return any(table.device.type != "cpu" or not table.sum().isfinite() for table in added)
+
+    @cached_property
     def has_keys_once(self) -> bool:
         """Whether each key and head of it is in one block, and none is in no block: gradients are written there, not added."""
         tensors, spec = self.tensors, self.spec
@@ -339,7 +345,7 @@ class Block:
     def has_blind(self) -> bool:
         """Whether a query may see none of the keys."""
         keys, spec = self.group.sequences.keys, self.call.spec
-        if self.call.tensors.attn_mask is not None or self.frame.has_blind:
+        if self.call.tensors.attn_mask is not None or self.frame.has_blind or self.call.has_infinite_table:
             return True
         return keys is not None and (max(spec.window_left, spec.window_right) >= 0 or any(first == stop for first, stop in keys))
 

@@ -328,6 +328,12 @@ OF_BLOCKWISE = (
         (Change(BLOCKWISE, "largest == -math.inf\n", "largest == math.nan\n"),),
     ),
     Fault(
+        "blockwise-nothing-seen-in-a-window",
+        "a row that the window alone leaves without keys becomes NaN",
+        (f"{ON_EDGES}::test_rows_that_see_nothing",),
+        (Change(BLOCKS, "(right >= 0 and first + self.extra > right)", "False"),),
+    ),
+    Fault(
         "blockwise-nothing-seen-by-some",
         "a row that sees nothing becomes NaN if another one of its block sees something",
         (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
@@ -416,7 +422,7 @@ OF_BLOCKWISE = (
         "blockwise-blind-queries-without-lse",
         "without lse, a query all of whose logits are -inf gets NaN",
         (f"{ON_EDGES}::test_biases_that_hide_all_keys", "-k", "blockwise"),
-        (Change(BLOCKWISE, "probs if probs[..., 0].sum().isfinite() else None", "probs"),),
+        (Change(BLOCKS, " or self.frame.has_blind or self.call.has_infinite_table", " or self.frame.has_blind"),),
     ),
     Fault(
         "blockwise-end-rows-that-no-pair-has",

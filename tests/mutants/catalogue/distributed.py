@@ -93,7 +93,11 @@ OF_DISTRIBUTED = (
         "part-with-a-softmax-of-its-own",
         "blockwise takes the softmax of a part instead of that of all keys",
         on("cases"),
-        (Change(BLOCKWISE, "if whole is None:\n            probs, slope", "if True:\n            probs, slope"),),
+        (
+            Change(
+                BLOCKWISE, "softmax(block, frame.probs) if whole is None else whole.probs(block)", "softmax(block, frame.probs)"
+            ),
+        ),
     ),
     Fault(
         "part-with-a-delta-of-its-own",
