@@ -81,7 +81,7 @@ def reference_attention(
         smallest = max(torch.finfo(dtype).min for dtype in (logits.dtype, attn_mask.dtype))
         logits = logits + attn_mask.clamp_min(smallest).to(logits.dtype)
         visible = visible & (attn_mask != float("-inf"))
-    visible = visible.expand_as(logits)
+    visible = visible & (logits != float("-inf"))  # a query all of whose logits are -inf sees nothing, whatever made them so
     sees_nothing = ~visible.any(-1, keepdim=True)
 
     # A query that sees nothing has no softmax. It is computed as if it saw all keys equally, and cleared afterwards.

@@ -258,6 +258,51 @@ def test_rows_that_no_visible_pair_has_may_hold_nan(case: str, block_size: None)
     assert torch.equal(results["d_rel_key"].any(-1), read)
 
 
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("name", ["rel_key", "rel_p2c"])
+def test_end_rows_that_no_visible_pair_has_may_hold_nan(name: str, softcap: float | None, block_size: None) -> None:
+    """Queries before all keys see none: the rows of the future are read for no key that is far from them."""
+    inputs = make_inputs(1, 2, 33, 5, 4, num_rows=5, rel_p2c=True, dtype=torch.float64, seed=3)
+    spoilt = getattr(inputs, name).clone()
+    spoilt[3:] = math.nan
+    arguments: dict[str, Any] = {"is_causal": True, "query_offset": -9, "softcap": softcap}
+    results = forward_backward(attend, inputs._replace(**{name: spoilt}), **arguments)
+    expected = dense_gradients(inputs, **arguments)._asdict()
+    for which, result in results.items():
+        assert_same(which, result, expected[which])
+
+
+@pytest.mark.parametrize("num_keys", [9, 40])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_biases_that_hide_all_keys(masked: bool, implementation: str, return_lse: bool, num_keys: int, block_size: None) -> None:
+    """A query whose logits are all -inf, by the bias alone or with a mask, sees nothing; the others are as ever."""
+    inputs = make_inputs(2, 2, 30, num_keys, 8, num_rows=29 + num_keys, rel_bias=True, dtype=torch.float64, seed=4)
+    positions = RelativePositions(-29, num_keys - 1)
+    assert inputs.rel_bias is not None and inputs.rel_key is not None and inputs.d_out is not None
+    bias = inputs.rel_bias.clone()
+    bias[..., 29 - 6 :] = -math.inf  # only keys more than six before the query are seen
+    mask = torch.arange(num_keys) > 3 if masked else None  # the fourth on
+    leaves = [each.detach().requires_grad_() for each in (inputs.query, inputs.key, inputs.value, inputs.rel_key, bias)]
+    given: dict[str, Any] = {"positions": positions, "implementation": implementation}
+    results = fused_relative_attention(*leaves[:4], rel_bias=leaves[4], attn_mask=mask, return_lse=return_lse, **given)
+    out = results[0] if isinstance(results, tuple) else results
+    gradients = torch.autograd.grad(out, leaves, inputs.d_out)
+    blind = torch.arange(30) <= (10 if masked else 6)
+    assert not out[:, :, blind].any() and out.isfinite().all() and out[:, :, ~blind].any()
+    assert all(gradient.isfinite().all() for gradient in gradients) and not gradients[0][:, :, blind].any()
+    assert not gradients[4][..., 29 - 6 :].any()
+    if isinstance(results, tuple):
+        assert (results[1][:, :, blind] == -math.inf).all() and results[1][:, :, ~blind].isfinite().all()
+    i, j = torch.arange(30)[:, None], torch.arange(num_keys)
+    visible = (j - i < -6) & (torch.ones(num_keys, dtype=torch.bool) if mask is None else mask)
+    expected = fused_relative_attention(*leaves[:4], rel_bias=inputs.rel_bias, attn_mask=visible, **given)
+    assert_same("out", out, expected)
+    for number, other in enumerate(torch.autograd.grad(expected, leaves[:4], inputs.d_out)):
+        assert_same(str(number), gradients[number], other)
+
+
 def test_nan_in_one_query_stays_in_its_row(block_size: None) -> None:
     """NaN in a query reaches only its own row of the results and the gradients that it adds to (its head's keys, values and
     table); all else is bit-equal."""

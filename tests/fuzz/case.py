@@ -80,6 +80,8 @@ class Case:
     cotangents: str = "both"
     """Which of the results the gradients come from: "both", "out" or "lse"."""
     layouts: tuple[Layout, ...] = ()
+    beside: str | None = None
+    """Content of table rows that no visible pair has, "nan" or "inf"; None: numbers as in all others."""
     mode: str = "grad"
     """grad, no_grad or inference_mode of torch."""
     default_dtype: str = "float32"

@@ -161,6 +161,29 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
+def spoilt(case: Case, call: dict[str, Any]) -> dict[str, Any]:
+    """The call, with case.beside in the table rows that no visible pair has; tables of a layout of their own stay."""
+    if case.beside is None or case.positions is None:
+        return call
+    pair = case.num_queries, case.num_keys
+    sequences = (pair,) * case.batch if case.sequences is None else case.sequences
+    offsets = case.query_offset if isinstance(case.query_offset, tuple) else (case.query_offset,) * len(sequences)
+    limits = [keys for _, keys in sequences] if case.key_lengths is None else case.key_lengths
+    first, last, outside = case.positions
+    left, right = case.window_size
+    used = torch.zeros(last - first + 1, dtype=torch.bool)
+    for (queries, keys), offset, limit in zip(sequences, offsets, limits, strict=True):
+        relative = torch.arange(min(keys, limit)) - torch.arange(queries)[:, None] - offset
+        visible = ((relative >= -left) | (left < 0)) & ((relative <= right) | (right < 0))
+        row = relative[visible & ((relative <= 0) | (not case.is_causal))] - first
+        used[row.clamp(0, last - first) if outside == "clamp" else row[(row >= 0) & (row <= last - first)]] = True
+    own = {layout[0] for layout in case.layouts}
+    tables = {name: call[name].clone() for name in case.tables if name not in own}
+    for name, table in tables.items():
+        table[(..., ~used) if name == "rel_bias" else (..., ~used, slice(None))] = float(case.beside)
+    return call | tables
+
+
 def kept(case: Case, call: dict[str, Any]) -> torch.Tensor | None:
     """Return the mask of the probabilities that dropout keeps. It draws from torch's generator as the call does."""
     dropout_p = call.get("dropout_p", 0.0)
@@ -211,10 +234,11 @@ def check_call(case: Case, function: Callable[..., Any], clean: dict[str, Any], 
     drawn = torch.get_rng_state()
     with environment(case):
         before = global_state()
-        results = run(case, function, call)
+        given = spoilt(case, call)
+        results = run(case, function, given)
         assert torch.equal(torch.get_rng_state(), drawn), "torch's generator is not where it should be"
         assert_same_state(before)
-        again = results if case.implementation == "triton" else run(case, function, call)  # the interpreter has no races
+        again = results if case.implementation == "triton" else run(case, function, given)  # the interpreter has no races
     for name, tensor in tensors.items():
         assert torch.equal(memory(tensor), stored[name]), f"{name} was written to"
     check_results(case, clean, results, keep)

@@ -154,7 +154,7 @@ def sizes(draw: st.DrawFn, kernels: bool) -> dict[str, Any]:
     same = draw(sometimes(False, st.just(True), 8))
     chosen: dict[str, Any] = {"blocks": chosen_blocks, "width": draw(width), "value_width": draw(width), "same": same}
     packed = draw(sometimes(False, st.just(True)))
-    sequences = draw(st.sampled_from([1, 2, 1, 2, 3, 0] if not kernels else [1, 1, 2]))
+    sequences = draw(st.sampled_from([1, 2, 1, 2, 3, 12, 0] if not kernels else [1, 1, 2]))
     key_heads = draw(st.sampled_from([1, 2, 1, 3, 0] if not kernels else [1, 1, 2] if sequences == 1 else [1]))
     chosen["key_heads"] = key_heads
     group = sometimes(1, st.integers(2, 3), 4) if kernels else sometimes(1, st.integers(2, 4), 2)
@@ -228,6 +228,7 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
     fields["exact_query_grad"] = draw(sometimes(False, st.just(True), 4))
     fields["sharp"] = draw(sometimes(False, st.just(True), 4))
     fields["cotangents"] = draw(st.sampled_from(["both", "out", "lse"])) if fields["return_lse"] else "both"
+    fields["beside"] = draw(sometimes(None, st.sampled_from(["nan", "inf"]))) if not kernels else None
     fields["mode"] = draw(sometimes("grad", st.sampled_from(["no_grad", "inference_mode"]), 10))
     fields["default_dtype"] = draw(sometimes("float32", st.sampled_from(["float64", "float16"]), 6))
 

@@ -63,11 +63,12 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
 def softmax(
     block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing.
+    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
+    if all its logits are -inf.
 
     Args:
         probs: memory for the probabilities; on a CPU it may be that of the scores.
-        lse: memory for the log-sum-exp of each row, (sequences, heads, queries); None: it is not computed, which saves passes.
+        lse: memory for the log-sum-exp of each row, as many numbers; None: it is not computed, which saves passes.
         largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
     scores, total = block.frame.scores, None
@@ -80,10 +81,9 @@ def softmax(
         probs.div_(total)
     else:
         torch.softmax(scores, -1, out=probs)
-    blind = largest == -math.inf if block.has_blind else None
-    if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
-        blind = None
-    if blind is not None:
+    blind = largest == -math.inf
+    any_blind = blind.device.type != "cpu" or bool(blind.any())  # elsewhere, to ask would be to wait
+    if any_blind:
         probs.masked_fill_(blind, 0)
     if lse is not None:
         total = (
@@ -93,9 +93,9 @@ def softmax(
         if largest_logits is None:
             log_sum.add_(largest)
         else:
-            largest_logits.copy_(largest.view(lse.shape))
+            largest_logits.copy_(largest.view(largest_logits.shape))
         lse.copy_(log_sum.view(lse.shape))
-        if blind is not None:
+        if any_blind:
             lse.masked_fill_(blind.view(lse.shape), -math.inf)
     return probs
 
@@ -143,25 +143,43 @@ def forward(
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
     for block in Call(tensors, spec).blocks():
-        place, lse_place, frame = block.rows(out), block.rows(lse) if spec.with_lse else None, block.frame
+        place, lse_place, frame = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None, block.frame
         if block.num_keys == 0:
-            place.zero_()
+            block.put(out, place.zero_())
             if lse_place is not None:
-                lse_place.fill_(-math.inf)
+                block.put(lse[..., None], lse_place.fill_(-math.inf))
             continue
         query = block.matrices(tensors.query)
-        logits(block, query, pack_query(block, query))
         memory = frame.probs_in_place if kept is None else block.destination(block.pairs_of(kept), "probs")
-        probs = softmax(block, memory, lse_place, None if largest_logits is None else block.rows(largest_logits))
+        logits(block, query, pack_query(block, query))
+        largest = None if largest_logits is None else block.place(largest_logits[..., None], "largest")
+        probs = softmax(block, memory, lse_place, largest)
+        if largest_logits is not None and largest is not None:
+            block.put(largest_logits[..., None], largest)
         if kept is not None:
             block.store(block.pairs_of(kept), probs)
         if block.dropout is not None:
             probs = torch.mul(probs, block.dropout, out=frame.scores)
-        result = torch.bmm(probs, block.value, out=block.destination(place))
+        result = weighted_values(block, probs, block.destination(place))
         if frame.rel_value is not None:
             frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
         block.store(place, result)
+        block.put(out, place)
+        if lse_place is not None:
+            block.put(lse[..., None], lse_place)
     return out, lse
+
+
+def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Compute probs @ value. What is in the place of values that a sequence does not have matters only if it is not finite: then
+    the result is not, either, and is computed again without it. That saves a copy of all values."""
+    group = block.group
+    if group.is_clean or out.device.type == "cpu":
+        torch.bmm(probs, block.value, out=out)
+        if group.is_clean or out.sum().isfinite():
+            return out
+    group.clean()
+    return torch.bmm(probs, block.value, out=out)
 
 
 class Whole(NamedTuple):
@@ -247,13 +265,14 @@ class Gradients(NamedTuple):
             if self.rel_query is not None:
                 result = torch.zeros_like(packed.rows)
                 band.add_rows(result, folded)
-                block.rows(self.rel_query).copy_(result)
+                block.put(self.rel_query, block.place(self.rel_query).copy_(result))
         if self.query is not None:
-            place = block.rows(self.query)
+            place = block.place(self.query)
             result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
             if band is not None and folded is not None and not own_query:
                 band.add_rows(block.by_pair(result), folded)
             block.store(place, result)
+            block.put(self.query, place)
 
     def add_mirrored(self, block: Block, band: MirroredBand) -> None:
         """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
@@ -263,6 +282,8 @@ class Gradients(NamedTuple):
         band.add_gradients(band.pack(keys), d_key, self.rel_p2c is not None)
         if of_keys is not None and d_key is not None and sharing > 1:
             of_keys.add_(d_key.unflatten(1, (-1, sharing)).sum(2))
+        if of_keys is not None and self.key is not None:
+            block.put_keys(self.key, of_keys)
 
     def add_tables(self, frame: Frame) -> None:
         """Add the sums that a frame's blocks have collected to the gradients of rel_key, rel_value and rel_p2c."""
@@ -274,12 +295,13 @@ class Gradients(NamedTuple):
 
 def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
     """Add scale * left^T @ right to the block's part of totals, (B, Hk, Nk, width)."""
-    total, beta = block.rows_of_keys(totals), 0 if block.call.has_keys_once else 1
+    total, beta = block.place_of_keys(totals), 0 if block.has_keys_once else 1
     if total.is_contiguous():
         total.flatten(0, 1).baddbmm_(left.mT, right, beta=beta, alpha=scale)
     else:
         product = torch.bmm(left.mT, right).view(total.shape)
         total.add_(product, alpha=scale) if beta else torch.mul(product, scale, out=total)
+    block.put_keys(totals, total)
 
 
 def backward(
@@ -323,15 +345,18 @@ def add_block(
     if block.num_keys == 0:
         for rows in (totals.query, totals.rel_query):
             if rows is not None:
-                block.rows(rows).zero_()
+                block.put(rows, block.place(rows).zero_())
         return
-    frame, band, slope = block.frame, block.frame.rel_value, None
+    block.group.clean()
+    frame, band, slope, missing = block.frame, block.frame.rel_value, None, block.group.no_queries
     query, rows = block.matrices(block.call.tensors.query), block.matrices(d_out)
     packed_query = pack_query(block, query)
     packed = None if band is None else band.pack(block.by_pair(rows))
     if kept is None:
         slope = logits(block, query, packed_query)
         probs = softmax(block, frame.probs) if whole is None else whole.probs(block)
+        if missing is not None:
+            probs.flatten(0, 1).index_fill_(0, missing, 0)
     else:
         probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
     totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
@@ -346,4 +371,6 @@ def add_block(
             d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
         if slope is not None:
             d_scores.mul_(slope)
+        if missing is not None:
+            d_scores.flatten(0, 1).index_fill_(0, missing, 0)
         totals.add_scores(block, query, packed_query, d_scores)

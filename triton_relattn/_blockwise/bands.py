@@ -57,17 +57,27 @@ class Reach:
         spec, first = frame.spec, frame.first_position
 
         # Near keys: those that some query sees at a position from spec.first to spec.last.
-        start = min(max(spec.first - first, 0), frame.num_keys)
+        start = min(max(spec.first - first - frame.extra, 0), frame.num_keys)
         stop = min(max(spec.last - first + frame.num_queries, start), frame.num_keys)
         self.near, self.num_near = slice(start, stop), stop - start
         ends = ((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))
-        self.far = [(keys, row) for keys, row in ends if spec.clamp and keys.start < keys.stop]
+        # An end row that no visible pair has is not read: it may hold NaN.
+        self.far = [(keys, row) for keys, row in ends if spec.clamp and self._visible(keys)]
 
-        # Positions of near keys. Only those from low to high belong to pairs that the window shows.
-        self.positions = range(first + start - num_queries + 1, first + stop)
-        low, high = first + start - frame.num_queries + 1, first + stop - 1
-        self.low = low if spec.window_left < 0 else max(low, min(-spec.window_left, high + 1))
-        self.high = high if spec.window_right < 0 else min(high, max(spec.window_right, self.low - 1))
+        # Positions of near keys. Only those from low to high belong to visible pairs.
+        self.positions = range(first + start - num_queries + 1, first + stop + frame.extra)
+        visible = self._visible(self.near) or range(self.positions.start, self.positions.start)
+        self.low, self.high = visible.start, visible.stop - 1
+
+    def _visible(self, keys: slice) -> range:
+        """Return the relative positions of all queries and some keys, as far as pairs with them are visible."""
+        low, high = self.frame.visible(slice(0, self.frame.num_queries), keys)
+        return range(low, high + 1)
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """Where the near pairs of sequences that are shifted find their position: (sequences, 1, queries, keys)."""
+        return self.frame.shifted(self.near)  # type: ignore[union-attr]  # mirrors have no shifts
 
     @cached_property
     def parts(self) -> list[tuple[slice, TableRows]]:
@@ -123,12 +133,12 @@ class Band(Reach):
         wider = min(-(-PANEL_ROWS // rows), frame.num_keys // WIDER_SHARE)
         fewest = max(wider, -(-FEWEST_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
         self.panel = frame.num_queries  # queries of each panel; the last may have fewer
-        if fewest < frame.num_queries:
+        if fewest < frame.num_queries and frame.shifts is None:
             sizes = range(fewest, 2 * fewest)
             self.panel = next((size for size in sizes if frame.num_queries % size == 0), fewest)
         self.num_panels = -(-frame.num_queries // self.panel)
         super().__init__(frame, num_tables, self.num_panels * self.panel)
-        self.table, self.scale, self.name, self.width = table, scale, name, self.num_near + self.panel - 1
+        self.table, self.scale, self.name, self.width = table, scale, name, self.num_near + self.panel - 1 + frame.extra
         self.num_full = frame.num_queries // self.panel
         self._of_windows: torch.Tensor | None = None
         self._of_ends: dict[int, torch.Tensor] = {}
@@ -184,7 +194,7 @@ class Band(Reach):
 
     @cached_property
     def skewed(self) -> list[torch.Tensor]:
-        """The band in the order of the scores, as views that match those of panels()."""
+        """The band in the order of the scores, as views that match those of panels(), if no sequence is shifted."""
         strides = *self.band.view(self.shape(self.width)).stride()[:4], self.width - 1, 1
         return self.in_panels(self.band.as_strided(self.shape(self.num_near), strides, self.panel - 1))
 
@@ -195,25 +205,37 @@ class Band(Reach):
 
     def add_terms(self, packed: Packed) -> None:
         """Add scale * rows . table to the frame's scores."""
-        pairs = self.frame.pairs
-        if pairs.shape[2] == self.num_tables == 1 and self.num_near == pairs.shape[3] > 0 and pairs.is_contiguous():
+        pairs, is_shifted = self.frame.pairs, self.frame.shifts is not None
+        if (
+            not is_shifted
+            and pairs.shape[2] == self.num_tables == 1
+            and self.num_near == pairs.shape[3] > 0
+            and pairs.is_contiguous()
+        ):
             # With one query, as in decoding, the band has the order of the scores.
             pairs.view(-1, self.num_near).addmm_(packed.panels[0], self.windows[0], alpha=self.scale)
         elif self.num_near:
             self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
-            for place, terms in zip(self.scores, self.skewed, strict=True):
-                place.add_(terms)
+            if is_shifted:
+                band = self.band.view(self.shape(self.width))
+                self.scores[0].add_(band.gather(-1, self.index.expand(self.shape(self.num_near))))
+            else:
+                for place, terms in zip(self.scores, self.skewed, strict=True):
+                    place.add_(terms)
         for keys, row in self.far:
             self.frame.pairs[..., keys].add_(packed.rows @ self.table[:, row].mT, alpha=self.scale)
 
     def fold(self, pairs: torch.Tensor) -> Folded:
         """Sum numbers by pair over the keys of each query and table row."""
         if self.num_near:
-            if self.panel > 1:
+            if self.width > self.num_near:
                 self.band.zero_()
             pieces = self.scores if pairs is self.frame.pairs else self.panels(pairs[..., self.near])
-            for place, piece in zip(self.skewed, pieces, strict=True):
-                place.copy_(piece)
+            if self.frame.shifts is not None:
+                self.band.view(self.shape(self.width)).scatter_(-1, self.index.expand(self.shape(self.num_near)), pieces[0])
+            else:
+                for place, piece in zip(self.skewed, pieces, strict=True):
+                    place.copy_(piece)
         return Folded(self.band if self.num_near else None, [pairs[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
 
     def add_rows(self, total: torch.Tensor, folded: Folded) -> None:
@@ -274,22 +296,34 @@ class Bias(Reach):
 
     @cached_property
     def by_query(self) -> torch.Tensor:
-        """The numbers of near keys, (tables, queries, keys)."""
-        return self.window(self.table)[..., 0].unfold(1, self.num_near, 1).flip(1)
+        """The numbers of near keys, (1 or sequences, tables, 1, queries, keys)."""
+        window = self.window(self.table)[..., 0]
+        if self.frame.shifts is not None:
+            return window[:, self.index[:, 0]].transpose(0, 1)[:, :, None]
+        return window.unfold(1, self.num_near, 1).flip(1)[None, :, None]
 
     def add_terms(self) -> None:
         """Add the number of each pair to the frame's scores."""
         pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing))
         if self.num_near:
-            pairs[..., self.near].add_(self.by_query[:, None])
+            pairs[..., self.near].add_(self.by_query)
         for keys, row in self.far:
             pairs[..., keys].add_(self.table[:, row, None])
 
     def add_gradient(self, total: torch.Tensor) -> None:
         """Add the frame's scores, summed over the pairs of each row, to total, the gradient of the table."""
-        pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing)).sum((0, 2))
-        if self.num_near:
-            num_queries, width = self.frame.num_queries, len(self.positions)
+        pairs, width = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing)), len(self.positions)
+        if self.frame.shifts is not None:
+            pairs = pairs.sum(2)
+            if self.num_near:
+                band = pairs.new_zeros(*pairs.shape[:3], width)
+                band.scatter_(-1, self.index.expand(*pairs.shape[:3], -1), pairs[..., self.near])
+                self.add_to_table(total, band.sum((0, 2))[..., None])
+            pairs = pairs.sum(0)
+        else:
+            pairs = pairs.sum((0, 2))
+        if self.num_near and self.frame.shifts is None:
+            num_queries = self.frame.num_queries
             band = pairs.new_zeros(self.num_tables, num_queries, width)
             strides = (num_queries * width, width - 1, 1)
             band.as_strided((self.num_tables, num_queries, self.num_near), strides, num_queries - 1).copy_(pairs[..., self.near])

@@ -7,6 +7,7 @@ queries and keys has a *mirror*, whose scores are the same memory, transposed, a
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,18 @@ class Mirror:
         spec = frame.spec
         self.call, self.num_sequences, self.num_heads = frame.call, frame.num_sequences, frame.num_heads
         self.keys, self.num_queries, self.num_keys = keys, keys.stop - keys.start, frame.num_queries
-        self.first_position = -(frame.first_position + keys.start)
+        self.first_position, self.shifts, self.extra = -(frame.first_position + keys.start), None, 0  # with this table none are
+        self._frame: Frame = weakref.proxy(frame)  # which keeps its mirrors
         self.spec = spec._replace(
             first=-spec.last, last=-spec.first, window_left=spec.window_right, window_right=spec.window_left
         )
         self.pairs = frame.pairs[..., keys].mT
+
+    def visible(self, queries: slice, keys: slice) -> tuple[int, int]:
+        """Return the lowest and the highest relative position of visible pairs, as Frame.visible() does."""
+        start = self.keys.start
+        low, high = self._frame.visible(keys, slice(start + queries.start, start + queries.stop))
+        return -high, -low
 
 
 class MirroredBand:

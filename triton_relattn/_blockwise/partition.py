@@ -1,8 +1,7 @@
 """The cut of a call for attention.py: groups of sequences and heads, and blocks of their queries with the keys that these see.
 
 A block is a batch of matrices, one for each sequence and head, whose scores fit the working set: many short sequences, or some
-queries of a few heads of a long one. The sequences of a group have the same number of queries and the same query_offset, so that
-relative positions are the same in all its matrices. Their numbers of keys may differ.
+queries of a few heads of a long one. Which sequences are computed together is the matter of stacks.py.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .bands import Band, Bias
 from .mirror import MirroredBand
+from .stacks import Places, Stack, cut, members, stacks
 
 BLOCK_QUERIES = 128
 """Queries of a block, or more if their scores fit the working set: products with few rows are slow."""
@@ -34,74 +33,6 @@ FEWEST_THREADS = 2
 their gradients: 64 threads would have all scores at once up to a length of 2,000."""
 THREADS_ELSEWHERE = 64
 """Threads that a device other than a CPU counts as: the time of its steps is that of starting them, unless they are large."""
-
-
-class Stack(NamedTuple):
-    """Successive sequences of the batch with the same number of queries and the same query_offset."""
-
-    batch: range
-    """Indices of the sequences in the batch, by which dropout and attn_mask know them."""
-    num_queries: int
-    num_keys: int
-    """Number of keys of the longest sequence."""
-    query_offset: int
-    lengths: list[int] | None = None
-    """Number of keys of each sequence; None: all have num_keys."""
-    starts: tuple[int, int] | None = None
-    """The first query and the first key of the first sequence, if the batch is packed."""
-    origin: tuple[int, int, int] = (0, 0, 0)
-    """Head, query and key that dropout counts the first ones as."""
-
-    def part(self, sequences: slice) -> Stack:
-        """Return some of the sequences."""
-        if self.lengths is None and sequences == slice(0, len(self.batch)):
-            return self
-        part = self._replace(batch=self.batch[sequences])
-        if self.lengths is not None:
-            lengths = self.lengths[sequences]
-            longest = max(lengths, default=0)
-            part = part._replace(num_keys=longest, lengths=None if min(lengths, default=0) == longest else lengths)
-        if self.starts is not None:
-            start_q, start_k = self.starts
-            part = part._replace(starts=(start_q + sequences.start * self.num_queries, start_k + sequences.start * self.num_keys))
-        return part
-
-    def of_queries(self, tensor: torch.Tensor, heads: slice, queries: slice) -> torch.Tensor:
-        """Return the sequences' part of a (B, Hq, Nq, ...) tensor: (sequences, heads, queries, ...)."""
-        return self._of(tensor, heads, queries, self.num_queries, 0)
-
-    def of_keys(self, tensor: torch.Tensor, heads: slice, keys: slice) -> torch.Tensor:
-        """Return the sequences' part of a (B, Hk, Nk, width) tensor: (sequences, heads, keys, width)."""
-        return self._of(tensor, heads, keys, self.num_keys, 1)
-
-    def _of(self, tensor: torch.Tensor, heads: slice, rows: slice, length: int, which: int) -> torch.Tensor:
-        if self.starts is None:
-            return cut(tensor, self.batch, heads, rows)
-        start, count = self.starts[which], len(self.batch)
-        of_all = cut(tensor[0], heads, slice(start, start + count * length))
-        return of_all.unflatten(1, (count, length)).transpose(0, 1)[:, :, rows]
-
-
-def stacks(tensors: AttentionTensors, spec: AttentionSpec) -> Iterator[Stack]:
-    """Yield all sequences of the batch. This reads the tensors of lengths and offsets, and so waits for a GPU."""
-    batch, num_queries, num_keys = range(tensors.num_sequences), tensors.query.shape[2], tensors.key.shape[2]
-    lengths = None if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
-    whole = Stack(batch, num_queries, num_keys, spec.query_offset, lengths).part(slice(0, len(batch)))
-    if tensors.query_offsets is None and tensors.cu_seqlens_q is None and tensors.dropout_origins is None:
-        yield whole
-        return
-    offsets = [spec.query_offset] * len(batch) if tensors.query_offsets is None else tensors.query_offsets.tolist()
-    origins = [(0, 0, 0)] * len(batch) if tensors.dropout_origins is None else list(map(tuple, tensors.dropout_origins.tolist()))
-    starts: list[Any] = [None] * len(batch)
-    sizes = [(num_queries, num_keys)] * len(batch)
-    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
-        starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
-        sizes = [(stop[0] - start[0], stop[1] - start[1]) for start, stop in pairwise(starts)]
-    kinds = list(zip(sizes, offsets, origins, strict=True))
-    for ((queries, keys), offset, origin), alike in groupby(batch, kinds.__getitem__):
-        first, *others = alike
-        run = slice(first, first + 1 + len(others))
-        yield Stack(batch, queries, keys, offset, lengths).part(run)._replace(starts=starts[first], origin=origin)
 
 
 class Buffers:
@@ -136,35 +67,46 @@ class Call:
         self._frame: tuple[Any, Frame] | None = None
 
     @cached_property
+    def has_infinite_table(self) -> bool:
+        """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
+        added = [table for name, table in self.tables.items() if name != "rel_value"]
+        return any(table.device.type != "cpu" or not table.sum().isfinite() for table in added)
+
+    @cached_property
     def has_keys_once(self) -> bool:
         """Whether each key and head of it is in one block, and none is in no block: gradients are written there, not added."""
         tensors, spec = self.tensors, self.spec
         varying = (tensors.key_lengths, tensors.query_offsets, tensors.cu_seqlens_q, tensors.dropout_origins)
         if any(tensor is not None for tensor in varying) or max(spec.window_left, spec.window_right) >= 0:
             return False
-        (stack,) = stacks(tensors, spec)
+        (stack,) = stacks(tensors, spec, BLOCK_QUERIES)
         num_queries, num_heads = self._block_size(stack)
         heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
         return 0 < stack.num_queries <= num_queries and 0 < heads <= num_heads * key_heads
 
-    def frame(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> Frame:
-        """Return a frame of this shape and place: that of the block before, if it fits."""
+    def frame(self, group: Group, num_queries: int, keys: slice, position: int) -> Frame:
+        """Return a frame of this shape, whose first query is at this position: that of the block before, if it fits."""
         per_head = any(table.shape[0] > 1 for table in self.tables.values())
         heads = group.heads.start if per_head else None
-        kind = (len(group.sequences.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        num_keys, first_position, stack = keys.stop - keys.start, keys.start - position, group.sequences
+        kind: tuple[Any, ...] = (len(stack.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
+        kind += (stack.keys, stack.queries, stack.shifts) if stack.is_mixed else ()
         if self._frame is None or self._frame[0] != kind:
-            self._frame = kind, Frame(group, num_queries, num_keys, first_position)
+            self._frame = kind, Frame(group, num_queries, num_keys, first_position, keys.start)
         return self._frame[1]
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks that together have all queries of all sequences and heads."""
-        for stack in stacks(self.tensors, self.spec):
+        left, right, most = self.spec.window_left, self.spec.window_right, BLOCK_QUERIES
+        if left >= 0 and right >= 0:
+            most = min(most, max(left + right + 1, FEWEST_QUERIES))
+        for stack in stacks(self.tensors, self.spec, most):
             num_queries, num_heads = self._block_size(stack)
             for sequences, heads, key_heads in self._groups(stack, num_heads):
                 group = Group(self, sequences, heads, key_heads)
                 # From the end: with a causal mask the last queries see the most keys, and need the largest buffers.
-                for start in reversed(range(0, stack.num_queries, max(num_queries, 1))):
-                    yield Block(group, slice(start, min(start + num_queries, stack.num_queries)))
+                for start in reversed(range(0, sequences.num_queries, max(num_queries, 1))):
+                    yield Block(group, slice(start, min(start + num_queries, sequences.num_queries)))
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
@@ -180,7 +122,9 @@ class Call:
         elif left >= 0 and right >= 0:  # most scores of a block that is much longer than the window would be hidden
             most = min(most, max(left + right + 1, FEWEST_QUERIES))
         num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
-        if left >= 0 and right >= 0:
+        if stack.is_mixed:
+            num_queries, num_keys = stack.num_queries, num_keys + stack.extra
+        elif left >= 0 and right >= 0:
             num_keys = min(num_keys, num_queries + left + right)
         return num_queries, max(elements // max(num_queries * num_keys, 1), fewest_heads)
 
@@ -214,21 +158,32 @@ class Group:
         self.num_heads = heads.stop - heads.start
         self.sharing = self.num_heads // (key_heads.stop - key_heads.start)
         """Number of heads of the query that share one of the key."""
-        self.key, self.value = self._of_keys(call.tensors.key), self._of_keys(call.tensors.value)
+        query, key, value = call.tensors[:3]
+        self.places = Places(sequences, 0, query.shape[2], query.device)
+        self.places_of_keys = Places(sequences, 1, key.shape[2], key.device)
+        self.key, self.value = self._of_keys(key), self._of_keys(value)
+        self.is_clean = sequences.keys is None
+        """Whether there are zeros where a sequence has no keys, or none that its queries see; else there may be NaN."""
 
     def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return key or value as (matrices, keys, width), with zeros after the keys of shorter sequences."""
-        keys = slice(0, self.sequences.num_keys)
-        rows, padding = self.sequences.of_keys(tensor, self.key_heads, keys), self.padding(keys)
-        return matrices(rows if padding is None else rows.masked_fill(padding.mT, 0), 1, self.call.dtype)
+        """Return key or value as (matrices, keys, width)."""
+        return matrices(self.places_of_keys.rows(tensor, self.key_heads, slice(0, self.sequences.num_keys)), 1, self.call.dtype)
 
-    def padding(self, keys: slice) -> torch.Tensor | None:
-        """Return the mask of padding among some keys, (sequences, 1, 1, keys); None if all sequences have the same length."""
-        lengths = self.sequences.lengths
-        if lengths is None:
-            return None
-        device = self.call.tensors.key.device
-        return torch.arange(keys.start, keys.stop, device=device) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+    def clean(self) -> None:
+        """Set keys and values that do not exist, or that no query of their sequence sees, to zero."""
+        if self.is_clean:
+            return
+        missing = self.places_of_keys.missing(self.key_heads.stop - self.key_heads.start, slice(0, self.sequences.num_keys))
+        if missing is not None:
+            self.key, self.value = (
+                each.clone().flatten(0, 1).index_fill_(0, missing, 0).view(each.shape) for each in (self.key, self.value)
+            )
+        self.is_clean = True
+
+    @cached_property
+    def no_queries(self) -> torch.Tensor | None:
+        """The numbers of rows that are of no query, counted over sequences, heads and queries; None if all are."""
+        return self.places.missing(self.num_heads, slice(0, self.sequences.num_queries))
 
 
 class Frame:
@@ -237,11 +192,14 @@ class Frame:
     Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
     """
 
-    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int) -> None:
+    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int, first_key: int) -> None:
+        """first_position: the relative position of the first query and key, the lowest of all sequences; first_key: its index."""
         self.call: Call = weakref.proxy(group.call)  # a proxy, because the call keeps the frame
         self.spec = group.call.spec
         self.num_sequences, self.num_heads, self.sharing = len(group.sequences.batch), group.num_heads, group.sharing
         self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
+        self.shifts, self.extra = group.sequences.shifts, group.sequences.extra
+        self.members = members(group.sequences, first_key) if group.sequences.is_mixed else {(num_queries, 0, num_keys, 0)}
         self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
         self.scores = group.call.buffer("scores", self.shape)
         self.pairs = self.by_pair(self.scores)
@@ -267,11 +225,39 @@ class Frame:
         """Return a view of matrices by sequence, head, query, and key or column."""
         return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
 
+    def visible(self, queries: slice, keys: slice) -> tuple[int, int]:
+        """Return the lowest and the highest relative position of pairs that lengths and window show; exchanged if none is."""
+        left, right, found = self.spec.window_left, self.spec.window_right, []
+        for num_queries, first, stop, shift in self.members:
+            last, first, stop = min(queries.stop, num_queries) - 1, max(keys.start, first), min(keys.stop, stop)
+            low, high = self.first_position + shift + first - last, self.first_position + shift + stop - 1 - queries.start
+            low, high = max(low, -left) if left >= 0 else low, min(high, right) if right >= 0 else high
+            if queries.start <= last and first < stop and low <= high:
+                found.append((low, high))
+        return min((low for low, _ in found), default=0), max((high for _, high in found), default=-1)
+
+    def shifted(self, keys: slice) -> torch.Tensor:
+        """Return where queries and keys find their relative position, counted from the last query and the first key of the range:
+        (sequences, 1, queries, keys)."""
+        device = self.scores.device
+        shifts, keys_of = torch.tensor(self.shifts, device=device), torch.arange(keys.stop - keys.start, device=device)
+        queries = torch.arange(self.num_queries - 1, -1, -1, device=device)
+        return shifts.view(-1, 1, 1, 1) + queries[:, None] + keys_of
+
     @cached_property
     def window_bounds(self) -> list[tuple[slice, Bounds]]:
-        """Ranges of keys that the window hides from some of the queries, with the bounds of their logits, (queries, keys)."""
+        """Ranges of keys that the window hides from some of the queries, with the bounds of their logits, ([sequences, 1,]
+        queries, keys)."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
         found = []
+        if self.shifts is not None:
+            if self.num_queries == 1 or max(left, right) < 0:
+                return []  # the padding of keys is all
+            every = slice(0, self.num_keys)
+            positions = self.shifted(every).add_(first - self.num_queries + 1)
+            visible = positions >= (-left if left >= 0 else -(2**31))
+            visible &= positions <= (right if right >= 0 else 2**31)
+            return [(every, Bounds.of(visible, self.scores.dtype))]
         if left >= 0:  # key n is visible to query m where first + n - m >= -left
             stop = min(self.num_queries - 1 - left - first, self.num_keys)
             if stop > 0:
@@ -289,7 +275,7 @@ class Frame:
     def has_blind(self) -> bool:
         """Whether the window hides all keys from some query."""
         left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
-        return (right >= 0 and first > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
+        return (right >= 0 and first + self.extra > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
 
 
 class Block:
@@ -300,25 +286,66 @@ class Block:
         self.group, self.call, self.queries = group, group.call, queries
         position = queries.start + sequences.query_offset  # of the first query among the keys
         first, stop = 0, sequences.num_keys
-        if spec.window_left >= 0:
+        if sequences.is_mixed:
+            if sequences.keys is not None:
+                first = min((start for start, end in sequences.keys if start < end), default=stop)
+        elif spec.window_left >= 0:
             first = min(max(position - spec.window_left, 0), stop)
-        if spec.window_right >= 0:
+        if spec.window_right >= 0 and not sequences.is_mixed:
             stop = min(position + num_queries + spec.window_right, stop)
         self.keys = slice(first, max(stop, first))
         self.num_keys = self.keys.stop - first
-        self.key, self.value = group.key, group.value
-        if self.num_keys < sequences.num_keys:
-            self.key, self.value = self.key[:, self.keys], self.value[:, self.keys]
-        self.frame = group.call.frame(group, num_queries, self.num_keys, first - position)
+        self.frame = group.call.frame(group, num_queries, self.keys, position)
         self.by_pair = self.frame.by_pair
+
+    @property
+    def key(self) -> torch.Tensor:
+        """The keys as matrices, see Group.is_clean."""
+        return self.group.key if self.num_keys == self.group.sequences.num_keys else self.group.key[:, self.keys]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The values as matrices, see Group.is_clean."""
+        return self.group.value if self.num_keys == self.group.sequences.num_keys else self.group.value[:, self.keys]
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
-        return self.group.sequences.of_queries(tensor, self.group.heads, self.queries)
+        rows, missing = self.group.places.rows(tensor, self.group.heads, self.queries), self.group.no_queries
+        return rows if missing is None else rows.flatten(0, 2).index_fill_(0, missing, 0).view(rows.shape)
+
+    def place(self, tensor: torch.Tensor, name: str = "place") -> torch.Tensor:
+        """Return where to write rows(tensor) before put(): the place itself, or the named buffer."""
+        if self.group.places.index is None:
+            return self.rows(tensor)
+        return self.call.buffer(name, (*self.frame.pairs.shape[:3], tensor.shape[3]))
+
+    def put(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
+        """Write what is in place() to the tensor, if it is not there."""
+        self.group.places.put(tensor, self.group.heads, self.queries, place)
 
     def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width)."""
-        return self.group.sequences.of_keys(tensor, self.group.key_heads, self.keys)
+        """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width): a view, or a copy for
+        put_keys()."""
+        return self.group.places_of_keys.rows(tensor, self.group.key_heads, self.keys)
+
+    @property
+    def has_keys_once(self) -> bool:
+        """Whether no other block has a key of this one."""
+        if self.call.has_keys_once:
+            return True
+        places = self.group.places  # gathered sequences have all their heads in a block
+        return places.index is not None and self.frame.num_queries == places.length
+
+    def place_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rows_of_keys(), or memory in its place if what is there does not matter."""
+        if self.group.places_of_keys.index is None or not self.has_keys_once:
+            return self.rows_of_keys(tensor)
+        key_heads = self.group.key_heads.stop - self.group.key_heads.start
+        return self.call.buffer("keys", (self.frame.num_sequences, key_heads, self.num_keys, tensor.shape[3]))
+
+    def put_keys(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows_of_keys() back to the tensor, if it is a copy."""
+        self.group.places_of_keys.put(tensor, self.group.key_heads, self.keys, rows)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value."""
@@ -327,7 +354,10 @@ class Block:
     @property
     def has_blind(self) -> bool:
         """Whether a query may see none of the keys."""
-        return self.call.tensors.attn_mask is not None or self.group.sequences.lengths is not None or self.frame.has_blind
+        keys, spec = self.group.sequences.keys, self.call.spec
+        if self.call.tensors.attn_mask is not None or self.frame.has_blind or self.call.has_infinite_table:
+            return True
+        return keys is not None and (max(spec.window_left, spec.window_right) >= 0 or any(first == stop for first, stop in keys))
 
     def keys_of_pairs(self) -> torch.Tensor:
         """Return the keys as (sequences, heads, keys, width): those that heads share once for each of them."""
@@ -342,6 +372,7 @@ class Block:
         """Add a mask of numbers to the logits, and set the logits of hidden pairs to -inf."""
         mask, sequences, pairs = self.call.tensors.attn_mask, self.group.sequences, self.frame.pairs
         if mask is not None:
+            assert isinstance(sequences.batch, range)
             wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
             mask = cut(mask, *(slice(0, 1) if size == 1 else places for size, places in zip(mask.shape, wanted, strict=True)))
             if mask.dtype == torch.bool:
@@ -350,9 +381,9 @@ class Block:
                 pairs.add_(mask)
         for keys, bounds in self.frame.window_bounds:
             bounds.hide(pairs[..., keys])
-        padding = self.group.padding(self.keys)
-        if padding is not None:
-            Bounds.of(~padding, pairs.dtype).hide(pairs)
+        exists = self.group.places_of_keys.exists
+        if exists is not None:
+            Bounds.of(exists[:, None, None, self.keys], pairs.dtype).hide(pairs)
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
@@ -360,8 +391,8 @@ class Block:
         seed, dropout_p, sequences = self.call.tensors.dropout_seed, self.call.spec.dropout_p, self.group.sequences
         if seed is None:
             return None
-        parts = (sequences.batch, self.group.heads, self.queries)
-        sequence, head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in parts)
+        head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in (self.group.heads, self.queries))
+        sequence = torch.tensor(list(sequences.batch), device=seed.device)
         first_head, first_query, first_key = sequences.origin
         indices = sequence[:, None, None, None], head[:, None, None] + first_head, query[:, None] + first_query
         keep = keep_mask(seed, dropout_p, *indices, slice(self.keys.start + first_key, self.keys.stop + first_key))
@@ -381,14 +412,6 @@ class Block:
 def threads_of(device: torch.device) -> int:
     """Return the number of threads that a block is made for."""
     return torch.get_num_threads() if device.type == "cpu" else THREADS_ELSEWHERE
-
-
-def cut(tensor: torch.Tensor, *ranges: slice | range) -> torch.Tensor:
-    """Return the part of a tensor that lies in ranges of its first dimensions."""
-    for dim, (rows, size) in enumerate(zip(ranges, tensor.shape, strict=False)):
-        if rows.stop - rows.start != size:
-            tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)
-    return tensor
 
 
 class Bounds(NamedTuple):

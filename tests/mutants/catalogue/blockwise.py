@@ -16,10 +16,12 @@ from .places import (
     ON_OPS,
     ON_RANDOM,
     ON_SCALE,
+    ON_STACKS,
     ON_SURVIVORS,
     OPS,
     RANDOM,
     RANDOM_PACKED,
+    STACKS,
 )
 
 OF_BLOCKWISE = (
@@ -33,7 +35,7 @@ OF_BLOCKWISE = (
         "blockwise-positions-off-by-one",
         "pairs take the row and the window of the next relative position",
         (f"{ON_EDGES}::test_one_table_row_moves_only_its_diagonal",),
-        (Change(BLOCKS, "self.num_keys, first - position)", "self.num_keys, first - position + 1)"),),
+        (Change(BLOCKS, "keys.start - position, group.sequences", "keys.start - position + 1, group.sequences"),),
     ),
     Fault(
         "blockwise-causal-without-the-diagonal",
@@ -67,7 +69,7 @@ OF_BLOCKWISE = (
         "blockwise-far-keys-of-a-bounded-table",
         "keys that no query sees at a position of a bounded table have its end rows",
         RANDOM,
-        (Change(BANDS, "if spec.clamp and keys.start < keys.stop", "if keys.start < keys.stop"),),
+        (Change(BANDS, "if spec.clamp and self._visible(keys)", "if self._visible(keys)"),),
     ),
     Fault(
         "blockwise-far-ends-exchanged",
@@ -111,9 +113,9 @@ OF_BLOCKWISE = (
         (f"{ON_EDGES}::test_rows_that_no_visible_pair_has_may_hold_nan",),
         (
             Change(
-                BANDS,
-                "self.high = high if spec.window_right < 0 else min(high, max(spec.window_right, self.low - 1))",
-                "self.high = high",
+                BLOCKS,
+                "low, high = max(low, -left) if left >= 0 else low, min(high, right) if right >= 0 else high",
+                "pass",
             ),
         ),
     ),
@@ -121,7 +123,7 @@ OF_BLOCKWISE = (
         "blockwise-band-not-cleared",
         "what lies beside the scores in a band is taken for a gradient",
         RANDOM,
-        (Change(BANDS, "            if self.panel > 1:\n                self.band.zero_()\n", ""),),
+        (Change(BANDS, "            if self.width > self.num_near:\n                self.band.zero_()\n", ""),),
     ),
     Fault(
         "blockwise-panels-in-another-order",
@@ -230,35 +232,31 @@ OF_BLOCKWISE = (
         "blockwise-padding-is-seen",
         "sequences that are taken together see the keys that the longest has",
         (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
-        (Change(BLOCKS, "            Bounds.of(~padding, pairs.dtype).hide(pairs)\n", "            pass\n"),),
+        (Change(BLOCKS, "Bounds.of(exists[:, None, None, self.keys], pairs.dtype).hide(pairs)", "pass"),),
     ),
     Fault(
         "blockwise-padding-is-read",
         "keys and values beyond a sequence's length are multiplied by zero, which NaN survives",
         (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
-        (Change(BLOCKS, "rows if padding is None else rows.masked_fill(padding.mT, 0)", "dq"),),
+        (Change(BLOCKS, "self.is_clean = sequences.keys is None", "self.is_clean = True"),),
     ),
     Fault(
         "blockwise-lengths-not-limited-elsewhere",
         "where key_lengths are not checked, those beyond the keys count keys that do not exist",
         (ON_SURVIVORS, "-k", "blockwise"),
-        (Change(BLOCKS, "tensors.key_lengths.clamp(0, num_keys).tolist()", "tensors.key_lengths.tolist()"),),
+        (Change(STACKS, "tensors.key_lengths.clamp(0, num_keys).tolist()", "tensors.key_lengths.tolist()"),),
     ),
     Fault(
         "blockwise-sequences-of-one-offset",
         "neighbours of the same lengths have the query_offset of the first",
-        RANDOM,
-        (
-            Change(
-                BLOCKS, "zip(sizes, offsets, origins, strict=True)", "zip(sizes, offsets[:1] * len(batch), origins, strict=True)"
-            ),
-        ),
+        (ON_STACKS,),
+        (Change(STACKS, "shifts = [offset - each.query_offset for each in sequences]", "shifts = [0 for _ in sequences]"),),
     ),
     Fault(
         "blockwise-keys-of-the-wrong-sequence",
         "the keys of packed sequences begin where their queries do",
         RANDOM_PACKED,
-        (Change(BLOCKS, "heads, keys, self.num_keys, 1)", "heads, keys, self.num_keys, 0)"),),
+        (Change(STACKS, "first = [start[which] for", "first = [start[0] for"),),
     ),
     Fault(
         "blockwise-cotangent-of-lse-dropped",
@@ -327,19 +325,19 @@ OF_BLOCKWISE = (
         "blockwise-nothing-seen",
         "-inf - -inf: a row that sees nothing becomes NaN",
         (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
-        (Change(BLOCKWISE, "largest == -math.inf if block.has_blind else None", "None"),),
-    ),
-    Fault(
-        "blockwise-nothing-seen-by-some",
-        "a row that sees nothing becomes NaN if another one of its block sees something",
-        (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
-        (Change(BLOCKWISE, "and not blind.any()", "and not blind.all()"),),
+        (Change(BLOCKWISE, "largest == -math.inf\n", "largest == math.nan\n"),),
     ),
     Fault(
         "blockwise-nothing-seen-in-a-window",
         "a row that the window alone leaves without keys becomes NaN",
         (f"{ON_EDGES}::test_rows_that_see_nothing",),
-        (Change(BLOCKS, "(right >= 0 and first > right)", "False"),),
+        (Change(BLOCKS, "(right >= 0 and first + self.extra > right)", "False"),),
+    ),
+    Fault(
+        "blockwise-nothing-seen-by-some",
+        "a row that sees nothing becomes NaN if another one of its block sees something",
+        (f"{ON_MASKS}::test_rows_that_see_nothing", "-k", "blockwise"),
+        (Change(BLOCKWISE, "bool(blind.any())", "bool(blind.all())"),),
     ),
     Fault(
         "blockwise-dropout-by-local-column",
@@ -422,9 +420,51 @@ OF_BLOCKWISE = (
     ),
     Fault(
         "blockwise-blind-queries-without-lse",
-        "without lse, a query that sees nothing gets NaN",
-        (f"{ON_EDGES}::test_lse_is_computed_if_it_is_wanted",),
-        (Change(BLOCKWISE, "if lse is None and not block.has_blind and not is_short:", "if lse is None and not is_short:"),),
+        "without lse, a query all of whose logits are -inf gets NaN",
+        (f"{ON_EDGES}::test_biases_that_hide_all_keys", "-k", "blockwise"),
+        (Change(BLOCKS, " or self.frame.has_blind or self.call.has_infinite_table", " or self.frame.has_blind"),),
+    ),
+    Fault(
+        "blockwise-end-rows-that-no-pair-has",
+        "keys that are far for all queries are multiplied with an end row that no visible pair has",
+        (f"{ON_EDGES}::test_end_rows_that_no_visible_pair_has_may_hold_nan",),
+        (Change(BANDS, "if spec.clamp and self._visible(keys)", "if spec.clamp and keys.start < keys.stop"),),
+    ),
+    Fault(
+        "blockwise-rows-between-stacks",
+        "sequences are computed together that leave rows between them unused, which may be NaN",
+        (ON_STACKS,),
+        (Change(STACKS, "(lowest <= high + 1 and highest >= low - 1)", "True"),),
+    ),
+    Fault(
+        "blockwise-queries-that-a-sequence-lacks",
+        "rows of other sequences are taken for queries that a sequence does not have",
+        (ON_STACKS,),
+        (Change(STACKS, "            index, values = index.index_select(0, exist), values.index_select(0, exist)\n", ""),),
+    ),
+    Fault(
+        "blockwise-missing-queries-are-read",
+        "what memory has beyond a sequence's queries is multiplied by zero, which NaN survives",
+        (ON_STACKS,),
+        (
+            Change(
+                BLOCKS,
+                "rows if missing is None else rows.flatten(0, 2).index_fill_(0, missing, 0).view(rows.shape)",
+                "rows",
+            ),
+        ),
+    ),
+    Fault(
+        "blockwise-values-that-no-query-sees",
+        "values beyond a sequence's keys are multiplied by zero, which NaN survives",
+        (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
+        (Change(BLOCKWISE, "if group.is_clean or out.sum().isfinite():", "if True:"),),
+    ),
+    Fault(
+        "blockwise-sequences-padded-to-any-length",
+        "short sequences are padded to the length of the longest",
+        (f"{ON_STACKS}::test_padding_is_bounded",),
+        (Change(STACKS, "and of_all <= cost + alone", "and True"),),
     ),
     Fault(
         "blockwise-gaps-of-kept-probabilities",

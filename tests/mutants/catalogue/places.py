@@ -30,8 +30,8 @@ DQ_WORDS, DELTAS = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_dq_words", "delt
 KEY_TERMS, KEY_SPLITS, DP2C, DP2C_WORDS, FAR_KEYS = (
     f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "bwd_dp2c_words", "far_keys")
 )
-BLOCKWISE, BLOCKS, BANDS, MIRROR = (
-    f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "bands", "mirror")
+BLOCKWISE, BLOCKS, STACKS, BANDS, MIRROR = (
+    f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "stacks", "bands", "mirror")
 )
 DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
 OPS = "triton_relattn/_operators/ops.py"
@@ -78,6 +78,7 @@ ON_QUERY_WORDS = "tests/interpreter/test_query_words.py"
         "survivors",
     )
 )
+ON_STACKS = "tests/cpu/test_stacks.py"
 ON_CALLS = "tests/emulator/test_calls.py::test_what_was_wrong"  # of compiled kernels
 RANDOM = (f"{ON_RANDOM}::test_against_loops", "-k", "blockwise")
 RANDOM_REFERENCE = (f"{ON_RANDOM}::test_against_loops", "-k", "reference")
