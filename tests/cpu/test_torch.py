@@ -132,7 +132,7 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
 
 
 def assert_gradients_near(ours: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-    """Of the same loss. That of a bias of keys cancels: it is as far off as the others' terms."""
+    """Return the gradients of the same loss. That of a bias of keys cancels: it is as far off as the others' terms."""
     largest = max(float(each.abs().max()) for each in exact)
     for each, right in zip(ours, exact, strict=True):
         assert_near("gradient", each, right, smallest=largest)

@@ -161,7 +161,7 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
-def spoilt(case: Case, call: dict[str, Any]) -> dict[str, Any]:
+def with_rows_beside(case: Case, call: dict[str, Any]) -> dict[str, Any]:
     """The call, with case.beside in the table rows that no visible pair has; tables of a layout of their own stay."""
     if case.beside is None or case.positions is None:
         return call
@@ -234,7 +234,7 @@ def check_call(case: Case, function: Callable[..., Any], clean: dict[str, Any], 
     drawn = torch.get_rng_state()
     with environment(case):
         before = global_state()
-        given = spoilt(case, call)
+        given = with_rows_beside(case, call)
         results = run(case, function, given)
         assert torch.equal(torch.get_rng_state(), drawn), "torch's generator is not where it should be"
         assert_same_state(before)
