@@ -175,6 +175,18 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
     assert_same(ours, stock)
 
 
+@pytest.mark.parametrize(
+    "name", ["t5", "mt5", "umt5", "switch_transformers", "pop2piano", "wav2vec2_bert", "parakeet", "vits", "mpnet", "deberta_v2"]
+)
+def test_a_sequence_that_is_all_padding(name: str) -> None:
+    """In encoders and in cross attention it has the eager path's outputs and gradients: all keys evenly, differentiably."""
+    model = build(name, torch.float64)
+    given = arguments(name, model, WHOLE)
+    given["attention_mask"][1] = 0
+    with in_float64():
+        assert_same(*both(model, given))
+
+
 @every_padding
 @pytest.mark.parametrize("name", ["parakeet", "nemotron_asr_streaming"])
 def test_dropout_of_positions(name: str, lengths: list[int]) -> None:
