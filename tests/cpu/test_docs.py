@@ -68,11 +68,6 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_readme_is_short() -> None:
-    """150 lines and 1200 words: what is longer belongs to docs/."""
-    assert len(README.splitlines()) <= 150 and len(README.split()) <= 1200
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [target for target in relative_links(page.read_text()) if not (page.parent / target).exists()]

@@ -100,7 +100,7 @@ def test_transpose(target: str) -> None:
 
 
 TF32 = 2.0**-10
-"""Its unit: of ten bits behind the point."""
+"""The unit of ten bits behind the point."""
 MATMULS = [
     # dtype, precision, right matrix transposed, block_m, block_n, block_k, warps, stages
     (torch.bfloat16, "ieee", False, 64, 64, 32, 4, 1),

@@ -15,8 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from .. import __version__
-
 FILE = Path(__file__).with_name("known_sources.csv")
 DISTRIBUTIONS = {
     "transformers": "transformers",
@@ -89,5 +87,7 @@ def identity(modules: Iterable[str], ours: str) -> str | None:
         return None
     shared = Path(__file__).parent
     folder = shared.joinpath(*ours.removeprefix(f"{__package__}.").split(".")[:-1])
+    from .. import __version__  # the package's root imports from below, not the other way round
+
     own = [fingerprint_of(path.read_bytes()) for place in sorted({shared, folder}) for path in sorted(place.glob("*.py"))]
     return hashlib.sha256(repr((__version__, stock, own)).encode()).hexdigest()
