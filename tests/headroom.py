@@ -39,7 +39,7 @@ WITHOUT_NUMBERS = {
 }
 """Files that compare no results, or that test the comparisons."""
 OLDEST = {"ATEN_CPU_CAPABILITY": "default", "DNNL_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
-"""What torch, oneDNN and MKL do on a processor that has only what every one has."""
+"""Environment that limits torch, oneDNN and MKL to the instructions that every processor has."""
 
 
 class Setting(NamedTuple):
