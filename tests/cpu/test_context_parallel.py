@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -9,7 +10,6 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def check_cases(groups: dict[int, dist.ProcessGroup]) -> None:
                 check_case(name, group, method, layout)
 
 
-@contextmanager
+@contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
     """Bytes of each message that the rank sends to another within the context, and of what it exchanges with all at once."""
     sent: list[int] = []
@@ -520,6 +520,8 @@ def worker(rank: int, folder: str, names: Sequence[str]) -> None:
         except Exception:
             outcome = traceback.format_exc()
         Path(f"{name}-{rank}.txt").write_text(outcome)
+        if outcome != "ok":
+            os._exit(1)  # which the other ranks notice at once; they would wait for this one in the check that failed
         if check is not check_rank_that_dies:
             dist.barrier()
     os._exit(0)  # at once: threads of torch now and then abort a process that ends by itself
@@ -533,8 +535,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     names = [name for name in CHECKS if name in asked]
     context: Any = torch.multiprocessing.spawn(worker, (str(folder), names), PROCESSES, join=False)
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not context.join(timeout=deadline - time.monotonic()):
-        pass  # it returns whenever a process has ended
+    with contextlib.suppress(torch.multiprocessing.ProcessExitedException):  # a check failed: its file says how
+        while time.monotonic() < deadline and not context.join(timeout=deadline - time.monotonic()):
+            pass  # it returns whenever a process has ended
     for process in context.processes:
         process.kill()
     return folder
@@ -545,4 +548,4 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 def test_context_parallel(name: str, outcomes: Path) -> None:
     for rank in range(PROCESSES - (name == "rank_that_dies")):
         path = outcomes / f"{name}-{rank}.txt"
-        assert path.exists() and path.read_text() == "ok", path.read_text() if path.exists() else "did not end"
+        assert path.exists() and path.read_text() == "ok", path.read_text() if path.exists() else "an earlier check failed"

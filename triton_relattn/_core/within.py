@@ -62,8 +62,7 @@ def within(
 
 def record(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
     """Write down how close an error comes to its allowance; return their largest ratio, and both where that is."""
-    errors = torch.as_tensor(error).detach().cpu().double()
-    allowances = torch.as_tensor(allowance).detach().cpu().double()
+    errors, allowances = (torch.as_tensor(each, device="cpu", dtype=torch.float64).detach() for each in (error, allowance))
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
         raise AssertionError(f"{what}: {allowance} is no allowance")
     if bool((errors < 0).any()):
