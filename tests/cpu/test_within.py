@@ -126,10 +126,9 @@ def test_within() -> None:
     within("elements", torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
     within("nothing", torch.zeros(0), torch.zeros(0))
     within("what float32 does not hold", 1e296, 1e297)
-    with pytest.raises(AssertionError, match="x: off by"):
-        within("x", 1e-296, 1e-297)
     for error, allowance in (
         (1.01, 1.0),
+        (1e297, 1e296),
         (math.nan, 1.0),
         (torch.tensor([0.1, 0.0]), torch.tensor([0.0, 1.0])),
         (torch.tensor([0.1, math.nan]), 1.0),
