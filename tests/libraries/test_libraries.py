@@ -144,10 +144,10 @@ DROPOUT: dict[str, dict[str, Any]] = {
 def test_dropout(kind: Model) -> None:
     """Stock attention is made to drop what the operator drops."""
     model, given = kind.make(**DROPOUT[kind.name]).train(), kind.arguments(LENGTH, PADDED)
+    with in_float64(), operators_dropout(HEADS):
+        stock = results(model, given)
+    kind.integration.enable(model)  # outside in_float64, whose softmax is another function, which the integration would import
     with in_float64():
-        with operators_dropout(HEADS):
-            stock = results(model, given)
-        kind.integration.enable(model)
         ours = results(model, given)
         assert (results(model, given, seed=5)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
     assert_same(ours, stock)
@@ -245,3 +245,23 @@ def test_unknown_models() -> None:
         with pytest.raises(ValueError, match="Linear has no relative attention of a known class"):
             kind.integration.enable(torch.nn.Linear(2, 2))
         assert kind.integration.disable(torch.nn.Linear(2, 2)) == {}
+
+
+@every_model
+def test_unknown_arguments_are_refused(kind: Model) -> None:
+    """No enabled class swallows an argument that it does not know, as a later version of its library may have one."""
+    model, given = kind.make(), kind.arguments(LENGTH, WHOLE)
+    enabled, calls = kind.integration.enable(model), {}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, kwargs: calls.__setitem__(module, (args, kwargs)), with_kwargs=True
+        )
+        for name in enabled
+    ]
+    output(model, given)
+    for hook in hooks:
+        hook.remove()
+    assert calls
+    for module, (args, kwargs) in calls.items():
+        with pytest.raises(TypeError, match="of_a_later_version"), torch.no_grad(), in_float64():
+            module(*args, **kwargs, of_a_later_version=torch.ones(1))
