@@ -4,7 +4,7 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
-CASES = --share $(or $(SHARE),1) $(if $(REST),--rest)
+CASES = --share $(or $(SHARE),1) $(if $(REST),--rest $(REST)) $(if $(PART),--part $(PART))
 
 .PHONY: help setup demo lint test suite rest smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
 	test-libraries docs hub bench gpu fuzz headroom mutants
@@ -31,13 +31,13 @@ test: lint ## lint, an eighth of the cases of every test, and those that notice 
 	$(MAKE) suite SHARE=8
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need; SHARE=8: an eighth of the cases, and with REST=1 the others
+suite: setup ## the tests alone, in the two processes that they need; SHARE=8: an eighth of the cases, and with REST=1 all others
 	$(PYTEST) tests --ignore tests/interpreter $(CASES)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py $(CASES)
 
-# What make test leaves out, for a machine that has just run it.
+# What make test leaves out, for a machine that has just run it. REST=3 PART=K: a third of that, another one for each K.
 rest: ## all tests that make test leaves out
-	$(MAKE) suite SHARE=8 REST=1
+	$(MAKE) suite SHARE=8 REST=$(or $(REST),1) PART=$(PART)
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
@@ -47,12 +47,12 @@ test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 G
 # take: words handed from one kernel function to another, and groups of arguments that are compared with None.
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
-	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED)
+	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) $(CASES)
 
 # The newest that is known. Since 3.8 a named tuple in a kernel is a class of its own, whose attributes can hide a field.
 compile-newest: setup ## every kernel compiles with the newest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
-	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED)
+	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) $(CASES)
 
 COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_features.py \
 	tests/compile/test_rotations.py
@@ -61,7 +61,7 @@ COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .transformers-oldest \
 		$(shell grep ^transformers== constraints-oldest.txt)
-	PYTHONPATH=.transformers-oldest $(PYTEST) $(wildcard tests/cpu/test_transformers*.py) --share $(or $(SHARE),1)
+	PYTHONPATH=.transformers-oldest $(PYTEST) $(wildcard tests/cpu/test_transformers*.py) $(CASES)
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)

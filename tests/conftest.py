@@ -60,18 +60,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of each test one in N of its cases, and those that have noticed a known fault; no test marked thorough",
     )
-    parser.addoption("--rest", action="store_true", help="what --share N leaves out")
+    parser.addoption("--rest", type=int, metavar="M", help="one in M of the cases that --share N leaves out; 1: all of them")
     parser.addoption(
-        "--part", type=int, metavar="K", help="with --share: another one in N of the cases for each K, witnesses or not"
+        "--part",
+        type=int,
+        metavar="K",
+        help="with --share: another one in N of the cases for each K, witnesses or not; with --rest: another one in M",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep one in --share of the cases of each test, at least one and all that are witnesses, and the same ones every time.
 
-    With --rest, keep all the others.
+    With --rest, keep one in so many of the others.
     """
-    share, part = config.getoption("--share"), config.getoption("--part")
+    share, rest, part = (config.getoption(name) for name in ("--share", "--rest", "--part"))
     if share == 1:
         return
     witnesses = set(read_witnesses().values())
@@ -82,13 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: set[pytest.Item] = set()
     for group in cases.values():
         group.sort(key=lambda item: (item.nodeid not in witnesses, zlib.crc32(item.nodeid.encode())))
-        if part is not None:
+        if part is not None and not rest:
             count = max(len(group) // share, 1)
             kept.update(group[(part * count + each) % len(group)] for each in range(count))
             continue
         kept.update(group[: max(math.ceil(len(group) / share), sum(item.nodeid in witnesses for item in group))])
-    if config.getoption("--rest"):
-        kept = set(items) - kept
+    if rest:
+        others = sorted(set(items) - kept, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        kept = set(others[(part or 0) % rest :: rest])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -212,12 +212,12 @@ class Item:
 def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """--share keeps the same cases of every test, one in so many and at least one, and no test that is marked thorough.
 
-    --rest keeps all the others.
+    --rest keeps the others: all, or one in so many, and other ones for each part.
     """
     monkeypatch.setattr("tests.conftest.read_witnesses", dict)
     items = [Item(f"a.py::test_a[{number}]") for number in range(10)] + [Item("a.py::test_b"), Item("a.py::test_c", True)]
     dropped: list[Item] = []
-    options: dict[str, Any] = {"--share": 3, "--rest": False}
+    options: dict[str, Any] = {"--share": 3, "--rest": None}
     config: Any = SimpleNamespace(
         getoption=options.get, hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
     )
@@ -225,11 +225,19 @@ def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest_collection_modifyitems(config, kept)
     assert [item.nodeid.partition("[")[0] for item in kept] == ["a.py::test_a"] * 4 + ["a.py::test_b"]
     assert sorted(kept + dropped, key=items.index) == items
-    options["--rest"] = True
+    options["--rest"] = 1
     rest: list[Any] = list(items)
     pytest_collection_modifyitems(config, rest)
     assert rest == [item for item in items if item not in kept]
-    options["--rest"] = False
+    options["--rest"], thirds = 3, []
+    for part in range(7, 10):
+        options["--part"] = part
+        third: list[Any] = list(items)
+        pytest_collection_modifyitems(config, third)
+        assert third == sorted(third, key=items.index) and abs(len(third) - len(rest) / 3) < 1
+        thirds += third
+    assert sorted(thirds, key=items.index) == rest
+    options["--rest"] = options["--part"] = None
     again: list[Any] = items[::-1]
     pytest_collection_modifyitems(config, again)
     assert set(again) == set(kept)
