@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 from typing import Any, NamedTuple
 
 import torch
@@ -290,3 +290,39 @@ def one_hot_case(outside: Any, width: int, dtype: torch.dtype) -> tuple[Inputs, 
     assert 0 < int(hit.sum()) < 31
     arguments = {"positions": RelativePositions(first, last, outside), "key_lengths": torch.tensor([50, num_keys])}
     return inputs, {**arguments, "is_causal": True, "query_offset": offset}, hit
+
+
+Results = dict[str, torch.Tensor]
+
+
+def unlucky(
+    inputs: Inputs, golden: Callable[[Inputs], Results], reference: Callable[[Inputs], Results]
+) -> tuple[Results, Results]:
+    """The golden results, and results of plain torch that are as far off as in the worst of three draws.
+
+    How far off plain torch is at most depends on luck and on the processor, by up to twice. So it computes also inputs that are
+    moved by a unit, in which all is rounded anew.
+    """
+    draws = [inputs, *(moved_by_a_unit(inputs, seed) for seed in (1, 2))]
+    right = golden(inputs)
+    errors = []
+    for each in draws:
+        exact, found = right if each is inputs else golden(each), reference(each)
+        errors.append({name: (found[name].double() - exact[name]).masked_fill(exact[name].isinf(), 0) for name in found})
+    farthest = {name: max((each[name] for each in errors), key=largest) for name in errors[0]}
+    return right, {name: right[name] + error for name, error in farthest.items()}
+
+
+def largest(error: torch.Tensor) -> float:
+    return float(error.abs().max()) if error.numel() else 0.0
+
+
+def moved_by_a_unit(inputs: Inputs, seed: int) -> Inputs:
+    """Inputs each number of which is, at random, as it is, or a unit larger or smaller."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        steps = torch.randint(-1, 2, tensor.shape, generator=generator)
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * steps).to(tensor.dtype)
+
+    return Inputs(*(None if each is None else moved(each) for each in inputs))

@@ -133,16 +133,20 @@ def test_as_exact_in_float32(name: str, lengths: list[int]) -> None:
 
 
 def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
-    """The output, and all gradients at once, each relative to its largest number or, if it cancels to nothing, to the others'."""
-    assert_within_budget("out", ours["out"], golden["out"], stock["out"], factor=2)
+    """The output, and all gradients at once, each relative to its largest number or, if it cancels to nothing, to the others'.
+
+    Four times stock's error is allowed. Both are rounding errors, and which is larger is a matter of luck: of five stock models
+    whose parameters differ by a unit, the largest error of one is 1.4 times that of another (median of all families), 2.5 times
+    in the worst but one and 4.1 times in the worst. What is computed in a lower precision is thousands of times farther off.
+    """
+    assert_within_budget("out", ours["out"], golden["out"], stock["out"], factor=4)
     names = golden.keys() - {"out"}
     largest = max(float(golden[name].abs().max()) for name in names)
     size = {name: max(float(golden[name].abs().max()), 1e-2 * largest) for name in names}
     together = [torch.cat([each[name].flatten() / size[name] for name in names]) for each in (ours, golden, stock)]
-    assert_within_budget("gradients", *together, factor=3)
+    assert_within_budget("gradients", *together, factor=4)
     error, usual = ((each - together[1]).norm() for each in (together[0], together[2]))
-    # Not twice: either's errors depend on the number of threads, and stock's by half.
-    within("norm of the gradients' errors", error, 3 * usual)
+    within("norm of the gradients' errors", error, 4 * usual)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -95,7 +96,10 @@ def test_sharp_attention(name: str, offset: float, plans: list[Plan | None]) -> 
 
 
 def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of the query's gradient, as Transformer-XL's gradient of u, is as good as that of the dq kernel's exact delta."""
+    """The sum of the query's gradient, as Transformer-XL's gradient of u, is as good as that of the dq kernel's exact delta.
+
+    The usual delta makes 16 times its error, or more (docs/numerics.md): the limit is equally far from both.
+    """
     arguments: dict[str, Any] = {"positions": RelativePositions(-47, 47), "exact_query_grad": True}
     for seed in range(3):
         inputs = make_inputs(1, 1, 48, 48, 16, num_rows=95, sharp=True, dtype=torch.float16, seed=seed)
@@ -105,7 +109,7 @@ def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(tails, "FEWEST_QUERIES", fewest)
             found = all_gradients(inputs, OF_TILES["tall"], **arguments)["d_query"].double().sum(2)
             errors.append(float((found - golden).norm()))
-        within(f"sum, seed {seed}", errors[0], 1.5 * errors[1])
+        within(f"sum, seed {seed}", errors[0], math.sqrt(16) * errors[1])
     assert all(plan is not None for plan in plans)
 
 
