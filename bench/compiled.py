@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -291,6 +292,11 @@ def _amd_resources(kernel: CompiledKernel) -> Resources:
     numbers = {name: int(value) for name, value in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
     spilled, stack = 4 * numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"]
     return Resources(numbers["vgpr_count"], spilled, stack, kernel.metadata.shared, 0, _amdgcn_loops(assembly))
+
+
+def assembler_for(target: str) -> str:
+    """Return the path of the ptxas that Triton calls for a GPU ("sm_90a"); it brings two, and chooses by version."""
+    return str(get_ptxas(int(target.removeprefix("sm_").rstrip("af"))).path)
 
 
 @functools.lru_cache(maxsize=8)

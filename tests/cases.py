@@ -325,4 +325,4 @@ def moved_by_a_unit(inputs: Inputs, seed: int) -> Inputs:
         steps = torch.randint(-1, 2, tensor.shape, generator=generator)
         return tensor * (1 + torch.finfo(tensor.dtype).eps * steps).to(tensor.dtype)
 
-    return Inputs(*(None if each is None else moved(each) for each in inputs))
+    return Inputs(*(None if each is None else moved(each) for each in inputs))  # type: ignore[arg-type]

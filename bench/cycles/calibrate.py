@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
-from ..compiled import disassembled, recorded_launches
+from ..compiled import assembler_for, disassembled, recorded_launches
 from ..report.text import table
 from . import known
 from .machine import MACHINES
@@ -114,7 +114,7 @@ def assembled_for(kernel: CompiledKernel, target: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(kernel.asm["ptx"])
-        command = [triton.knobs.nvidia.ptxas.path, f"--gpu-name={target}", str(ptx), "-o", str(cubin)]
+        command = [assembler_for(target), f"--gpu-name={target}", str(ptx), "-o", str(cubin)]
         subprocess.run(command, capture_output=True, check=True)
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(cubin)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -8,10 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import triton
 from triton.compiler.compiler import CompiledKernel
 
-from ..compiled import disassembled
+from ..compiled import assembler_for, disassembled
 from .decode import ends_wgmma_group, is_matrix
 from .machine import MACHINES, Machine
 from .sass import loops, parse
@@ -141,6 +140,6 @@ def why_serialised(kernel: CompiledKernel) -> str:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(kernel.asm["ptx"])
         target = re.findall(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)[0]
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        command = [assembler_for(target), "-v", f"--gpu-name={target}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return " ".join(re.findall(r"\(C7515\) (.*)", log))

@@ -251,7 +251,8 @@ def test_unknown_models() -> None:
 def test_unknown_arguments_are_refused(kind: Model) -> None:
     """No enabled class swallows an argument that it does not know, as a later version of its library may have one."""
     model, given = kind.make(), kind.arguments(LENGTH, WHOLE)
-    enabled, calls = kind.integration.enable(model), {}
+    enabled = kind.integration.enable(model)
+    calls: dict[Any, tuple[Any, Any]] = {}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
             lambda module, args, kwargs: calls.__setitem__(module, (args, kwargs)), with_kwargs=True
