@@ -242,7 +242,7 @@ def unpacked(inputs: Inputs, arguments: dict[str, Any]) -> list[UnpackedSequence
         tensors = {name: getattr(inputs, name) for name in cut}
         single = {name: tensor[cut[name]].transpose(0, 1)[None] for name, tensor in tensors.items() if tensor is not None}
         single["d_lse"] = inputs.d_lse[None, :, queries]
-        offset = offset[index].item() if isinstance(offset, torch.Tensor) else offset
+        offset = offset[index].item() if isinstance(offset, torch.Tensor) and offset.dim() else int(offset)
         parts.append(UnpackedSequence(queries, keys, inputs._replace(**single), {**others, "query_offset": offset}))
     return parts
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
 
 from tests.interpreter.guard import Launch, guarded
@@ -57,9 +58,20 @@ def create_dot(_: Any, a: Any, b: Any, acc: Any, *_precision: Any) -> Any:
     return interpreter.TensorHandle(product.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
 
 
+unwrap = core._unwrap_if_constexpr
+
+
+def unwrap_named(value: Any) -> Any:
+    """Triton's own, but named tuples keep their names: those that a constexpr function gets lose them in Triton 3.6."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(unwrap_named, value))
+    return unwrap(value)
+
+
 def change_interpreter(patch: pytest.MonkeyPatch) -> None:
     """Make the interpreter fast and its products alike everywhere. Integers may overflow unnoticed; guarded kernels notice."""
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch.setattr(core, "_unwrap_if_constexpr", unwrap_named)
     patch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
     patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
     patch.setattr(interpreter.interpreter_builder, "options", options)

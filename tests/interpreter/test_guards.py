@@ -377,9 +377,9 @@ def test_a_fixture_guards_a_test(guarded_kernels: list[Launch]) -> None:
 def test_no_access_is_left_out() -> None:
     """The interpreter touches memory by functions that the guard has, too, and by no others."""
     members = vars(interpreter._interpreter)
-    assert {"load", "store", "atomic_cas", "atomic_rmw"} == {name for name, each in members.items() if callable(each)} - {
-        name for name, each in members.items() if isinstance(each, type) or name[:2] == "__"
-    }
+    others = {name for name, each in members.items() if isinstance(each, type) or name[:2] == "__" or name[:3] == "fma"}
+    functions = {name for name, each in members.items() if callable(each)} - others
+    assert functions == {"load", "store", "atomic_cas", "atomic_rmw"}
     assert all(hasattr(GuardedMemory, name) for name in ("load", "store", "atomic_cas", "atomic_rmw"))
 
 
