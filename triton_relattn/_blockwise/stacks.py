@@ -95,6 +95,8 @@ class Places:
         parts = sequences.keys if which else None
         if not which and sequences.queries is not None:
             parts = [(0, count) for count in sequences.queries]
+        if parts is None and sequences.starts is None:
+            return
         places = torch.arange(self.length, device=device)
         if parts is not None:
             bounds = torch.tensor(parts, device=device)
