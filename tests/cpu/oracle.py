@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import unlucky
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core.within import assert_near
 from triton_relattn.testing import Inputs, dense_gradients, dropout_mask, forward_backward
@@ -133,6 +134,11 @@ def results_of(
 def by_hand(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
     """out, lse and all gradients by dense_gradients, in float64, with the dropout of results_of."""
     return dense_gradients(inputs, **with_keep(inputs, arguments))._asdict()
+
+
+def unlucky_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Results by hand, and results of the reference that are as far off as in the worst of three draws."""
+    return unlucky(inputs, lambda each: by_hand(each, **arguments), lambda each: results_of("reference", each, **arguments))
 
 
 def by_loops(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import unlucky
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same, attend, by_hand, results_of, with_keep
+from tests.cpu.oracle import assert_same, attend, by_hand, results_of, unlucky_reference, with_keep
 from triton_relattn import RelativePositions
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES
 from triton_relattn.testing import (
@@ -123,9 +122,7 @@ def test_error_rule(case: str, dtype: torch.dtype, sharp: bool, block_size: None
     sizes, tables, arguments = ERROR_CASES[case]
     inputs = make_inputs(*sizes, **tables, dtype=dtype, seed=7, sharp=sharp)
     inputs = with_different_strides(inputs)
-    golden, reference = unlucky(
-        inputs, lambda each: by_hand(each, **arguments), lambda each: results_of("reference", each, **arguments)
-    )
+    golden, reference = unlucky_reference(inputs, **arguments)
     results = results_of("blockwise", inputs, **arguments)
     for name, result in results.items():
         assert result.dtype == (torch.float32 if name == "lse" else dtype)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import unlucky
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same, attend, by_hand, results_of
+from tests.cpu.oracle import assert_same, attend, by_hand, results_of, unlucky_reference
 from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._blockwise import partition
 from triton_relattn._blockwise.partition import Call
@@ -67,9 +66,7 @@ def test_error_rule_at_any_scale(kind: str, deviation: float, length: int, block
     if "attn_mask" in arguments:
         generator = torch.Generator().manual_seed(1)
         arguments = {"attn_mask": quarters(torch.randn(1, 3, length, length, generator=generator), deviation**2)}
-    golden, reference = unlucky(
-        inputs, lambda each: by_hand(each, **arguments), lambda each: results_of("reference", each, **arguments)
-    )
+    golden, reference = unlucky_reference(inputs, **arguments)
     for name, result in results_of("blockwise", inputs, **arguments).items():
         assert result.isfinite().all(), name
         if not golden[name].any():  # saturated: a single key has all the attention

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import ALL_FEATURES, random_case, unlucky
+from tests.cases import ALL_FEATURES, random_case
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same, by_hand, by_loops, quick_and_slow, results_of
+from tests.cpu.oracle import assert_same, by_hand, by_loops, quick_and_slow, results_of, unlucky_reference
 from triton_relattn import RelativePositions
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget, make_inputs
 
@@ -54,9 +54,7 @@ def test_float32(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw_blocks(seed, monkeypatch)
     inputs, arguments = random_case(2000 + seed, dtype=torch.float32, **ALL)
     results = results_of("blockwise", inputs, **arguments)
-    golden, reference = unlucky(
-        inputs, lambda each: by_hand(each, **arguments), lambda each: results_of("reference", each, **arguments)
-    )
+    golden, reference = unlucky_reference(inputs, **arguments)
     finite = {name: golden[name].masked_fill(golden[name].isinf(), 0) for name in results}
     gradients = [finite[name] for name in results if name.startswith("d_")]
     for name, result in results.items():

@@ -97,16 +97,18 @@ class Call:
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks that together have all queries of all sequences and heads."""
-        left, right, most = self.spec.window_left, self.spec.window_right, BLOCK_QUERIES
-        if left >= 0 and right >= 0:
-            most = min(most, max(left + right + 1, FEWEST_QUERIES))
-        for stack in stacks(self.tensors, self.spec, most):
+        for stack in stacks(self.tensors, self.spec, self._most_queries()):
             num_queries, num_heads = self._block_size(stack)
             for sequences, heads, key_heads in self._groups(stack, num_heads):
                 group = Group(self, sequences, heads, key_heads)
                 # From the end: with a causal mask the last queries see the most keys, and need the largest buffers.
                 for start in reversed(range(0, sequences.num_queries, max(num_queries, 1))):
                     yield Block(group, slice(start, min(start + num_queries, sequences.num_queries)))
+
+    def _most_queries(self) -> int:
+        """Return the largest number of queries of a block: most scores of one much longer than the window would be hidden."""
+        left, right = self.spec.window_left, self.spec.window_right
+        return min(BLOCK_QUERIES, max(left + right + 1, FEWEST_QUERIES)) if left >= 0 and right >= 0 else BLOCK_QUERIES
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
@@ -116,11 +118,9 @@ class Call:
             elements = min(elements, max(FEWEST_THREADS * ELEMENTS_PER_THREAD, self._num_elements()))
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
         fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
-        most = BLOCK_QUERIES
+        most = self._most_queries()
         if left < 0 and right < 0:  # else more queries of a block see more keys
             most = max(most, elements // (fewest_heads * num_keys))
-        elif left >= 0 and right >= 0:  # most scores of a block that is much longer than the window would be hidden
-            most = min(most, max(left + right + 1, FEWEST_QUERIES))
         num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
         if stack.is_mixed:
             num_queries, num_keys = stack.num_queries, num_keys + stack.extra

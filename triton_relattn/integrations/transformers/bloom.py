@@ -41,7 +41,6 @@ class BloomAttention(StockArguments, stock.BloomAttention):
         cache: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states and residual (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk)."""
         refuse_weights({"output_attentions": output_attentions})

@@ -33,7 +33,6 @@ class FalconAttention(StockArguments, stock.FalconAttention):
         use_cache: bool = False,
         output_attentions: bool = False,
         position_embeddings: Any = None,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk); one (B, H, Nq, Nk) has alibi in it."""
         refuse_weights({"output_attentions": output_attentions})

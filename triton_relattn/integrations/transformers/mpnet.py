@@ -27,7 +27,6 @@ class MPNetSelfAttention(StockArguments, stock.MPNetSelfAttention):
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         output_attentions: bool = False,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor]:
         """hidden_states (B, N, C), position_bias (H, R), where the stock encoder has (B, H, N, N)."""
         refuse_weights({"output_attentions": output_attentions})

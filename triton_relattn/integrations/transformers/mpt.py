@@ -23,7 +23,6 @@ class MptAttention(StockArguments, stock.MptAttention):
         position_bias: torch.Tensor | None,
         cache: Any = None,
         attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C), position_bias (H, 1, longest), attention_mask bool, True of what is hidden, (B, Nk)."""
         mixed = self.Wqkv(hidden_states)

@@ -30,7 +30,6 @@ class SpeechT5Attention(StockArguments, stock.SpeechT5Attention):
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         output_attentions: bool = False,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_bias (R, D), where the stock encoder has (N, N, D)."""
         refuse_weights({"output_attentions": output_attentions})

@@ -15,6 +15,14 @@ SEAMLESS = {
     "adaptor_kernel_size": 4,
     "adaptor_stride": 4,
 }
+FAST_CONFORMER = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "conv_kernel_size": 5,
+    "subsampling_conv_channels": 8,
+    "num_mel_bins": 16,
+}
 TABLE = {"left_max_position_embeddings": 6, "right_max_position_embeddings": 2}
 BERT = ("wav2vec2_bert", "Wav2Vec2BertModel", "Wav2Vec2BertConfig")
 # Time is masked at random in training, by numpy's generator: not what is compared.
@@ -80,14 +88,7 @@ EVERY = (
         "parakeet",
         "ParakeetEncoder",
         "ParakeetEncoderConfig",
-        {
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "intermediate_size": 48,
-            "conv_kernel_size": 5,
-            "subsampling_conv_channels": 8,
-            "num_mel_bins": 16,
-        },
+        FAST_CONFORMER,
         inputs.features("num_mel_bins", 8),
     ),
     Family(
@@ -120,12 +121,7 @@ EVERY = (
         "NemotronAsrStreamingEncoder",
         "NemotronAsrStreamingEncoderConfig",
         {
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "intermediate_size": 48,
-            "conv_kernel_size": 5,
-            "subsampling_conv_channels": 8,
-            "num_mel_bins": 16,
+            **FAST_CONFORMER,
             "sliding_window": 21,
             "default_num_lookahead_tokens": 3,
         },
