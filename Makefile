@@ -27,17 +27,17 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, an eighth of the cases of every test, and those that notice known faults, in five minutes: before a pull request
-	$(MAKE) suite SHARE=8
+test: lint ## lint, a sixteenth of the cases of every test, and those that notice known faults, in five minutes: before a pull request
+	$(MAKE) suite SHARE=16
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need; SHARE=8: an eighth of the cases, and with REST=1 all others
+suite: setup ## the tests alone, in the two processes that they need; SHARE=16: a sixteenth of the cases, and with REST=1 all others
 	$(PYTEST) tests --ignore tests/interpreter $(CASES)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py $(CASES)
 
 # What make test leaves out, for a machine that has just run it. REST=3 PART=K: a third of that, another one for each K.
 rest: ## all tests that make test leaves out
-	$(MAKE) suite SHARE=8 REST=$(or $(REST),1) PART=$(PART)
+	$(MAKE) suite SHARE=16 REST=$(or $(REST),1) PART=$(PART)
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)

@@ -84,6 +84,7 @@ def test_workers_at_the_deadline() -> None:
     assert list(spread(act, ["one"], 2, soon(-1.0))) == [] == list(spread(act, ["one"], 0, soon(-1.0)))
 
 
+@pytest.mark.thorough
 def test_items_are_taken_when_they_are_needed() -> None:
     """So that an item can tell what has become of those before it."""
     taken, done = list[Any](), list[str]()

@@ -350,6 +350,7 @@ print(peak_cpu(run(side)))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
 def test_peak_memory_is_linear() -> None:
     """Four times the tokens need four times the memory; one (H, N, N) tensor of the larger grid would take 256 MiB."""

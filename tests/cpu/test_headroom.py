@@ -43,6 +43,7 @@ def test_which_rows_are_kept() -> None:
     assert [(each.test, each.ratio, each.seed) for each in kept] == [("test_a", 0.5, 3), ("test_c", 1.5, 3)]
 
 
+@pytest.mark.thorough
 def test_seeds_are_shifted() -> None:
     program = """
 import torch

@@ -93,6 +93,7 @@ for name in blockwise:
     assert run(program).split() == ["out", "lse", "d_query", "d_key", "d_value", "d_rel_key"]
 
 
+@pytest.mark.thorough
 def test_triton_that_is_missing_is_named() -> None:
     program = f"""
 import sys
@@ -195,6 +196,7 @@ say()
         assert explicit == "triton True"
 
 
+@pytest.mark.thorough
 def test_triton_that_does_not_work(tmp_path: Path) -> None:
     """Damaged, of another kind, old, or lacking a function: only an explicit "triton" notices, and says what is wrong."""
     contents = {
@@ -323,6 +325,7 @@ NEWEST = ".".join(map(str, NEWEST_TRITON))
 NEXT = f"{NEWEST_TRITON[0]}.{NEWEST_TRITON[1] + 1}.0"
 
 
+@pytest.mark.thorough
 def test_a_gpu_with_an_untested_triton_is_told() -> None:
     """Once in a process, and only where kernels are compiled: not for blockwise, nor on a CPU."""
     untested = (NEXT, f"{NEXT}+git5d4e", f"{NEWEST_TRITON[0] + 1}.0.0")
@@ -354,6 +357,7 @@ for number, version in enumerate({untested + known}):
             assert 'implementation="blockwise"' in line
 
 
+@pytest.mark.thorough
 def test_an_untested_triton_in_the_interpreter_is_no_matter() -> None:
     program = """
 import os, warnings

@@ -62,6 +62,7 @@ def test_peak_grows_linearly() -> None:
     assert long <= HEADS * 4096**2 * 4 / 4, f"{long} bytes at length 4096"
 
 
+@pytest.mark.thorough
 def test_the_measurement_sees_a_square_tensor() -> None:
     """The dense reference does keep (H, N, N) tensors, and the measurement shows it."""
     assert peak_bytes(1024, "reference") >= 2 * HEADS * 1024**2 * 4

@@ -87,6 +87,7 @@ def test_figures(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_refuses() -> None:
     long = torch.zeros(1, 1, 5000, 1)
     with pytest.raises(ValueError, match="at most 4096 x 4096 pairs"):

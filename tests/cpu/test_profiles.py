@@ -384,6 +384,7 @@ def test_shipped_profiles(path: Path | Callable[[Path], Path], tmp_path: Path) -
         assert key.coverage in ("no table", "full", "clamp", "zero")
 
 
+@pytest.mark.thorough
 def test_the_tests_do_not_read_the_user_s_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     child = [sys.executable, "-c", "from triton_relattn.kernels.profiles import cache_folder; print(cache_folder())"]

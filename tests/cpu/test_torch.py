@@ -374,6 +374,7 @@ def test_flop_counter() -> None:
     assert count(lambda: fused_relative_attention_varlen(packed, packed, packed, **packing)) == 2 * 2 * 2 * 12 * 4 * 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 @pytest.mark.parametrize("first", ["triton_relattn", "torch.utils.flop_counter"])
 def test_flop_counter_whatever_is_imported_first(first: str, mode: str) -> None:

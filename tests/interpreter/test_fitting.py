@@ -36,6 +36,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     fitting._replacements.clear()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("positions", [CLAMP, ZERO], ids=["clamp", "zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_results_in_smaller_configurations(dtype: torch.dtype, positions: RelativePositions, largest: dict[str, int]) -> None:

@@ -60,6 +60,7 @@ def here(folder: Path, *parts: str) -> dict[str, Outcome]:
     return {part: outcome_of(folder / "raw", part, 0, 1.0) for part in parts}
 
 
+@pytest.mark.thorough
 def test_all_parts(tmp_path: Path) -> None:
     parts = [part for part in PARTS if part != "tests"]  # they need a GPU
     outcomes = here(tmp_path, *parts)

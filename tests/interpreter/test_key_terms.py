@@ -100,6 +100,7 @@ def far_call(name: str, outside: Any, **others: Any) -> tuple[Inputs, dict[str, 
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "outside", "tiles", "limit"), FAR_RUNS)
 def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a bounded table: one number for each key, and sums of dS for each key."""
@@ -216,6 +217,7 @@ def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
     assert_bit_equal(results, expected)
 
 
+@pytest.mark.thorough
 def test_nan_in_one_query_stays_there() -> None:
     """The gradients of the other heads are bit-equal."""
     inputs = p2c_inputs((1, 2, 37, 41), per_head=True)
@@ -227,6 +229,7 @@ def test_nan_in_one_query_stays_there() -> None:
     assert torch.equal(results["d_key"][0, 1], expected["d_key"][0, 1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", WORKSPACES[::3])
 @pytest.mark.parametrize("wanted", ["d_rel_p2c", "d_key", "d_query", "d_rel_key"])
 @pytest.mark.parametrize("num_rows", [101, 7])

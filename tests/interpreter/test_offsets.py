@@ -160,6 +160,7 @@ SMALL = (10, 70, -4, 4, 30)
 """Queries, keys, first and last row, offset: with tiles of 16 there are keys beyond the table on either side."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p2c", [False, True], ids=["", "p2c"])
 @pytest.mark.parametrize(
     ("apart", "sizes", "packed"),

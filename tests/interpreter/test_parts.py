@@ -51,6 +51,7 @@ def test_parts(case: str) -> None:
     check(*resolve(inputs, **options), inputs.d_out, inputs.d_lse)
 
 
+@pytest.mark.thorough
 def test_parts_in_float16(guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a row for every pair the gradient of the query comes from words, by the delta that is given."""
     monkeypatch.delenv(workspace.VARIABLE)
@@ -61,6 +62,7 @@ def test_parts_in_float16(guarded_kernels: list[Launch], monkeypatch: pytest.Mon
     assert "dq_words_kernel" in names and names.isdisjoint({"dq_kernel", "delta_kernel"})
 
 
+@pytest.mark.thorough
 def test_parts_of_a_pack() -> None:
     """Parts begin within sequences, and have none of some."""
     inputs = make_inputs(1, 2, 70, 70, 16, dtype=torch.float32, seed=2, num_rows=9, **TERMS)

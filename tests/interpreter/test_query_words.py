@@ -95,6 +95,7 @@ def test_sharp_attention(name: str, offset: float, plans: list[Plan | None]) -> 
     assert plans[0] is not None
 
 
+@pytest.mark.thorough
 def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the query's gradient, as Transformer-XL's gradient of u, is as good as that of the dq kernel's exact delta.
 
@@ -113,7 +114,8 @@ def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyP
     assert all(plan is not None for plan in plans)
 
 
-@pytest.mark.parametrize("limit", [None, pytest.param(SEVERAL_HEADS, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("limit", [None, SEVERAL_HEADS])
 def test_the_same_bits(limit: int | None, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Again, with programs in another order, and whichever gradients are wanted besides."""
     inputs, arguments = long_call("rel_query", rel_width=8, batch=2 if limit else 1)
@@ -147,6 +149,7 @@ def test_what_nobody_sees(plans: list[Plan | None]) -> None:
     assert plans[0] is not None and plans[0].skew == 0
 
 
+@pytest.mark.thorough
 def test_when(plans: list[Plan | None], guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which kernels compute what, and that the others are not launched."""
     inputs, arguments = long_call("plain", batch=1, num_queries=20)

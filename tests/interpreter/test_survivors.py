@@ -111,6 +111,7 @@ def test_far_keys(options: dict[str, Any], rel_width: int | None) -> None:
     check_every_term(inputs, SMALL, positions=RelativePositions(-2, 2), query_offset=25, **options)
 
 
+@pytest.mark.thorough
 def test_every_alignment_of_a_window() -> None:
     """The ends of all walks lie at every place of a tile, those of the window at every row of a block of table rows."""
     for shift in range(16):

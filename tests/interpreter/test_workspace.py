@@ -214,11 +214,12 @@ def test_lengths(num_queries: int, num_keys: int, plans: list[Plan | None]) -> N
     assert plans[0] is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [
         ("clamp", None),
-        pytest.param("full", SOME_KEYS, marks=pytest.mark.thorough),
+        ("full", SOME_KEYS),
         pytest.param("zero", SEVERAL_HEADS, marks=pytest.mark.slow),
     ],
 )

@@ -81,9 +81,10 @@ def softmax(
         probs.div_(total)
     else:
         torch.softmax(scores, -1, out=probs)
-    blind = largest == -math.inf
-    any_blind = blind.device.type != "cpu" or bool(blind.any())  # elsewhere, to ask would be to wait
-    if any_blind:
+    blind = largest == -math.inf if block.has_blind else None
+    if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
+        blind = None
+    if blind is not None:
         probs.masked_fill_(blind, 0)
     if lse is not None:
         total = (
@@ -95,7 +96,7 @@ def softmax(
         else:
             largest_logits.copy_(largest.view(largest_logits.shape))
         lse.copy_(log_sum.view(lse.shape))
-        if any_blind:
+        if blind is not None:
             lse.masked_fill_(blind.view(lse.shape), -math.inf)
     return probs
 

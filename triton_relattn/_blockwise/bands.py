@@ -62,7 +62,7 @@ class Reach:
         self.near, self.num_near = slice(start, stop), stop - start
         ends = ((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))
         # An end row that no visible pair has is not read: it may hold NaN.
-        self.far = [(keys, row) for keys, row in ends if spec.clamp and self._visible(keys)]
+        self.far = [(keys, row) for keys, row in ends if spec.clamp and keys.start < keys.stop and self._visible(keys)]
 
         # Positions of near keys. Only those from low to high belong to visible pairs.
         self.positions = range(first + start - num_queries + 1, first + stop + frame.extra)

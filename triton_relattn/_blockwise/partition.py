@@ -64,13 +64,19 @@ class Call:
         if "rel_p2c" in self.tables:
             self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see mirror.py
         self.buffer = Buffers(tensors.query, self.dtype)
+        left, right = spec.window_left, spec.window_right
+        window = left + right + 1 if left >= 0 and right >= 0 else BLOCK_QUERIES
+        self.most_queries = min(BLOCK_QUERIES, max(window, FEWEST_QUERIES))
+        """The largest number of queries of a block: most scores of one much longer than the window would be hidden."""
         self._frame: tuple[Any, Frame] | None = None
 
     @cached_property
     def has_infinite_table(self) -> bool:
         """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
-        added = [table for name, table in self.tables.items() if name != "rel_value"]
-        return any(table.device.type != "cpu" or not table.sum().isfinite() for table in added)
+        for name, table in self.tables.items():
+            if name != "rel_value" and (table.device.type != "cpu" or not math.isfinite(table.sum().item())):
+                return True
+        return False
 
     @cached_property
     def has_keys_once(self) -> bool:
@@ -97,7 +103,7 @@ class Call:
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks that together have all queries of all sequences and heads."""
-        for stack in stacks(self.tensors, self.spec, self._most_queries()):
+        for stack in stacks(self.tensors, self.spec, self.most_queries):
             num_queries, num_heads = self._block_size(stack)
             for sequences, heads, key_heads in self._groups(stack, num_heads):
                 group = Group(self, sequences, heads, key_heads)
@@ -105,20 +111,16 @@ class Call:
                 for start in reversed(range(0, sequences.num_queries, max(num_queries, 1))):
                     yield Block(group, slice(start, min(start + num_queries, sequences.num_queries)))
 
-    def _most_queries(self) -> int:
-        """Return the largest number of queries of a block: most scores of one much longer than the window would be hidden."""
-        left, right = self.spec.window_left, self.spec.window_right
-        return min(BLOCK_QUERIES, max(left + right + 1, FEWEST_QUERIES)) if left >= 0 and right >= 0 else BLOCK_QUERIES
-
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
         num_threads = threads_of(self.tensors.query.device)
         elements, num_heads = num_threads * ELEMENTS_PER_THREAD, len(stack.batch) * self.tensors.query.shape[1]
-        if self.tensors.query.device.type == "cpu":
-            elements = min(elements, max(FEWEST_THREADS * ELEMENTS_PER_THREAD, self._num_elements()))
+        fewest = FEWEST_THREADS * ELEMENTS_PER_THREAD
+        if elements > fewest and self.tensors.query.device.type == "cpu":
+            elements = min(elements, max(fewest, self._num_elements()))
         num_keys, left, right = max(stack.num_keys, 1), self.spec.window_left, self.spec.window_right
         fewest_heads = max(min(num_heads, num_threads), 1)  # a product for each thread
-        most = self._most_queries()
+        most = self.most_queries
         if left < 0 and right < 0:  # else more queries of a block see more keys
             most = max(most, elements // (fewest_heads * num_keys))
         num_queries = -(-stack.num_queries // max(-(-stack.num_queries // most), 1))  # in blocks of about the same size
@@ -227,14 +229,15 @@ class Frame:
 
     def visible(self, queries: slice, keys: slice) -> tuple[int, int]:
         """Return the lowest and the highest relative position of pairs that lengths and window show; exchanged if none is."""
-        left, right, found = self.spec.window_left, self.spec.window_right, []
+        left, right = self.spec.window_left, self.spec.window_right
+        lowest, highest = 0, -1
         for num_queries, first, stop, shift in self.members:
             last, first, stop = min(queries.stop, num_queries) - 1, max(keys.start, first), min(keys.stop, stop)
             low, high = self.first_position + shift + first - last, self.first_position + shift + stop - 1 - queries.start
             low, high = max(low, -left) if left >= 0 else low, min(high, right) if right >= 0 else high
             if queries.start <= last and first < stop and low <= high:
-                found.append((low, high))
-        return min((low for low, _ in found), default=0), max((high for _, high in found), default=-1)
+                lowest, highest = (low, high) if lowest > highest else (min(lowest, low), max(highest, high))
+        return lowest, highest
 
     def shifted(self, keys: slice) -> torch.Tensor:
         """Return where queries and keys find their relative position, counted from the last query and the first key of the range:
@@ -286,12 +289,13 @@ class Block:
         self.group, self.call, self.queries = group, group.call, queries
         position = queries.start + sequences.query_offset  # of the first query among the keys
         first, stop = 0, sequences.num_keys
-        if sequences.is_mixed:
+        is_mixed = sequences.is_mixed
+        if is_mixed:
             if sequences.keys is not None:
                 first = min((start for start, end in sequences.keys if start < end), default=stop)
         elif spec.window_left >= 0:
             first = min(max(position - spec.window_left, 0), stop)
-        if spec.window_right >= 0 and not sequences.is_mixed:
+        if spec.window_right >= 0 and not is_mixed:
             stop = min(position + num_queries + spec.window_right, stop)
         self.keys = slice(first, max(stop, first))
         self.num_keys = self.keys.stop - first

@@ -92,9 +92,9 @@ class Places:
         """(sequences, length): where each is in a packed batch; None: they are a view."""
         self.exists: torch.Tensor | None = None
         """(sequences, length): whether a sequence has as many, and keys are seen; None: all are."""
-        parts = sequences.keys if which else None
-        if not which and sequences.queries is not None:
-            parts = [(0, count) for count in sequences.queries]
+        parts = sequences.keys
+        if not which:
+            parts = None if sequences.queries is None else [(0, count) for count in sequences.queries]
         if parts is None and sequences.starts is None:
             return
         places = torch.arange(self.length, device=device)
