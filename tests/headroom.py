@@ -2,9 +2,10 @@
 
 ``python -m tests.headroom`` runs the numerical tests with several seeds, with the vector instructions of older processors,
 with one thread and with two. It prints every check that took more than half of its allowance, the worst first, and fails if there
-is one. All checks go to ``out/headroom.csv``. On another processor sums are rounded in another order: a check that takes half of
-its allowance here may take all of it there. The cure is a bound that is derived from what is computed, or a better test. Never a
-larger number.
+is one. Where the allowance is a multiple of a measured error, plain torch's or that of one rounding, a result as good as that
+takes half of it or more: such checks are printed from three quarters on. All checks go to ``out/headroom.csv``. On another
+processor sums are rounded in another order: a check that takes half of its allowance here may take all of it there. The cure is a
+bound that is derived from what is computed, or a better test. Never a larger number.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from triton_relattn._core.within import VARIABLE
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("out/headroom.csv")
 HALF = 0.5
+OF_MEASURED = 0.75
+"""Half as much again as plain torch's error, where twice as much is allowed. Both are the largest of many roundings, which differ
+from seed to seed by a quarter."""
 MINUTES_OF_A_RUN = 30
 """About what all cases of a folder take with one setting, on two idle cores."""
 FOLDERS = ("tests/cpu", "tests/interpreter")
@@ -63,6 +67,13 @@ class Check(NamedTuple):
     allowance: str
     setting: str
     seed: int
+    measured: bool
+    """Whether the allowance is a multiple of a measured error."""
+
+    @property
+    def is_close(self) -> bool:
+        """Whether another processor may use up the allowance."""
+        return self.ratio > (OF_MEASURED if self.measured else HALF)
 
 
 def flags() -> set[str]:
@@ -137,9 +148,9 @@ def run(tests: list[str], setting: Setting, seed: int, options: list[str]) -> tu
 
 def worst(rows: Iterable[list[str]], failed: list[str], setting: Setting, seed: int) -> Iterator[Check]:
     """Yield the checks of a run; not those that failed in a test that passed: it wants them to."""
-    for test, what, error, allowance, ratio in rows:
+    for test, what, error, allowance, ratio, measured in rows:
         if float(ratio) <= 1 or any(line.startswith(test) for line in failed):
-            yield Check(float(ratio), test, what, error, allowance, str(setting), seed)
+            yield Check(float(ratio), test, what, error, allowance, str(setting), seed, measured == "1")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -188,17 +199,17 @@ def main() -> int:
         write(given.csv, found.values())
         minutes = (time.monotonic() - started) / 60
         left = minutes / (number + 1) * (len(steps) - number - 1)
-        above = sum(check.ratio > HALF for check in found.values())
-        counts = f"{len(rows)} checks, {len(failed)} tests failed, {above} above half"
+        above = sum(check.is_close for check in found.values())
+        counts = f"{len(rows)} checks, {len(failed)} tests failed, {above} too close"
         times = f"{minutes:.0f} min, about {left:.0f} left"
         print(f"[{number + 1}/{len(steps)}] {setting}, seed {seed}: {counts}; {times}", flush=True)
     for line, where in failures.items():
         print(f"failed: {line} ({where})")
-    close = [check for check in sorted(found.values(), reverse=True) if check.ratio > HALF]
+    close = [check for check in sorted(found.values(), reverse=True) if check.is_close]
     for check in close:
         errors = f"off by {check.error}, {check.allowance} allowed"
         print(f"{check.ratio:.2f} {check.test}: {check.what} is {errors} ({check.setting}, seed {check.seed})")
-    print(f"{len(found)} checks, {len(close)} above half of their allowance; {given.csv}")
+    print(f"{len(found)} checks, {len(close)} too close to their allowance; {given.csv}")
     return 1 if close or failures else 0
 
 

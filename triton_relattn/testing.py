@@ -365,7 +365,7 @@ def _require_errors_below(name: str, actual: torch.Tensor, golden: torch.Tensor,
             f"{int((errors > budget).sum())} of {errors.numel()} elements exceed it"
         )
 
-    within(name, errors, budget, message)
+    within(name, errors, budget, message, measured=True)
 
 
 def error_budget(golden: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *, factor: float) -> float:

@@ -172,6 +172,7 @@ def test_ctrl_c_keeps_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert "interrupted" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_memory_in_a_process_of_its_own() -> None:
     """Dense attention holds all scores at once, ours does not; where memory is limited that is a row, not the end."""
     case = CASE.resized(4096)

@@ -35,12 +35,13 @@ def test_which_rows_are_kept() -> None:
     """A check that fails counts if its test failed, too; a test that wants it to fail passes."""
     setting = headroom.settings()[0]
     rows = [
-        ["test_a", "out", "1.0", "2.0", "0.5"],
-        ["test_b", "out", "3.0", "2.0", "1.5"],
-        ["test_c", "out", "3.0", "2.0", "1.5"],
+        ["test_a", "out", "1.0", "2.0", "0.5", "0"],
+        ["test_b", "out", "3.0", "2.0", "1.5", "1"],
+        ["test_c", "out", "3.0", "2.0", "1.5", "1"],
     ]
     kept = list(headroom.worst(rows, ["test_c - AssertionError"], setting, 3))
     assert [(each.test, each.ratio, each.seed) for each in kept] == [("test_a", 0.5, 3), ("test_c", 1.5, 3)]
+    assert [each._replace(ratio=ratio).is_close for each in kept for ratio in (0.51, 0.76)] == [True, True, False, True]
 
 
 @pytest.mark.thorough
@@ -65,5 +66,5 @@ def test_run(tmp_path: Path) -> None:
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout + child.stderr
     lines = child.stdout.splitlines()
-    assert [line.partition("]")[0] for line in lines[:-1]] == ["[1/2", "[2/2"] and "0 above half of their allowance" in lines[-1]
+    assert [line.partition("]")[0] for line in lines[:-1]] == ["[1/2", "[2/2"] and "0 too close to their allowance" in lines[-1]
     assert (tmp_path / "checks.csv").read_text().count("\n") > 1

@@ -181,13 +181,14 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "checks.csv"))
     within("one, two", torch.tensor([1.0, 3.0, 2.0]), torch.tensor([10.0, 4.0, 8.0]))
     with pytest.raises(AssertionError):
-        within("three", 2.0, 1.0)
+        within("three", 2.0, 1.0, measured=True)
     with (tmp_path / "checks.csv").open(newline="") as file:
         first, second = csv.reader(file)
-    assert first[1:] == ["one, two", "3.000e+00", "4.000e+00", "0.7500"] and second[1:] == [
+    assert first[1:] == ["one, two", "3.000e+00", "4.000e+00", "0.7500", "0"] and second[1:] == [
         "three",
         "2.000e+00",
         "1.000e+00",
         "2.0000",
+        "1",
     ]
     assert first[0].endswith("test_within.py::test_records")

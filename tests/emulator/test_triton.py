@@ -151,6 +151,7 @@ def check_matmul(target: str, dtype: torch.dtype, precision: str, transposed: bo
     return launches
 
 
+@pytest.mark.fences
 @pytest.mark.parametrize("arguments", MATMULS, ids=str)
 @pytest.mark.parametrize("target", KINDS)
 def test_matmul(target: str, arguments: tuple[Any, ...]) -> None:
@@ -164,6 +165,7 @@ def test_matmul(target: str, arguments: tuple[Any, ...]) -> None:
         assert operations(launches, "mma.sync", "cp.async", "wgmma") == [True, arguments[-1] > 1, False]
 
 
+@pytest.mark.fences
 def test_swizzles() -> None:
     """Descriptors say how operands of wgmma are swizzled in bits 62 and 63: by 128, 64 or 32 bytes."""
     for arguments, swizzle in ((MATMULS[1], 1), (MATMULS[2], 2), (MATMULS[3], 3)):
@@ -179,6 +181,7 @@ def test_every_matmul(target: str, arguments: tuple[Any, ...]) -> None:
     check_matmul(target, *arguments)
 
 
+@pytest.mark.fences
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [
@@ -208,6 +211,7 @@ def test_attention(target: str, dtype: torch.dtype) -> None:
     within("out", (o - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
 
 
+@pytest.mark.fences
 @pytest.mark.parametrize("target", KINDS)
 def test_the_order_of_warps_changes_nothing(target: str) -> None:
     """Bit for bit, with any seed."""
@@ -221,6 +225,7 @@ def test_the_order_of_warps_changes_nothing(target: str) -> None:
     assert all(torch.equal(results[0], other) for other in results)
 
 
+@pytest.mark.fences
 @pytest.mark.parametrize("stride", [1, 3])
 def test_missing_fence(stride: int) -> None:
     """Triton 3.6 and 3.7 leave out a fence: keys that lie apart are stored by the program, with a fence after it; the values'

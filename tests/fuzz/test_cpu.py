@@ -29,6 +29,7 @@ def test_calls() -> None:
     explore(cases(), check, range(60))
 
 
+@pytest.mark.thorough
 def test_broken_calls() -> None:
     """Refused by a documented error, or in fact valid, and right."""
     explore(broken(), check_applicable, range(80))
@@ -41,7 +42,7 @@ anything = st.one_of(
 )
 
 
-@settings(same_each_time, max_examples=100)
+@settings(same_each_time, max_examples=60)
 @given(anything, anything, st.sampled_from(["clamp", "zero", "error"]) | anything)
 def test_positions(first: Any, last: Any, outside: Any) -> None:
     """Either they hold what was given, or a documented error says why not."""

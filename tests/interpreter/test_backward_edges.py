@@ -389,6 +389,7 @@ def test_gradients_that_nothing_asks_for_are_not_computed(monkeypatch: pytest.Mo
         assert launches == Counter(needed), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("per_head", "kind"), [(False, "clamp"), (True, "full")])
 def test_number_of_splits(per_head: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many programs share a table's sum, it is the same but for the order of summation; also with idle ones."""

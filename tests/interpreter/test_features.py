@@ -223,6 +223,7 @@ def check_packed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.T
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 150))])
 def test_packed_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed call equals a loop over its sequences, some of them empty; every other one with several tiles a sequence."""

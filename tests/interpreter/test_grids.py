@@ -240,6 +240,7 @@ def test_some_gradients(wanted: list[int]) -> None:
     assert [launch.kernel for launch in launches] == kernels
 
 
+@pytest.mark.thorough
 def test_the_same_is_dropped_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the tiles: a forward and a backward of other tiles agree with the reference, which drops by query and key."""
     chosen = {"forward": TileConfig(16, 32, 4, 1), "dq": TileConfig(32, 16, 4, 1), "dkv": TileConfig(16, 64, 4, 1)}

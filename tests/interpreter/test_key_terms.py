@@ -109,6 +109,7 @@ def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch:
     check_every_term(inputs, TILES[tiles], **arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", ["0", ""])
 def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As good as dS rounded once and summed exactly, though nearly all pairs have an end row."""
@@ -136,6 +137,7 @@ def test_band_of_words(arguments: dict[str, Any], parts: int, monkeypatch: pytes
     assert plans[0] is not None and plans[0].skew and len(plans[0].parts) == parts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", ["0", "6000", ""])
 def test_nan_of_an_end_that_no_pair_reaches(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of the future with a causal mask, and keys that are padding or before the window, may hold NaN."""
@@ -151,6 +153,7 @@ def test_nan_of_an_end_that_no_pair_reaches(limit: str, monkeypatch: pytest.Monk
     assert results["d_rel_p2c"][0].any() and not results["d_rel_p2c"][4:].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("outside", ["full", "clamp", "zero"])
 @pytest.mark.parametrize("sharp", [False, True])
 def test_table_gradient_in_float16(outside: Any, sharp: bool) -> None:

@@ -294,6 +294,7 @@ def reason(inputs: Inputs, **arguments: Any) -> str | None:
     return workspace.why_not(Call(tensors, spec), tensors)
 
 
+@pytest.mark.thorough
 def test_calls_that_keep_the_table_kernel(plans: list[Plan | None], guarded_kernels: list[Launch]) -> None:
     inputs, arguments = call_of("clamp")
     assert reason(inputs, **arguments) is None

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 VARIABLE = "TRITON_RELATTN_HEADROOM"
-"""Environment variable with the file that a row is appended to for each check: test, what, error, allowance, ratio."""
+"""Environment variable with the file that a row is appended to for each check: test, what, error, allowance, ratio,
+whether the allowance was measured."""
 LOWER = {torch.float64: torch.float32, torch.float32: torch.float16}
 """The precision below each: what a result has that was rounded to it on the way."""
 
@@ -42,6 +43,7 @@ def within(
     error: torch.Tensor | float,
     allowance: torch.Tensor | float,
     message: Callable[[], str] | None = None,
+    measured: bool = False,
 ) -> None:
     """Assert that an error is at most its allowance; tensors are compared element by element.
 
@@ -49,18 +51,22 @@ def within(
         what: the name of what is compared.
         allowance: positive; of tensors, elements may be zero, where the error must be.
         message: says more than that, if it fails.
+        measured: the allowance is a multiple of an error that was measured, such as plain torch's. Half of one of twice that error
+            is what a result as good as plain torch takes.
 
     Raises:
         AssertionError: the error is larger, or NaN; or the allowance is none.
     """
-    ratio, worst, allowed = record(what, error, allowance)
+    ratio, worst, allowed = record(what, error, allowance, measured)
     if ratio > 1:
         raise AssertionError(
             message() if message else f"{what}: off by {worst:.3e}, {ratio:.3g} times the allowance {allowed:.3e}"
         )
 
 
-def record(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
+def record(
+    what: str, error: torch.Tensor | float, allowance: torch.Tensor | float, measured: bool = False
+) -> tuple[float, float, float]:
     """Write down how close an error comes to its allowance; return their largest ratio, and both where that is."""
     errors, allowances = (torch.as_tensor(each, device="cpu", dtype=torch.float64).detach() for each in (error, allowance))
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
@@ -76,7 +82,7 @@ def record(what: str, error: torch.Tensor | float, allowance: torch.Tensor | flo
     if file := os.environ.get(VARIABLE):
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         with open(file, "a", newline="") as lines:  # one write a line, so that workers can share the file
-            csv.writer(lines).writerow([test, what, f"{worst:.3e}", f"{allowed:.3e}", f"{ratio:.4f}"])
+            csv.writer(lines).writerow([test, what, f"{worst:.3e}", f"{allowed:.3e}", f"{ratio:.4f}", int(measured)])
     return ratio, worst, allowed
 
 

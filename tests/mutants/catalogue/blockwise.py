@@ -428,7 +428,13 @@ OF_BLOCKWISE = (
         "blockwise-end-rows-that-no-pair-has",
         "keys that are far for all queries are multiplied with an end row that no visible pair has",
         (f"{ON_EDGES}::test_end_rows_that_no_visible_pair_has_may_hold_nan",),
-        (Change(BANDS, "if spec.clamp and self._visible(keys)", "if spec.clamp and keys.start < keys.stop"),),
+        (
+            Change(
+                BANDS,
+                "if spec.clamp and keys.start < keys.stop and self._visible(keys)",
+                "if spec.clamp and keys.start < keys.stop",
+            ),
+        ),
     ),
     Fault(
         "blockwise-rows-between-stacks",
