@@ -86,7 +86,7 @@ def decomposed_relative_attention(
     query, key, value, rel_pos_h, rel_pos_w = _autocast(query, key, value, rel_pos_h, rel_pos_w)
     grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
     dropout_p = check_probability("dropout_p", dropout_p)
-    implementation = choose_implementation(implementation, query, value)
+    implementation = choose_implementation(implementation, query, value, on_grid=True)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     if implementation != "reference":
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.

@@ -39,8 +39,9 @@ def by_reference(given: GridTensors, d_out: torch.Tensor, dtype: torch.dtype) ->
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
 
 
+@pytest.mark.fences
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.fences) if name == "strips" else name for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_error_rule(name: str, target: str) -> None:
     """out and gradients as near to float64 as plain torch in bfloat16, and no thread reads what another may not have written."""
     given, d_out = tensors(**CASES[name])

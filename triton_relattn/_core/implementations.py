@@ -20,6 +20,8 @@ NO_TRITON = (
 )
 NEWEST_TRITON = (3, 9)
 """The newest version of Triton that the tests have compiled every kernel with; see docs/versions.md."""
+WITH_FENCES = (3, 7, 1)
+"""The first that has the fences on Hopper that attention on a grid needs: docs/versions.md."""
 
 
 @untraced
@@ -48,9 +50,13 @@ def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None) -> str | None:
+def _why_not_triton(
+    query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None, on_grid: bool = False
+) -> str | None:
     """Return why the Triton kernels cannot serve these tensors, with what to do about it; None if they can."""
     if reason := _why_no_kernels(query.device, query.dtype):
+        return reason
+    if on_grid and (reason := _why_not_on_a_grid(query.device)):
         return reason
     widths = {"query": query.shape[-1], "value": value.shape[-1]}
     if rel_query is not None:
@@ -59,6 +65,21 @@ def _why_not_triton(query: torch.Tensor, value: torch.Tensor, rel_query: torch.T
         got = ", ".join(f"{width} ({name})" for name, width in widths.items())
         return f"the kernels take head widths up to {MAX_TRITON_WIDTH}, got {got}"
     return None
+
+
+def _why_not_on_a_grid(device: torch.device) -> str | None:
+    """Return why a GPU may get wrong numbers for attention on a grid, with what to do about it; None if it does not."""
+    import triton
+
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", triton.__version__)
+    if found is None or tuple(map(int, found.groups())) >= WITH_FENCES or device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    return (
+        f"on Hopper, Triton {triton.__version__} leaves out fences that attention on a grid needs; install a torch that brings "
+        f"{'.'.join(map(str, WITH_FENCES))} or newer"
+    )
 
 
 @untraced
@@ -94,21 +115,33 @@ def _warn_of_untested_triton(device: torch.device) -> None:
 
 
 def can_run_triton(
-    query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, *, raise_error: bool = False
+    query: torch.Tensor,
+    value: torch.Tensor,
+    rel_query: torch.Tensor | None = None,
+    *,
+    raise_error: bool = False,
+    on_grid: bool = False,
 ) -> bool:
     """Return whether the Triton kernels can serve tensors of this device, dtype and width.
+
+    Args:
+        on_grid: whether those of attention on a grid can.
 
     Raises:
         NotImplementedError: with ``raise_error=True``, if they cannot; the message says why and what to do.
     """
-    reason = _why_not_triton(query, value, rel_query)
+    reason = _why_not_triton(query, value, rel_query, on_grid)
     if reason is not None and raise_error:
         raise NotImplementedError(f'implementation="triton" cannot run here: {reason}. implementation=None picks one that can.')
     return reason is None
 
 
 def choose_implementation(
-    implementation: str | None, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None
+    implementation: str | None,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    rel_query: torch.Tensor | None = None,
+    on_grid: bool = False,
 ) -> str:
     """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
@@ -122,7 +155,7 @@ def choose_implementation(
     if implementation is None:
         if query.device.type != "cuda":
             return "blockwise"
-        reason = _why_not_triton(query, value, rel_query)
+        reason = _why_not_triton(query, value, rel_query, on_grid)
         if reason is None:
             _warn_of_untested_triton(query.device)
             return "triton"
@@ -131,6 +164,6 @@ def choose_implementation(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "triton":
-        can_run_triton(query, value, rel_query, raise_error=True)
+        can_run_triton(query, value, rel_query, raise_error=True, on_grid=on_grid)
         _warn_of_untested_triton(query.device)
     return implementation

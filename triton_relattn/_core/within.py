@@ -51,8 +51,8 @@ def within(
         what: the name of what is compared.
         allowance: positive; of tensors, elements may be zero, where the error must be.
         message: says more than that, if it fails.
-        measured: the allowance is a multiple of an error that was measured, such as plain torch's. Half of one of twice that error
-            is what a result as good as plain torch takes.
+        measured: the allowance is a multiple of an error that was measured, such as plain torch's: a result as good as that takes
+            half of it if twice as much is allowed.
 
     Raises:
         AssertionError: the error is larger, or NaN; or the allowance is none.
