@@ -383,6 +383,7 @@ for dynamic in (False, True):
     assert run(program) == "triton\ntriton\n"
 
 
+@pytest.mark.thorough
 def test_importing_and_using_brings_no_optional_package() -> None:
     """torch may import what it likes; the package adds nothing to that, and loads its kernels only when they are used."""
     program = f"""

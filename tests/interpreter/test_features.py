@@ -345,6 +345,7 @@ def test_every_kernel_drops_the_same(kind: str, tiles: Any) -> None:
         assert torch.equal(results["d_rel_value"][:, j - i + 50, i] != 0, expected[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["clamp", "zero"])
 def test_dropout_does_not_depend_on_the_tiles(kind: str) -> None:
     """All results are the same but for rounding."""
@@ -503,6 +504,7 @@ def test_nan_behind_a_mask(kind: str) -> None:
         assert torch.equal(results[name], expected[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"), [("query", {"softcap": 5.0, "window_size": (20, 9)}), ("rel_query", {})], ids=["query", "rel_query"]
 )
@@ -526,6 +528,7 @@ def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any]) -
     assert_bit_equal(results, expected)
 
 
+@pytest.mark.thorough
 def test_nan_in_one_sequence_stays_there() -> None:
     """The other sequences of a packed batch are bit-equal, but for the gradients that all share."""
     starts = torch.tensor([0, 10, 27, 30])

@@ -50,6 +50,7 @@ def p2c_inputs(sizes: tuple[int, int, int, int] = (2, 2, 37, 41), num_rows: int 
     return make_inputs(*sizes, 16, 12, num_rows=num_rows, **given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """out, lse and all gradients, with any other term and mask; a fifth in float16, and by any way to the tables' gradients."""

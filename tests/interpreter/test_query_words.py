@@ -132,6 +132,7 @@ def test_the_same_bits(limit: int | None, plans: list[Plan | None], monkeypatch:
             assert gradient is not None and torch.equal(gradient, expected[name]), (wanted, name)
 
 
+@pytest.mark.thorough
 def test_what_nobody_sees(plans: list[Plan | None]) -> None:
     """Rows of the table that no visible pair has may be NaN, as may keys that are padding; they change no bit."""
     inputs, arguments = long_call("window")
@@ -202,6 +203,7 @@ def test_compiled(plans: list[Plan | None]) -> None:
     assert operators == [KEEPING_TAIL, "triton"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_blocks_of_queries(dtype: torch.dtype, plans: list[Plan | None], guarded_kernels: list[Launch]) -> None:
     """Several blocks of queries that lie apart, of which the last is not full; several programs share a block of rows."""

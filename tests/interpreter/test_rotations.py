@@ -169,6 +169,7 @@ def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
     check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="registers"), "both"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("carry", ["both", None])
 def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of d_out with a table for values are no terms of scores: where float16 has nothing left they are as right."""

@@ -100,6 +100,7 @@ def test_a_shared_table_beside_tables_of_heads(shared: str, kind: Any) -> None:
     check_every_term(inputs._replace(**{shared: getattr(others, shared)}), SMALL, positions=positions)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rel_width", [None, 12], ids=["query", "rel_query"])
 @pytest.mark.parametrize(
     "options", [{"rel_scale": -0.3}, {"rel_scale": 0.7, "softcap": 3.0, "dropout_p": 0.3}], ids=["scale", "all"]
@@ -123,6 +124,7 @@ def test_every_alignment_of_a_window() -> None:
 TERMS = 3000
 
 
+@pytest.mark.thorough
 def test_long_sums_are_rounded_once() -> None:
     """Sums over thousands of keys or queries in float16, of numbers of one sign: plain torch's error would hide that of a sum
     that is rounded at every tile. All probabilities are equal, so that nothing but the sum is rounded."""

@@ -172,6 +172,7 @@ BANDS: dict[str, tuple[RelativePositions, tuple[int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize(
     ("name", "tiles"),
@@ -266,6 +267,7 @@ def test_what_nobody_sees(kind: str, plans: list[Plan | None]) -> None:
     assert plans[0] is not None
 
 
+@pytest.mark.thorough
 def test_programs_that_share_rows(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs have every splits-th block of queries each; more than there are blocks are not asked for."""
     inputs, arguments = call_of("clamp", rel_bias=True)

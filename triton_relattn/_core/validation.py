@@ -247,6 +247,15 @@ def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets:
     )
 
 
+def refuse_tracing() -> None:
+    """Raise NotImplementedError if torch.jit.trace is at work: it would fix the positions."""
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace would keep the positions of this call's lengths for all other lengths; torch.export and "
+            "torch.compile do not, and disable(model) makes an enabled model stock again"
+        )
+
+
 @with_cures
 def resolve(
     query: torch.Tensor,
@@ -284,11 +293,7 @@ def resolve(
         TypeError: wrong type or dtype.
         NotImplementedError: torch.jit.trace is at work.
     """
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
-        raise NotImplementedError(
-            "torch.jit.trace would keep the positions of this call's lengths for all other lengths; torch.export and "
-            "torch.compile do not, and disable(model) makes an enabled model stock again"
-        )
+    refuse_tracing()
     if not isinstance(query, torch.Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
     tensors = AttentionTensors(query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c)
