@@ -27,7 +27,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, a sixteenth of the cases of every test, and those that notice known faults, in five minutes: before a pull request
+test: setup ## a sixteenth of the cases of every quick test, and those that notice known faults: before a pull request, after make lint
 	$(MAKE) suite SHARE=16
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
