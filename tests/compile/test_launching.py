@@ -19,7 +19,7 @@ from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionTensors
 from triton_relattn.kernels import backward as of_backward
 from triton_relattn.kernels import forward as of_forward
-from triton_relattn.kernels import launching
+from triton_relattn.kernels import launching, workspace
 
 SHAPE = (2, 2, 32, 64)
 POSITIONS = RelativePositions(-31, 31)
@@ -169,6 +169,15 @@ def test_lengths_are_told_apart(searches: list[str]) -> None:
     first = [of(length) for length in lengths]
     assert [of(length) for length in lengths] == first
     assert len({launches[0][0] for launches in first}) > 1
+
+
+def test_parts_share_a_kernel(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a call differ in where they begin, which no kernel is compiled for."""
+    monkeypatch.setenv(workspace.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
+    query = torch.zeros(400, 2, 64, 64, dtype=torch.bfloat16)
+    tables = {"rel_key": torch.zeros(127, 64, dtype=torch.bfloat16)}
+    launches = launched("sm_90", {**dict.fromkeys(("query", "key", "value"), query), **tables}, WANTED["all"])
+    assert len(searches) == len({kernel for kernel, *_ in launches}) < len(launches) / 2
 
 
 @pytest.mark.thorough

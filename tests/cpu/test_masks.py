@@ -12,7 +12,7 @@ import torch
 from tests.blind import BATCH, BLIND, KEYS, QUERIES
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
 from triton_relattn import RelativePositions
-from triton_relattn._core.within import within
+from triton_relattn._core.within import tolerance_of, within
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")
@@ -92,12 +92,12 @@ def test_float32_mask_of_finfo_min_in_low_precision(dtype: torch.dtype, block_si
 
 
 def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within 20 units in the last place of the norm, element by element for numbers too large for one."""
+    """By tolerance_of, relative to the norm, or element by element for numbers too large for one."""
     if float(expected.abs().max()) > 1e30:
-        within(name, (actual.double() - expected).abs(), 20 * torch.finfo(actual.dtype).eps * expected.abs())
+        within(name, (actual.double() - expected).abs(), tolerance_of(actual.dtype) * expected.abs())
     else:
         error = float((actual.double() - expected).norm())
-        within(name, error, 20 * torch.finfo(actual.dtype).eps * float(expected.norm()))
+        within(name, error, tolerance_of(actual.dtype) * float(expected.norm()))
 
 
 WINDOWS = ((-1, -1), (0, 0), (3, -1), (-1, 2), (4, 1))

@@ -15,7 +15,7 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from . import configs
 from .architectures import architecture_of
 from .fitting import DoesNotFit, Place, current
-from .launching import description, launch
+from .launching import as_compiled, description, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
@@ -378,7 +378,7 @@ class Call:
         if config.max_registers is not None:
             every["maxnreg"] = config.max_registers
         try:
-            launch(kernel, programs, every, (*self.likeness, config, *description(arguments.values())))
+            launch(kernel, programs, every, (*self.likeness, config, *description(as_compiled(kernel, arguments))))
         except OutOfResources as error:
             if name not in self.selected:
                 raise

@@ -42,6 +42,16 @@ def description(arguments: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def as_compiled(kernel: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Return arguments as Triton compiles the kernel for them: of numbers that it does not specialize only their type. There are
+    as many of these as parts of a call."""
+    general, found = getattr(kernel, "do_not_specialize", ()), []
+    for name, each in arguments.items():
+        has_32_bits = type(each) is int and -(2**31) <= each < 2**31
+        found.append("i32" if has_32_bits and name in general else each)
+    return found
+
+
 def launch(kernel: Any, programs: tuple[int, ...], arguments: dict[str, Any], likeness: tuple[Any, ...]) -> None:
     """Launch a kernel as ``kernel[programs](**arguments, **LAUNCH_OPTIONS)`` does.
 
