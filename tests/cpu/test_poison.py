@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
+from tests.conftest import THREADS
 from triton_relattn._core import dtypes
 
 
@@ -40,4 +42,4 @@ def test_others_get_what_they_ask_for() -> None:
 
 
 def test_one_thread() -> None:
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == int(os.environ.get(THREADS, 1))
