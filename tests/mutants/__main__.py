@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None, runner: Runner | None = None, c
     parser.add_argument("--list", action="store_true", help="the faults, and what each does wrong")
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="as many at a time (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="only the tests most likely to notice")
-    parser.add_argument("--share", metavar="N", type=int, default=1, help="one in N of the cases of each test; make test has 8")
+    parser.add_argument("--share", metavar="N", type=int, default=1, help="one in N of the cases of each test; make test has 16")
     parser.add_argument("--record", action="store_true", help="write the tests that noticed to tests/mutants/witnesses.csv")
     options = parser.parse_args(arguments)
     names = [fault.name for fault in catalogue] if options.only is None else options.only.split(",")
