@@ -18,8 +18,8 @@ from triton_relattn import RelativePositions, kernels
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionTensors
 from triton_relattn.kernels import backward as of_backward
+from triton_relattn.kernels import deltas, launching, workspace
 from triton_relattn.kernels import forward as of_forward
-from triton_relattn.kernels import launching, workspace
 
 SHAPE = (2, 2, 32, 64)
 POSITIONS = RelativePositions(-31, 31)
@@ -248,3 +248,12 @@ def test_every_group_is_described() -> None:
                 of_forward.Call(each, spec, arch="sm_90").fixed.likeness for each in (tensors, tensors._replace(**{field: other}))
             ]
             assert likeness[0] is not likeness[1], (name, field)
+
+
+def test_any_number_of_sequences() -> None:
+    """A GPU takes 65,535 programs in the second and third dimension of a launch."""
+    out = torch.zeros(70_000, 1, 2, 16, dtype=torch.bfloat16)
+    with recorded_launches("sm_90") as launches:
+        deltas.launch_delta(out, out.to(torch.int8), out, None, torch.zeros(70_000, 1, 2), 16)
+    (launch,) = launches
+    assert launch.grid[0] == 70_000 and max(launch.grid[1:], default=1) == 1

@@ -62,8 +62,12 @@ def delta_kernel(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Compute deltas [B, H, Nq] of BLOCK_M queries of a head. d_lses, zeros, may be None. Grid: (query blocks, heads, batch)."""
-    row_start, head, entry = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    """Compute deltas [B, H, Nq] of BLOCK_M queries of a head. d_lses, zeros, may be None.
+
+    Grid: (batch * query blocks, heads): a GPU takes 2**31 programs in the first dimension, and 65,535 in others.
+    """
+    blocks = tl.cdiv(num_queries, BLOCK_M)
+    row_start, head, entry = tl.program_id(0) % blocks * BLOCK_M, tl.program_id(1), tl.program_id(0) // blocks
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
     valid_m = offs_m < num_queries
@@ -98,4 +102,4 @@ def launch_delta(
         "BLOCK_WIDTH": block_width,
         "BLOCK_M": BLOCK_M,
     }
-    launch(delta_kernel, (cdiv(num_queries, BLOCK_M), heads, batch), arguments, description(arguments.values()))
+    launch(delta_kernel, (batch * cdiv(num_queries, BLOCK_M), heads), arguments, description(arguments.values()))

@@ -51,9 +51,10 @@ def merge_kernel(
 ):
     """Merge out [B, splits * H, Nq, Dv] and softmax_stats [B, splits * H, 2, Nq] of the splits into out, lse and softmax_stats.
 
-    Grid: (query blocks, heads, batch).
+    Grid: (batch * query blocks, heads).
     """
-    row_start, head, entry = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    blocks = tl.cdiv(num_queries, BLOCK_M)
+    row_start, head, entry = tl.program_id(0) % blocks * BLOCK_M, tl.program_id(1), tl.program_id(0) // blocks
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = row_start + tile_m
     valid_m = offs_m < num_queries
@@ -120,4 +121,4 @@ def launch_merge(
         "BLOCK_WIDTH": call.shape.block_dv,
         "BLOCK_M": BLOCK_M,
     }
-    launch(merge_kernel, (cdiv(queries, BLOCK_M), heads, entries), arguments, description(arguments.values()))
+    launch(merge_kernel, (entries * cdiv(queries, BLOCK_M), heads), arguments, description(arguments.values()))
