@@ -42,7 +42,7 @@ anything = st.one_of(
 )
 
 
-@settings(same_each_time, max_examples=60)
+@settings(same_each_time, max_examples=100)
 @given(anything, anything, st.sampled_from(["clamp", "zero", "error"]) | anything)
 def test_positions(first: Any, last: Any, outside: Any) -> None:
     """Either they hold what was given, or a documented error says why not."""

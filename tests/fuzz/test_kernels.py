@@ -22,9 +22,10 @@ def check_applicable(case: Broken) -> None:
         assume(False)
 
 
-def test_calls() -> None:
+@pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
+def test_calls(seeds: range) -> None:
     """out, lse and the gradients asked for are right, and the call leaves no trace."""
-    explore(cases(kernels=True), check, range(10))
+    explore(cases(kernels=True), check, seeds)
 
 
 SMALL: dict[str, Any] = {"implementation": "triton", "blocks": 1, "batch": 2, "num_queries": 20, "num_keys": 20}
@@ -56,6 +57,7 @@ def test_calls_that_went_wrong(name: str) -> None:
     check(KNOWN[name])
 
 
-def test_broken_calls() -> None:
+@pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
+def test_broken_calls(seeds: range) -> None:
     """Refused by a documented error, or in fact valid, and right."""
-    explore(broken(kernels=True), check_applicable, range(10))
+    explore(broken(kernels=True), check_applicable, seeds)

@@ -67,17 +67,29 @@ def _why_not_triton(
     return None
 
 
-def _why_not_on_a_grid(device: torch.device) -> str | None:
-    """Return why a GPU may get wrong numbers for attention on a grid, with what to do about it; None if it does not."""
+def _triton_version() -> tuple[int, ...] | None:
+    """Return major, minor and patch of Triton; None if its name has no such numbers."""
     import triton
 
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", triton.__version__)
-    if found is None or tuple(map(int, found.groups())) >= WITH_FENCES or device.type != "cuda" or torch.version.hip is not None:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", triton.__version__)
+    return None if found is None else tuple(int(each or 0) for each in found.groups())
+
+
+def lacks_fences() -> bool:
+    """Return whether Triton leaves out most fences on Hopper between stores to shared memory and products that read it."""
+    version = _triton_version()
+    return version is not None and version < WITH_FENCES
+
+
+@untraced
+def _why_not_on_a_grid(device: torch.device) -> str | None:
+    """Return why a GPU may get wrong numbers for attention on a grid, with what to do about it; None if it does not."""
+    if device.type != "cuda" or torch.version.hip is not None or not lacks_fences():
         return None
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return (
-        f"on Hopper, Triton {triton.__version__} leaves out fences that attention on a grid needs; install a torch that brings "
+        "on Hopper, this version of Triton leaves out fences that attention on a grid needs; install a torch that brings "
         f"{'.'.join(map(str, WITH_FENCES))} or newer"
     )
 
@@ -94,8 +106,8 @@ def _untested_triton() -> str | None:
     """Return the version of Triton if it is newer than the newest that the kernels were tested with; else None."""
     import triton
 
-    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
-    is_newer = found is not None and tuple(map(int, found.groups())) > NEWEST_TRITON
+    version = _triton_version()
+    is_newer = version is not None and version[:2] > NEWEST_TRITON
     return triton.__version__ if is_newer else None
 
 
