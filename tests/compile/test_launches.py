@@ -330,14 +330,14 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
         assert launch.grid == ((programs,) if splits == 1 else (programs, splits)), launch.grid
     elif launch.name == "delta":
         entries, _, queries, _ = launch["outs"][0].shape
-        assert launch.grid == (-(-queries // launch["BLOCK_M"]), heads, entries), launch.grid
+        assert launch.grid == (entries * -(-queries // launch["BLOCK_M"]), heads), launch.grid
     elif launch.name == "dq_words":  # blocks of queries that are eight apart
         items = launch["words"][0].shape[1]
         assert launch.grid[0] % (8 * -(-num_queries // (8 * launch["TILE"].block_m))) == 0, launch.grid
         assert launch.grid[0] <= items * 8 * -(-num_queries // (8 * launch["TILE"].block_m)), launch.grid
     elif launch.name == "merge":
         entries, _, queries, _ = launch["outs"][0].shape
-        assert launch.grid == (-(-queries // launch["BLOCK_M"]), heads, entries), launch.grid
+        assert launch.grid == (entries * -(-queries // launch["BLOCK_M"]), heads), launch.grid
     elif launch.name == "dkv":
         parts = [each for each in launches if each.name == "dkv"]
         assert sum(each.grid[0] for each in parts) == blocks(num_keys, "block_n") * sequences * key_heads, launch.grid
