@@ -19,7 +19,7 @@ import triton
 
 from triton_relattn.kernels import configs
 from triton_relattn.kernels.architectures import ARCHITECTURES
-from triton_relattn.kernels.tile_config import OF_QUERY, OF_TABLES
+from triton_relattn.kernels.tile_config import WITHOUT_BANDS
 
 from .cases.attention import DTYPES
 from .cases.configurations import TILE_COLUMNS, own_tile
@@ -28,7 +28,7 @@ from .cases.features import call as call_with
 from .compiled import (
     Resources,
     compiled,
-    is_launched,
+    launched,
     matrix_instructions,
     resources,
     selected,
@@ -78,7 +78,8 @@ class KernelCase:
     @property
     def exists(self) -> bool:
         """Whether the call can need the kernel."""
-        return is_launched(self.kernel, self.target, *self.call)
+        names = launched(self.target, *self.call)
+        return self.kernel in names or self.kernel == "dq"  # which shorter calls need
 
     @property
     def plain(self) -> KernelCase:
@@ -134,7 +135,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
-        if case.kernel not in (*OF_TABLES, OF_QUERY):
+        if case.kernel not in (*WITHOUT_BANDS, "dp2c"):
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:

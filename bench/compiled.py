@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -27,16 +28,14 @@ from triton.runtime.jit import JITFunction
 
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors
-from triton_relattn._core.tails import rows_of_tail, wants_tail
-from triton_relattn.kernels import configs, grids, workspace
+from triton_relattn.kernels import configs, grids
 from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.grid_call import GridCall
-from triton_relattn.kernels.tile_config import OF_QUERY, OF_TABLES, OF_WORDS
 
-from .cases.configurations import has_table_of, way_of
+from .cases.configurations import kernels_of
 
 HOOK_IS_IN_KEYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton's caches tell apart what was compiled with a hook in its pipeline."""
@@ -90,6 +89,11 @@ class Launch:
     def name(self) -> str:
         """Return the kernel's name without its ending: "forward", "dq", ..."""
         return self.kernel.metadata.name.removesuffix("_kernel")
+
+
+def _torch_for(target: str) -> Any:
+    """Within, torch says that it is built for the target's GPUs."""
+    return mock.patch.object(torch.version, "hip", "6.4" if gpu_target(target).backend == "hip" else None)
 
 
 def _without_assembler(*pipeline: Any) -> tuple[str, str] | None:
@@ -152,7 +156,8 @@ def recorded_launches(
     if not assembled and HOOK_IS_IN_KEYS:
         triton.knobs.runtime.add_stages_inspection_hook = _without_assembler
     try:
-        yield launches
+        with _torch_for(target):
+            yield launches
     finally:
         JITFunction.run = compile_and_launch
         triton.knobs.runtime.add_stages_inspection_hook = pipeline_hook
@@ -173,14 +178,14 @@ def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, 
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
-def is_launched(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> bool:
-    """Whether a call, all of whose gradients are wanted, can need one of configs.KERNELS."""
-    if kernel not in (*OF_TABLES, OF_QUERY):
-        return True
+def launched(target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> list[str]:
+    """The kernels of configs.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta"."""
     if isinstance(tensors, GridTensors):
-        return False
-    has_words = kernel not in (*OF_WORDS, OF_QUERY) or workspace.why_not(Call(tensors, spec, arch=target), tensors) is None
-    return has_words and (wants_tail(tensors, spec) if kernel == OF_QUERY else has_table_of(kernel, tensors))
+        return ["forward", "dq", "dkv"]
+    call = Call(tensors, spec, arch=target)
+    tiles = {kernel: call.tile(kernel) for kernel in configs.KERNELS}
+    with _torch_for(target):
+        return kernels_of("forward+backward", call, tensors, spec, tiles, architecture_of(target).multiprocessors)
 
 
 def compiled(
@@ -196,16 +201,15 @@ def compiled(
     """
     of_grid = isinstance(tensors, GridTensors)
     tiles = None if config is None else {kernel: config}
-    with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches, way_of(kernel):
+    with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches:
         out, softmax_stats = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
         if kernel == "forward":
             grids.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
         elif of_grid:
             grids.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
         else:
-            tail = rows_of_tail(tensors.value.shape[3]) if kernel == OF_QUERY else 0
-            softmax_stats = torch.empty(*tensors.query.shape[:2], 2 + tail, tensors.query.shape[2])
-            backward(out, None, out, softmax_stats, tensors, spec, tiles=tiles)
+            residual = None if kernel == "dq" else out  # the dq kernel is that of calls without one
+            backward(out, None, out, softmax_stats, tensors, spec, tiles=tiles, residual=residual)
     return launches[0].kernel
 
 

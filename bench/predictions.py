@@ -2,6 +2,11 @@
 
 A row has the milliseconds and TFLOP/s of a kernel or call on an H100, the configurations, and the version of Triton that has
 compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes a few minutes.
+
+In a prediction are: the loops' cycles with as many programs at once as there are; the parts of a workspace, each with its waves
+of programs, the last of which may leave multiprocessors idle; tiles that are partly empty; dS, which goes to memory once and
+comes back once for each kernel that reads it; L2 at 5.5 TB/s, the low end of what is published. Not in it are: launches and the
+gaps between them, what comes before and after the loops, walks of different length, spilled registers that miss L1.
 """
 
 from __future__ import annotations
@@ -18,16 +23,17 @@ from typing import Any
 
 import triton
 
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call, cdiv
+from triton_relattn.kernels.bwd_dtable import fitted
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.tile_config import OF_QUERY, OF_TABLES
-from triton_relattn.kernels.words import queries_apart
+from triton_relattn.kernels.stored import queries_apart, rows_of_program
 
 from .cases.attention import CLIPPED, Case
 from .cases.configurations import kernels_of, own_tile, shown
 from .cases.methods import OURS
 from .compiled import compiled
+from .cycles.calls import STORED
 from .cycles.calls import cycles_of as cycles_for_scores
 from .cycles.machine import MACHINES
 from .cycles.predict import SCORES, Prediction, near_share, predict
@@ -38,6 +44,7 @@ from .report.rows import ROOT, in_one_line, read
 from .verbs.options import add_jobs
 
 TARGET = "sm_90"
+MACHINE = replace(MACHINES[TARGET], l2_terabytes=5.5)
 PATH = ROOT / "bench" / "predictions.csv"
 KEYS = ("verb", "case", "method", "direction", "config")
 COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "target", "triton")
@@ -115,52 +122,97 @@ def wanted() -> Iterator[Wanted]:
                 yield Wanted("speed", case, has_table, direction, default_kernels(case, has_table, direction))
 
 
-def cycles_of(kernel: Kernel) -> tuple[Prediction | None, str]:
-    """Return what the model says of a kernel, or why it says nothing."""
+def cycles_of(kernel: Kernel) -> tuple[list[Prediction], str]:
+    """Return what the model says of a kernel, of which a multiprocessor has one program, two, ... as many as fit; if it says
+    nothing, why."""
     try:
         call = kernel.case.resolved(kernel.case.empty(), kernel.has_table)
-        code = compiled(kernel.name, TARGET, *call, kernel.config)
-        return predict(code, *own_tile(kernel.name, kernel.config)), ""
+        code, tile = compiled(kernel.name, TARGET, *call, kernel.config), own_tile(kernel.name, kernel.config)
+        most = predict(code, *tile, MACHINE)
+        assert most is not None, "there is no model"
+        fewer = [predict(code, *tile, MACHINE, programs) for programs in range(1, most.programs)]
+        return [*(each for each in fewer if each is not None), most], ""
     except Exception as error:
-        return None, in_one_line(error)
+        return [], in_one_line(error)
 
 
-def seconds_of(kernel: Kernel, found: Prediction) -> float:
-    """How long a kernel takes: the tiles that it visits, and multiprocessors that wait for the last one of them.
-
-    Nothing else is in it: no launch, nothing before or after the loops.
-    """
-    case, machine, config = kernel.case, MACHINES[TARGET], kernel.config
+def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
+    """Return how long a kernel takes. found: as of cycles_of. The module's docstring says what is in it."""
+    case, config = kernel.case, kernel.config
     length, heads = case.length, case.batch * case.heads
-    # Queries of a block of OF_QUERY are spread; between the first and the last of them its walks have keys of neither.
-    spread = queries_apart(16) if kernel.name == OF_QUERY else 1
-    span = spread * config.block_m
+    if kernel.name == "dtable":
+        scores = heads * table_scores(case, config)
+        cycles = scores / SCORES * found[-1].cycles
+        pairs = length * min(length, table_rows(case)) * (0.5 if case.is_causal and case.rows is None else 1.0)
+        apart = queries_apart(16)
+        overlap = config.block_n / rows_of_program(config.block_n, apart)
+        return float(max(cycles, heads * pairs * overlap * STORED / MACHINE.memory_rate) / MACHINE.cycles_per_second)
+    # Queries of a block of dq_from_ds are spread; its walk has relative positions beyond those of each of them.
+    span = config.block_m * (queries_apart(16) if kernel.name == "dq_from_ds" else 1)
     near = 1.0
     if kernel.has_table and case.rows is not None:
         last = min(case.positions.last, 0) if case.is_causal else case.positions.last
         keys = length // 2 if case.is_causal else length
         near = near_share(case.positions.first, last, keys, config.block_m, config.block_n)
+    rows, columns = cdiv(length, span) * span, cdiv(length, config.block_n) * config.block_n
+    scores_of_head = length * (length + max(span, config.block_n)) / 2 if case.is_causal else rows * columns
+    if kernel.name == "dq_from_ds":
+        scores_of_head *= 1 + span / length
+    programs_of_head = columns // config.block_n if kernel.name == "dkv" else rows // config.block_m
+    parts = [heads * programs_of_head]
+    if kernel.name == "dkv" and kernel.has_table:
+        tensors, spec = case.resolved(case.empty(), True)
+        call = Call(tensors, spec, arch=TARGET)
+        tiles = {"dq": call.tile("dq"), "dkv": config}
+        plan = workspace.plan(call, tensors, spec, tiles, MACHINE.multiprocessors)
+        assert plan is not None
+        group = case.heads // (case.key_heads or case.heads)
+        parts = [(part.stop_program - part.first_program) * group for part in plan.parts]
+    turns = scores_of_head / programs_of_head / SCORES
+    cycles = 0.0
+    for programs in parts:
+        waves, rest = divmod(programs, MACHINE.multiprocessors * len(found))
+        cycles += waves * len(found) * turns * loop_cycles(kernel, found[-1], near)
+        if rest:
+            at_once = cdiv(rest, MACHINE.multiprocessors)
+            cycles += at_once * turns * loop_cycles(kernel, found[at_once - 1], near)
+    return float(cycles * MACHINE.multiprocessors / MACHINE.cycles_per_second)
+
+
+def loop_cycles(kernel: Kernel, prediction: Prediction, near: float) -> float:
+    """Return the cycles of a multiprocessor for SCORES; reading dS takes as long as it comes from memory."""
+    return cycles_for_scores(kernel.name, prediction, near)
+
+
+def table_rows(case: Case) -> int:
+    """Return how many rows of a table are summed, with those of near keys beyond a bounded one."""
+    first, last = case.positions.first, case.positions.last
     if case.is_causal:
-        scores = length * (length + max(span, config.block_n)) / 2
-        uneven = 1.0
-    else:
-        rows, columns = spread * cdiv(length, span), cdiv(length, config.block_n)
-        scores = rows * config.block_m * columns * config.block_n
-        if kernel.name == OF_QUERY:  # in one of its two walks
-            scores *= 1 + span / length / 2
-        programs = heads * (columns if kernel.name == "dkv" else rows) / machine.multiprocessors
-        uneven = 1.0 if kernel.name in OF_TABLES else math.ceil(programs) / programs
-    cycles = cycles_for_scores(kernel.name, found, near)
-    return float(heads * scores / SCORES * cycles * uneven / machine.cycles_per_second)
+        last = min(last, 0)
+    return last - first + 1
 
 
-def row_of(what: Wanted, known: Mapping[Kernel, Prediction]) -> dict[str, Any] | None:
+def table_scores(case: Case, config: TileConfig) -> float:
+    """Return how many scores the dtable kernel takes of a head, with those of empty places in its tiles."""
+    apart, first = queries_apart(16), case.positions.first
+    config = fitted(config, case.length, 16)
+    step, turns = rows_of_program(config.block_n, apart), 0
+    for lowest in range(first, first + table_rows(case), step):
+        for relative in range(lowest - apart + 1, lowest + 1):
+            start = max(-relative - (config.block_n - 1), 0) // apart * apart
+            stop = min(case.length, case.length - relative)
+            turns += cdiv(max(stop - start, 0), config.block_m * apart)
+    return float(turns * config.block_m * step)
+
+
+def row_of(what: Wanted, known: Mapping[Kernel, Sequence[Prediction]]) -> dict[str, Any] | None:
     """Columns of the file; None if one of the kernels is not known."""
     found = [known.get(kernel.representative) for kernel in what.kernels]
-    predictions = [prediction for prediction in found if prediction is not None]
-    if len(predictions) < len(found):
+    every = [each for each in found if each]
+    if len(every) < len(found):
         return None
-    seconds = sum(seconds_of(kernel, each) for kernel, each in zip(what.kernels, predictions, strict=True))
+    seconds = sum(seconds_of(kernel, each) for kernel, each in zip(what.kernels, every, strict=True))
+    predictions = [each[-1] for each in every]
     far = [each.far_cycles for each in predictions if each.far_cycles is not None]  # the dtable kernel does not go there
     direction = "forward" if what.direction == "forward kernel" else what.direction
     is_whole = direction in timing.DIRECTIONS
@@ -223,10 +275,10 @@ def run(options: argparse.Namespace) -> int:
         return 2
     every = {what.key: what for what in wanted()}
     kernels = list(dict.fromkeys(kernel.representative for what in every.values() for kernel in what.kernels))
-    known: dict[Kernel, Prediction] = {}
+    known: dict[Kernel, list[Prediction]] = {}
     with processes(options.jobs) as map_all:
         for kernel, (found, problem) in zip(progress(kernels, str), map_all(cycles_of, kernels), strict=True):
-            if found is None:
+            if not found:
                 print(f"{kernel}: {problem}")
             else:
                 known[kernel] = found

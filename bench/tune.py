@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from triton_relattn._core import tails
+from triton_relattn._core import residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
 from triton_relattn.kernels.architectures import ARCHITECTURES
@@ -27,13 +27,12 @@ from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile_config import OF_QUERY
 
 from .cases import attention as cases
 from .cases.attention import Case
 from .cases.configurations import TILE_COLUMNS, WANTED, own_tile, shown
 from .compile import counts
-from .compiled import compiled, is_launched, resources, way_of
+from .compiled import compiled, launched, resources
 from .cycles.predict import near_share, predict
 from .measure import timing
 from .measure.processes import processes
@@ -44,7 +43,7 @@ from .verbs import verify
 from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
 
 COLUMNS = (
-    *("kernel", "arch", "dtype", "width", "coverage", "is_causal", "term_set", "length_bucket", "case", "status"),
+    *("arch", *profiles.Conditions._fields, "case", "status"),
     *(*TILE_COLUMNS, "is_default", "is_chosen"),
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
@@ -70,9 +69,9 @@ class Task:
         return Call(*self.case.resolved(self.case.empty(), self.has_table), arch=self.arch)
 
     @property
-    def key(self) -> profiles.Key:
+    def conditions(self) -> profiles.Conditions:
         call = self.call
-        return configs.profile_key(self.kernel, *call.kind, call.length)
+        return configs.conditions(self.kernel, call.kind, call.length)
 
     @property
     def default(self) -> TileConfig:
@@ -120,27 +119,29 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
     return row
 
 
-def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and softmax_stats."""
-    return forward(tensors, spec, keeps_tail=tails.wants_tail(tensors, spec))[::2]
+def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return out, softmax_stats and the residual of out."""
+    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors, spec))
+    return out, softmax_stats, kept
 
 
 def run_kernel(
     task: Task, tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, saved: Sequence[Any], config: TileConfig
 ) -> list[torch.Tensor]:
-    """Run a kernel in a configuration and return its results. saved: out and softmax_stats of the forward."""
+    """Run a kernel in a configuration and return its results. saved: as run_forward returns it."""
     if task.kernel == "forward":
         return list(forward(tensors, spec, config)[:2])
     wanted = [name in WANTED[task.kernel] for name in DIFFERENTIABLE]
-    with way_of(task.kernel):
-        gradients = backward(d_out, None, *saved, tensors, spec, wanted, {task.kernel: config})
+    *of_forward, kept = saved
+    kept = None if task.kernel == "dq" else kept
+    gradients = backward(d_out, None, *of_forward, tensors, spec, wanted, {task.kernel: config}, residual=kept)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 @cache
 def _small_call(task: Task, device: str) -> tuple[Any, ...]:
     """A short call of the same kind: its tensors, and the exact results of the kernel."""
-    length = tails.FEWEST_QUERIES if task.kernel == OF_QUERY else CHECKED_LENGTH
+    length = residual.FEWEST_QUERIES if task.kernel == "dq_from_ds" else CHECKED_LENGTH
     case = task.case.resized(min(length, task.case.length), batch=min(2, task.case.batch))
     inputs, d_out = case.inputs(device)
     tensors, spec = case.resolved(inputs, task.has_table)
@@ -215,31 +216,32 @@ def tune(task: Task, options: argparse.Namespace, compile_all: Any, results: Tab
     chosen = best_of(rows)
     others = [index for index in range(len(tiles)) if index not in order]
     for number, index in enumerate([*order, *others]):
-        row = {**asdict(task.key), "case": str(task.case), **asdict(tiles[index]), **found[index]}
+        row = {"arch": task.arch, **task.conditions._asdict(), "case": str(task.case), **asdict(tiles[index]), **found[index]}
         row |= {"is_default": index == 0, "is_chosen": number == chosen, "verified": "no" if options.no_verify else "yes"}
         results.add(row)
     if chosen is not None:
-        entry = profiles.Entry(ranked[chosen], True, rows[chosen]["p50_ms"], rows[0].get("p50_ms"))
-        profiles.save(options.profile, {task.key: entry}, **{name: results.stamp[name] for name in STAMP if name != "threads"})
-        profiles.forget()
+        tuned = profiles.Row(task.conditions, ranked[chosen], rows[chosen]["p50_ms"], rows[0].get("p50_ms"))
+        provenance = {name: results.stamp[name] for name in STAMP if name != "threads"}
+        profiles.save(options.profile, task.arch, [tuned], **provenance)
+        configs.forget()
 
 
 def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[Task]:
-    """One for every key of a profile; the first case of a key stands for all."""
-    tasks: dict[profiles.Key, Task] = {}
+    """One for every row that a profile can have; the first case of a row stands for all."""
+    tasks: dict[profiles.Conditions, Task] = {}
     for case in chosen:
         for has_table in (True, False):
             for kernel in kernels:
-                if is_launched(kernel, arch, *case.resolved(case.empty(), has_table)):
+                if kernel in launched(arch, *case.resolved(case.empty(), has_table)) or kernel == "dq":
                     task = Task(case, has_table, kernel, arch)
-                    tasks.setdefault(task.key, task)
+                    tasks.setdefault(task.conditions, task)
     return list(tasks.values())
 
 
 def unknown(tasks: Sequence[Task], profile: Path) -> list[Task]:
-    """Return the tasks that a profile does not have yet."""
-    known = profiles.load(profile)
-    return [task for task in tasks if task.key not in known]
+    """Return the tasks that a profile does not have yet; all are of one architecture."""
+    known = {row.conditions for row in profiles.load(profile, tasks[0].arch)} if tasks else set()
+    return [task for task in tasks if task.conditions not in known]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -300,13 +302,13 @@ def run(options: argparse.Namespace) -> int:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each kernel: its default, and the best, by time or else by what it is ranked by."""
     body = []
-    by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    by_task: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        by_key.setdefault(tuple(row[name] for name in COLUMNS[:9]), []).append(row)
-    for of_key in by_key.values():
-        default = next(row for row in of_key if row["is_default"])
-        usable = [row for row in of_key if row["status"] == "ok" and row["instructions_per_score"]]
-        best = next((row for row in of_key if row["is_chosen"]), min(usable, key=cost, default=default))
+        by_task.setdefault(tuple(row[name] for name in COLUMNS[: COLUMNS.index("status")]), []).append(row)
+    for of_task in by_task.values():
+        default = next(row for row in of_task if row["is_default"])
+        usable = [row for row in of_task if row["status"] == "ok" and row["instructions_per_score"]]
+        best = next((row for row in of_task if row["is_chosen"]), min(usable, key=cost, default=default))
         what = next((name for name in ("p50_ms", "cycles") if best[name]), "instructions_per_score")
         tiles = (shown(TileConfig(*(row[field.name] for field in fields(TileConfig)))) for row in (default, best))
         values = (str(row[what] or row["status"]) for row in (default, best))

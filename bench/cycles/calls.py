@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from triton_relattn.kernels.configs import KERNELS, PROGRAMS_PER_MULTIPROCESSOR
-from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY, OF_TABLES, OF_WORDS
+from triton_relattn.kernels.configs import KERNELS
 
 from ..cases.features import GRIDS
 from ..compile import KernelCase
@@ -17,10 +16,11 @@ from .machine import Machine
 from .predict import SCORES, Prediction
 
 FORWARD, BACKWARD = KERNELS[:1], KERNELS[1:]
-"""Kernels of a direction. A call with a workspace has OF_WORDS instead of the dtable and dp2c kernels."""
+"""Kernels of a direction."""
+OF_TABLES = ("dtable", "dp2c")
 PRODUCTS = {FORWARD: 2, BACKWARD: 5}
 """Products that FlashAttention counts."""
-WORD, SUM = 2, 4  # bytes of a dS in 16 bits and of an element of a partial sum
+STORED = 2  # bytes of a dS in 16 bits
 
 
 def of_call(
@@ -31,33 +31,32 @@ def of_call(
     call: whatever its kernel. far: of scores beyond a bounded table, which no kernel of OF_TABLES visits.
     """
     total = 0.0
-    has_workspace = any(replace(call, kernel=kernel) in found for kernel in OF_WORDS)
-    has_query_words = not far and replace(call, kernel=OF_QUERY) in found
-    has_p2c = any(replace(call, kernel=kernel) in found for kernel in OF_P2C)
+    has_tables = not call.features.startswith("none") and call.features not in GRIDS
+    query_from_ds = not far and replace(call, kernel="dq_from_ds") in found
     for kernel in kernels:
-        if kernel in OF_TABLES and (far or call.features in GRIDS or call.features.startswith("none")):
+        if kernel in OF_TABLES and (far or not has_tables):
             continue
-        if kernel in OF_TABLES and (kernel in OF_WORDS) != has_workspace:
+        if kernel == "dp2c" and replace(call, kernel="dp2c") not in found:
             continue
-        if kernel in OF_P2C and not has_p2c:
-            continue
-        if (kernel == OF_QUERY and not has_query_words) or (kernel == "dq" and has_query_words):
+        if kernel == ("dq" if query_from_ds else "dq_from_ds"):
             continue
         prediction = found.get(replace(call, kernel=kernel))
         if prediction is None or (far and prediction.far_cycles is None):
             return None
-        total += cycles_of(kernel, prediction, 0.0 if far else 1.0)
+        # rel_value beside rel_key: the dtable kernel runs once with dS and once with P.
+        times = 2 if kernel == "dtable" and call.features.split()[0] in ("shaw", "vits") else 1
+        total += times * cycles_of(kernel, prediction, 0.0 if far else 1.0)
     return total
 
 
 def cycles_of(kernel: str, prediction: Prediction, near: float) -> float:
-    """Return the cycles of a kernel if a share ``near`` of the tiles lie near the diagonal. Loops that read words (OF_QUERY has
-    two) are no faster than these come from memory."""
-    words = moved(SCORES * WORD, prediction.machine)
-    if kernel == OF_QUERY:
-        return sum(max(loop.cycles, words) for loop in prediction.loops)
+    """Return the cycles of a kernel if a share ``near`` of the tiles lie near the diagonal. A loop that reads dS is no faster
+    than it comes from memory, once also for the two products of dq_from_ds: one reads what the other has just read."""
+    from_memory = moved(SCORES * STORED, prediction.machine)
+    if kernel == "dq_from_ds":
+        return max(prediction.cycles, from_memory)
     if kernel in OF_TABLES:
-        return near * max(prediction.cycles, words * (kernel in OF_WORDS))
+        return near * max(prediction.cycles, from_memory)
     return prediction.mean_cycles(near)
 
 
@@ -81,34 +80,23 @@ def moved(count: float, machine: Machine) -> float:
     return count / machine.memory_rate
 
 
-def partial_sums(size: Size, machine: Machine, block_n: int) -> float:
-    """Return the bytes of the dtable kernel's partial sums. block_n: rows of the table that a program sums."""
-    rows = 2 * size.length - 1
-    programs = -(-rows // block_n)
-    splits = max(1, min(size.batch * size.heads, PROGRAMS_PER_MULTIPROCESSOR * machine.multiprocessors // programs))
-    return splits * rows * size.head_dim * SUM
-
-
 def workspace(size: Size, machine: Machine, programs: int, block_n: int) -> float:
-    """Return the bytes of words of the keys that one wave of the dkv kernel's programs has: linear in the length."""
-    return machine.multiprocessors * programs * block_n * size.length * WORD
+    """Return the bytes of dS of the keys that one wave of the dkv kernel's programs has: linear in the length."""
+    return machine.multiprocessors * programs * block_n * size.length * STORED
 
 
-def designs(cycles: Mapping[str, float], size: Size, machine: Machine, table_block_n: int) -> dict[str, float]:
+def designs(cycles: Mapping[str, float], machine: Machine) -> dict[str, float]:
     """Return the cycles of the whole backward by design. cycles: of each kernel, as cycles_of gives them.
 
-    * dtable kernel: each partial sum is written and read once. The dkv kernel would be faster without its stores.
-    * table from words: the dkv kernel writes dS as words, the dtable_words kernel reads them. Writing is hidden by the dkv
-      kernel's work, or is not.
-    * query from words, too: the dq_words kernel takes the place of the dq kernel.
+    * query from q.k: the dq kernel computes scores a second time.
+    * query from dS: the dq_from_ds kernel reads what the dkv kernel has stored. Writing is hidden by the dkv kernel's work, or is
+      not.
     """
-    sums = 2 * moved(partial_sums(size, machine, table_block_n), machine) / size.blocks
-    words = moved(SCORES * WORD, machine)
-    rows, columns, diagonals = cycles["dq"], cycles["dkv"], cycles["dtable_words"]
+    stored = moved(SCORES * STORED, machine)
+    tables, keys = cycles["dtable"], cycles["dkv"]
     return {
-        "dtable kernel": rows + columns + cycles["dtable"] + sums,
-        "table from words, writing hidden": rows + max(columns, words) + diagonals,
-        "table from words, writing not hidden": rows + columns + words + diagonals,
-        "query from words, too, writing hidden": cycles[OF_QUERY] + max(columns, words) + diagonals,
-        "query from words, too, writing not hidden": cycles[OF_QUERY] + columns + words + diagonals,
+        "query from q.k, writing hidden": cycles["dq"] + max(keys, stored) + tables,
+        "query from q.k, writing not hidden": cycles["dq"] + keys + stored + tables,
+        "query from dS, writing hidden": cycles["dq_from_ds"] + max(keys, stored) + tables,
+        "query from dS, writing not hidden": cycles["dq_from_ds"] + keys + stored + tables,
     }

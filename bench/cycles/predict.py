@@ -92,23 +92,32 @@ class Prediction:
         return self.cycles if self.far_cycles is None else near * self.cycles + (1 - near) * self.far_cycles
 
 
-def predict(kernel: CompiledKernel, block_m: int, block_n: int, machine: Machine | None = None) -> Prediction | None:
+def predict(
+    kernel: CompiledKernel, block_m: int, block_n: int, machine: Machine | None = None, programs: int | None = None
+) -> Prediction | None:
     """Return what the model says of a kernel whose loops take a tile of block_m x block_n scores in a turn; None without a model.
 
-    machine: instead of the one that the kernel is compiled for, with other figures.
+    Args:
+        machine: instead of the one that the kernel is compiled for, with other figures.
+        programs: that a multiprocessor runs at once, if there are not as many as fit.
     """
     target = kernel.metadata.target
     machine = machine or (MACHINES.get(f"sm_{target.arch}") if target.backend == "cuda" else None)
     if machine is None:
         return None
     products = kernel.asm["ptx"].count("wgmma.commit_group")
-    return of_sass(disassembled(kernel), machine, kernel.metadata.num_warps, kernel.metadata.shared, block_m * block_n, products)
+    return of_sass(
+        disassembled(kernel), machine, kernel.metadata.num_warps, kernel.metadata.shared, block_m * block_n, products, programs
+    )
 
 
-def of_sass(sass: str, machine: Machine, warps: int, shared_bytes: int, scores: int, wgmma_products: int) -> Prediction:
-    """Return what the model says of machine code. scores: of a turn of its loops."""
+def of_sass(
+    sass: str, machine: Machine, warps: int, shared_bytes: int, scores: int, wgmma_products: int, most_programs: int | None = None
+) -> Prediction:
+    """Return what the model says of machine code. scores: of a turn of its loops. most_programs: that there are at once."""
     registers = int(re.findall(r"REG:(\d+)", sass)[0])
     programs = machine.programs_that_fit(warps, registers, shared_bytes)
+    programs = min(programs, most_programs or programs)
     instructions = parse(sass)
     every = sorted(loops(instructions), key=len, reverse=True)
     chosen = [loop for loop in every if any(map(is_matrix, loop))] or every[:1]

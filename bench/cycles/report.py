@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import product
 
 from triton_relattn.kernels import configs
-from triton_relattn.kernels.tile_config import OF_P2C
 
 from ..cases import configurations
 from ..cases.attention import DTYPES
@@ -118,7 +117,7 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
         if case.kernel != "dtable" or not case.features.startswith("full"):
             continue
         kernels = {
-            name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD if name not in OF_P2C
+            name: (replace(case, kernel=name), known.get(replace(case, kernel=name))) for name in BACKWARD if name != "dp2c"
         }
         cycles = {name: cycles_of(name, found, 1.0) for name, (_, found) in kernels.items() if found is not None}
         columns_case, columns = kernels["dkv"]
@@ -126,10 +125,9 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
             continue
         machine, size = MACHINES[case.target], replace(default, head_dim=case.head_dim)
         space = workspace(size, machine, columns.programs, columns_case.config.block_n)
-        for name, value in designs(cycles, size, machine, case.config.block_n).items():
+        for name, value in designs(cycles, machine).items():
             speed = teraflops(value, machine, case.head_dim, PRODUCTS[BACKWARD])
-            memory = f"{space / 2**20:.0f} MiB" if name != "dtable kernel" else ""
             call = f"{name}, {case.target} {case.dtype} {case.head_dim} {case.features}"
-            body.append((call, f"{value:.0f}", f"{speed:.0f}", memory))
+            body.append((call, f"{value:.0f}", f"{speed:.0f}", f"{space / 2**20:.0f} MiB"))
     header = (f"backward of b{default.batch} h{default.heads} n{default.length}", "cycles", "TFLOP/s", "workspace")
     return table(header, body) if body else ""

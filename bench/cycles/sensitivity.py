@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..cases.configurations import own_tile
 from ..compile import KernelCase
 from ..compiled import compiled
 from ..report.text import table
@@ -48,9 +49,8 @@ def predicted_variants(case: KernelCase) -> dict[str, Prediction | None]:
     """Return what the model says of a kernel, for each of VARIED."""
     config, machine = case.config, MACHINES[case.target]
     kernel = compiled(case.kernel, case.target, *case.call, config)
-    return {
-        name: predict(kernel, config.block_m, config.block_n, replace(machine, **changes)) for name, changes in VARIED.items()
-    }
+    tile = own_tile(case.kernel, config)
+    return {name: predict(kernel, *tile, replace(machine, **changes)) for name, changes in VARIED.items()}
 
 
 def shown(found: Mapping[KernelCase, Mapping[str, Prediction | None]]) -> str:

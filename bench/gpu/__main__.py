@@ -11,12 +11,12 @@
     host          what a call costs the host
     repeats       many runs of one call are equal bit for bit
     sanitizer     small calls under compute-sanitizer: memcheck and racecheck
-    tune          a short search for better configurations: profile.json
+    tune          a short search for better configurations: profile.csv
 
 Each part is a process of its own and has its share of the seconds; what one leaves over is for the next. A part that crashes or
 hangs ends nothing else. Lines are printed and rows appended to files as they come; parts of a later run are added. In the end
 there are log.txt, results.csv (times and memory, beside what bench/predictions.csv says), speed.png and memory.png if there is a
-matplotlib, profile.json, and raw.tar.gz with everything else. Exit status: 0, 1 if anything failed or crashed, 2 without a GPU,
+matplotlib, profile.csv, and raw.tar.gz with everything else. Exit status: 0, 1 if anything failed or crashed, 2 without a GPU,
 3 if a part was cut off and none failed, 130 if interrupted. ``--device cpu --tiny`` tests this program with TRITON_INTERPRET=1.
 """
 

@@ -14,17 +14,15 @@ from unittest import mock
 import torch
 
 from bench.cases.configurations import WANTED, shown
-from bench.compiled import way_of
 from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing
-from triton_relattn._core import tails, validation
+from triton_relattn._core import residual, validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY, OF_TABLES
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize
@@ -97,12 +95,12 @@ def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[s
     query, key, value, rel_key = inputs[:4]
     tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
     config = Call(tensors, spec).tile(case.kernel)
-    out, lse, softmax_stats = forward(tensors, spec, keeps_tail=tails.wants_tail(tensors, spec))
+    keeps = residual.keeps_residual(tensors, spec) and case.kernel != "dq"
+    out, lse, softmax_stats, kept = forward(tensors, spec, keeps_residual=keeps)
     if case.kernel == "forward":
         return shown(config), {"out": out, "lse": lse}
     wanted, tiles = [name in WANTED[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
-    with way_of(case.kernel):
-        gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wanted, tiles)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wanted, tiles, residual=kept)
     named = zip(DIFFERENTIABLE, gradients, strict=True)
     return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}
 
@@ -204,7 +202,7 @@ def config_cases(tiny: bool) -> list[Case]:
     batch, heads = (1, 1) if tiny else (2, 2)
 
     def length_of(kernel: str) -> int:
-        return max(45 if tiny else 301, tails.FEWEST_QUERIES if kernel == OF_QUERY else 0)
+        return max(45 if tiny else 301, residual.FEWEST_QUERIES if kernel == "dq_from_ds" else 0)
 
     return [
         Case(table, causal, dtype, width, None, batch, heads, *2 * (length_of(kernel),), kernel=kernel, p2c=p2c)
@@ -214,8 +212,8 @@ def config_cases(tiny: bool) -> list[Case]:
         for table in TABLES
         for kernel in configs.KERNELS
         for p2c in (False, True)
-        if (table == "full" if p2c else kernel not in OF_P2C and (table != "none" or kernel not in OF_TABLES))
-        if table == "full" or kernel != OF_QUERY
+        if (table == "full" if p2c else kernel != "dp2c" and (table != "none" or kernel != "dtable"))
+        if table == "full" or kernel != "dq_from_ds"
     ]
 
 

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from bench.cases.attention import Case
-from bench.cases.configurations import shown, way_of
+from bench.cases.configurations import shown
 from bench.cases.methods import OURS
 from bench.measure import timing
 from bench.report.rows import in_one_line
+from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn._core.tails import wants_tail
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import KERNELS, TileConfig
+from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile_config import OF_QUERY
 
 from .checks import Case as Checked
 from .checks import run_case
@@ -74,9 +73,10 @@ def run_kernels(
     tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, tiles: Mapping[str, TileConfig]
 ) -> list[torch.Tensor]:
     """Forward and backward of a call, some kernels with other configurations; out and the gradients."""
-    out, _, softmax_stats = forward(tensors, spec, tiles.get("forward"), keeps_tail=wants_tail(tensors, spec))
+    keeps = keeps_residual(tensors, spec) and "dq" not in tiles
+    out, _, softmax_stats, residual = forward(tensors, spec, tiles.get("forward"), keeps_residual=keeps)
     of_backward = {name: tile for name, tile in tiles.items() if name != "forward"}
-    gradients = backward(d_out, None, out, softmax_stats, tensors, spec, tiles=of_backward)
+    gradients = backward(d_out, None, out, softmax_stats, tensors, spec, tiles=of_backward, residual=residual)
     return [out, *(gradient for gradient in gradients if gradient is not None)]
 
 
@@ -135,7 +135,7 @@ def _compile_calls(calls: Sequence[tuple[Case, bool]], options: argparse.Namespa
     items = [
         (Group(kernel, case, has_table, (tile := selected(kernel, case, has_table, options.arch),)), tile)
         for case, has_table in calls
-        for kernel in (("forward", "dkv", "dtable_words", OF_QUERY) if has_table else KERNELS[:3])
+        for kernel in (("forward", "dkv", "dtable", "dq_from_ds") if has_table else ("forward", "dq", "dkv"))
     ]
     for _ in spread(partial(_compile, device=options.device), items, options.jobs, deadline):
         pass
@@ -160,7 +160,7 @@ def _compile(item: tuple[Group, TileConfig], device: str) -> str:
     group, tile = item
     inputs, d_out = group.case.inputs(device)
     tensors, spec = group.case.resolved(inputs, group.has_table)
-    with recorded(group.kernel), way_of(group.kernel):
+    with recorded(group.kernel):
         run_kernels(tensors, spec, d_out, {group.kernel: tile})
     synchronize(device)
     return ""
@@ -174,7 +174,7 @@ def measure_group(group: Group, device: str, seconds: float) -> list[dict[str, A
     for tile in group.tiles:
         row = row_of(group.case, group.has_table, group.kernel, tile)
         try:
-            with recorded() as every, way_of(group.kernel):
+            with recorded() as every:
                 results = run_kernels(tensors, spec, d_out, {group.kernel: tile})
             synchronize(device)
             expected = expected or results

@@ -224,7 +224,7 @@ def _as_they_are(_: object, tiles: Sequence[configs.TileConfig]) -> list[dict[st
 def search(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """The best configurations of the main cases, for the profile."""
     every = TINY[:1] if options.tiny else [*choose(["long"])[:4], *choose(["speech"])[:2], *choose(["inkling"])]
-    profile, timed = report.folder / "profile.json", 2 if options.tiny else 6
+    profile, timed = report.folder / "profile.csv", 2 if options.tiny else 6
     of_search = _options(options, timed=timed, seconds=0.0 if options.tiny else 1.0, profile=profile)
     results = Table(tune.COLUMNS, report.stamp, report.raw / "tune.csv", append=True)
     tasks, done = tune.unknown(tune.tasks_of(every, configs.KERNELS, options.arch), of_search.profile), 0

@@ -242,7 +242,7 @@ def pack(folder: Path, raw: Path) -> list[str]:
             break
         shortened.append(f"{paths[count - 1].name} is left out: together the files are too large")
     os.replace(new, folder / PACKED)
-    (folder / "profile.json.lock").unlink(missing_ok=True)
+    (folder / "profile.csv.lock").unlink(missing_ok=True)
     return shortened
 
 

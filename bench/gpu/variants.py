@@ -50,9 +50,9 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
         *(TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)),
         TileConfig(128, 64, 8, 3, max_registers=128),
     ],
-    ("dq", 64, "full"): [TileConfig(64, 64, 4, 2, "both", Q), TileConfig(64, 64, 4, 3, "both", Q)],
+    ("dq", 64, "full"): [TileConfig(64, 64, 4, 2, "scores", Q), TileConfig(64, 64, 4, 3, "scores", Q)],
     ("dq", 128, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3)],
-    ("dq", 128, "full"): [TileConfig(64, 32, 4, 1, "both", Q), TileConfig(64, 64, 4, 1, "both", Q)],
+    ("dq", 128, "full"): [TileConfig(64, 32, 4, 1, "scores", Q), TileConfig(64, 64, 4, 1, "scores", Q)],
     ("dkv", 64, "plain"): [
         *(TileConfig(64, 64, 4, stages) for stages in (1, 2, 3)),
         TileConfig(64, 64, 4, 1, max_registers=168),
@@ -68,14 +68,10 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
     ],
     ("dkv", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
     ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
-    ("dtable_words", 64, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 2)],
-    ("dtable_words", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 128, 8, 3)],
-    ("dq_words", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 1), TileConfig(128, 64, 8, 2)],
-    ("dq_words", 128, "full"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 1), TileConfig(64, 64, 4, 2)],
-    # Instead of a workspace. Spilled registers cost less than a tile that is four times too small.
-    ("dtable", 64, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 64, 4, 2, "scores", Q)],
-    ("dtable", 64, "clamp"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 1, "scores", Q)],
-    ("dtable", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(32, 32, 8, 2, "scores", "gather")],
+    ("dtable", 64, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 2)],
+    ("dtable", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 128, 8, 3)],
+    ("dq_from_ds", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 1), TileConfig(128, 64, 8, 2)],
+    ("dq_from_ds", 128, "full"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 1), TileConfig(64, 64, 4, 2)],
 }
 
 

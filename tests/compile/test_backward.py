@@ -13,6 +13,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cases import features
+from bench.cases.configurations import own_tile
 from bench.cases.features import LENGTH, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import (
@@ -29,12 +30,6 @@ from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.forward import forward
 
 KERNELS = ("dq", "dkv", "dtable")
-
-
-@pytest.fixture(autouse=True)
-def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a test asks for one."""
-    monkeypatch.setenv(workspace.VARIABLE, "0")
 
 
 def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
@@ -55,14 +50,19 @@ def compiled(kernel: str, target: str, width: int, table: str) -> Resources:
 
 
 @on_triton_3_7
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "dq_from_ds"))
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_loads_are_asynchronous(target: str, kernel: str) -> None:
-    """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off."""
-    width = 64
-    stages = case(kernel, target, width, "full").config.num_stages
-    loop = compiled(kernel, target, width, "full").main_loop
-    assert (loop["LDGSTS"] > 0) == (stages > 1) and (loop["LDG"] > 0) == (stages == 1), (stages, loop)
+    """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off. The dtable
+    kernel loads the number of a sequence's keys otherwise, and on sm_80 dS, which has to be transposed."""
+    of_case = case(kernel, target, 64, "full")
+    config, loop = of_case.config, used_by(of_case, of_case.config).main_loop
+    others = 0
+    if kernel == "dtable":
+        words = config.block_m * config.block_n * 2 // 16 // (32 * config.num_warps)  # of 16 bytes, that a thread loads
+        others = 1 + words * (target == "sm_80")
+    stages = config.num_stages
+    assert (loop["LDGSTS"] > 0) == (stages > 1) and (loop["LDG"] > others) == (stages == 1), (stages, loop)
 
 
 def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
@@ -78,9 +78,10 @@ def test_cost_of_the_relative_term() -> None:
     """Instructions per score on sm_90, width 64, against the plain kernels: full tables, and far tiles of clamped ones."""
     (plain_rows,), (plain_columns,) = per_score("dq", "sm_90", 64, "none"), per_score("dkv", "sm_90", 64, "none")
     (rows,), (columns,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in KERNELS)
-    assert plain_rows < rows <= 3.5 * plain_rows
-    assert plain_columns < columns <= 1.9 * plain_columns
-    assert plain_rows + plain_columns < rows + columns + table <= 5 * (plain_rows + plain_columns)
+    assert plain_rows < rows <= 2.5 * plain_rows
+    assert plain_columns < columns <= 2 * plain_columns
+    assert plain_rows + plain_columns < rows + columns + table <= 2.6 * (plain_rows + plain_columns)
+    assert per_score("dq_from_ds", "sm_90", 64, "full") < [plain_rows]
     assert per_score("dq", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
     assert per_score("dkv", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # prefetches, as that does not
 
@@ -97,10 +98,11 @@ def products(kernel: str, target: str, table: str) -> float:
 def test_products_per_tile() -> None:
     """As few as the algorithm needs: the table adds QE and dp in the rows, two blocks of QE in the columns."""
     assert products("dq", "sm_80", "none") == 3  # QK, dP, dQ
-    assert products("dq", "sm_80", "full") == 5
+    assert products("dq", "sm_80", "full") == 6  # the gradient of the rows' part of the query from two blocks of a tile
     assert products("dkv", "sm_80", "none") == 4  # QK, dV, dP, dK
     assert 5 < products("dkv", "sm_80", "full") <= 6  # of the block behind, only what the tile uses
-    assert products("dtable", "sm_80", "full") == 6  # QK and dP of two tiles, QE, dE
+    assert products("dtable", "sm_80", "full") == 1  # dE
+    assert products("dq_from_ds", "sm_80", "full") == 2  # of keys and of rows
 
 
 @pytest.mark.thorough
@@ -109,16 +111,12 @@ def test_grids() -> None:
     just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
     assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
-    block = selected("dtable", "sm_90", *call("full", torch.float16, 16, length=16)).block_n
-    blocks = triton.cdiv(31, block)
-    assert recorded["dtable"] == (
-        blocks,
-        configs.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors // blocks,
-        1,
-    )
-    # As many blocks as the GPU can hold at once need no partial sums.
-    (_, _, table) = launches("sm_90", torch.float16, 16, "full", length=32 * LENGTH, heads=2)
-    assert table.grid == (triton.cdiv(64 * LENGTH - 1, block), 1, 1)
+    assert recorded["dtable"] == (1, configs.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors, 1)
+    # As many blocks of rows as the GPU can hold at once have one program each.
+    length = 128 * LENGTH
+    tables = [launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=length) if launch.name == "dtable"]
+    block = own_tile("dtable", selected("dtable", "sm_90", *call("full", torch.float16, 16, length=length)))[1]
+    assert set(tables) == {(triton.cdiv(2 * length - 1, block), 1, 1)}
 
 
 class Allocations(TorchDispatchMode):
@@ -159,79 +157,93 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
         )
     d_out, d_lse = torch.empty_like(tensors.query), torch.empty(1, 1, length)
     with recorded_launches("sm_90", only=""), Allocations() as allocations:
-        out, _, softmax_stats = forward(tensors, spec)
+        out, _, softmax_stats, _ = forward(tensors, spec)
         backward(d_out, d_lse, out, softmax_stats, tensors, spec)
     return allocations.total
 
 
-def test_memory_is_linear() -> None:
-    """Results, lse, statistics and delta, byte for byte; for a clamped table two pairs of vectors and a partial sum more."""
+def of_results(length: int, table: str) -> int:
+    """Bytes of results and of what is kept, and what a clamped table takes beside its sums."""
+    row = 16 * 2
+    results = 4 * length * row + 4 * length * 4  # out, three gradients; lse, two statistics, delta
+    if table == "full":
+        return results + (2 * length - 1) * row
+    far_keys = 4 * length * 4  # scores, and sums of dS, past and future
+    ends = length * 16 * 4 + 3 * 2 * 16 * 4  # the queries in float32; their sums, scaled, of all heads
+    return results + 9 * row + far_keys + ends + 2 * 16 * 4  # sums of the margins
+
+
+def of_sums(length: int, table: str, in_parts: bool) -> int:
+    """Bytes of the partial sums of programs that share a block of rows, and of their total. As many programs share one as keep
+    the GPU busy, whatever the length. Without any, and if all is added in one go, the gradient itself is the sum."""
+    margin = configs_margin(length) if table == "clamp" else 0
+    rows = 2 * length - 1 if table == "full" else 9 + 2 * margin
+    tile = selected("dtable", "sm_90", *call(table, torch.float16, 16, length=length))
+    programs = triton.cdiv(rows, own_tile("dtable", tile)[1])
+    splits = max(1, min(triton.cdiv(length, 8 * tile.block_m), 4 * architecture_of("sm_90").multiprocessors // programs))
+    padding = 2 * (table == "clamp")
+    if splits == 1:
+        return (in_parts or table == "clamp") * (rows + padding) * 16 * 4
+    return (splits + 1) * (rows + padding) * 16 * 4
+
+
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results, lse, statistics and delta, byte for byte; sums of the table's gradient; and the dS of one block of keys, if the
+    workspace is as small as it can be. For a clamped table two pairs of vectors more."""
+    monkeypatch.setenv(workspace.VARIABLE, "0")
     for length in (1024, 16384):
-        row = 16 * 2
-        results = 4 * length * row + 3 * length * 4  # out, three gradients, lse, statistics
-        table_rows = 2 * length - 1
-        # One head and batch entry: nothing is divided, and the gradient needs no partial sums.
-        assert allocated(length, "full") == results + length * 4 + table_rows * row
-        margin = configs_margin(length)
-        clamped = (9 + 2 * (margin + 1)) * 16 * 4
-        ends = 2 * 16 * 4  # sums of the margins
-        assert allocated(length, "clamp") == results + length * 4 + 4 * length * 4 + 9 * row + clamped + ends
+        for table in ("full", "clamp"):
+            block_n = selected("dkv", "sm_90", *call(table, torch.float16, 16, length=length)).block_n
+            expected = of_results(length, table) + of_sums(length, table, True) + 2 * length * block_n
+            assert allocated(length, table) == expected, (length, table)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("table", ["full", "clamp"])
-def test_memory_of_all_terms_is_linear(table: str) -> None:
-    """Twice the length takes twice the bytes, less what does not depend on it."""
-    short, middle, long = (allocated(length, table, with_every_term=True) for length in (1024, 2048, 4096))
+@pytest.mark.parametrize(("table", "shortest"), [("full", 16384), ("clamp", 2048)])
+def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the length takes twice the bytes, less what does not depend on it: with a full table so many rows that each block of
+    them has one program, with a clamped one as many programs as there are blocks of queries."""
+    monkeypatch.setenv(workspace.VARIABLE, "0")
+    short, middle, long = (allocated(factor * shortest, table, with_every_term=True) for factor in (1, 2, 4))
     assert long - middle == 2 * (middle - short) > 0
 
 
 def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word for each pair as long as the limit allows it; then as many keys as it does, and no more whatever the length."""
-    lengths = (1024, 4096, 16384)
-    without = {(table, length): allocated(length, table) for table in ("full", "clamp") for length in lengths}
+    """Two bytes for each pair as long as the limit allows it; then as many keys as it does, and no more whatever the length."""
 
-    def more(length: int, table: str) -> int:
-        return allocated(length, table) - without[table, length]
-
-    def sums(length: int) -> int:
-        """Return the bytes of the partial sums of programs that share a block of rows, and of their total. As many programs share
-        one as keep the GPU busy, whatever the length."""
-        rows, tile = 2 * length - 1, selected("dtable_words", "sm_90", *call("full", torch.float16, 16, length=length))
-        programs = triton.cdiv(rows, tile.block_n - 8)
-        splits = min(length // (8 * tile.block_m), 4 * architecture_of("sm_90").multiprocessors // programs)
-        return (splits + 1 if splits > 1 else 0) * rows * 16 * 4
+    def of_workspace(length: int, table: str, in_parts: bool) -> int:
+        return allocated(length, table) - of_results(length, table) - of_sums(length, table, in_parts)
 
     limit = 32 * 2**20
     monkeypatch.setenv(workspace.VARIABLE, str(limit))
-    assert more(1024, "full") == 1024 * 1024 * 2 + sums(1024)
-    assert more(4096, "full") == limit + sums(4096) and limit == 4096 * 4096 * 2
-    assert more(16384, "full") == 0  # 16 programs at a time at most: the dtable kernel
-    # Two parts, of half the keys each; the gradient is then summed in float32.
+    assert of_workspace(1024, "full", False) == 1024 * 1024 * 2
+    assert of_workspace(4096, "full", False) == limit == 4096 * 4096 * 2
+    assert of_workspace(16384, "full", True) == limit  # sixteen parts
     monkeypatch.setenv(workspace.VARIABLE, str(10 * limit))
-    assert more(16384, "full") == 16384 * 8192 * 2 + (2 * 16384 - 1) * 16 * 4 < 10 * limit
-    # Of a bounded table a band.
+    assert of_workspace(16384, "full", True) == 16384 * 8192 * 2 < 10 * limit  # two parts, of half the keys each
+    # Without a limit what a wave of programs needs, which is more than all of this call, and of a bounded table a band.
     monkeypatch.delenv(workspace.VARIABLE)
-    tiles = {kernel: selected(kernel, "sm_90", *call("clamp", torch.float16, 16, length=4096)) for kernel in configs.KERNELS}
-    band = -(-(9 + 2 * configs_margin(4096) + tiles["dkv"].block_m - 1 + 15) // 64) * 64
-    most = 2 * 4 * architecture_of("sm_90").multiprocessors * tiles["dtable_words"].block_n * 16 * 4  # partial sums
-    assert all(0 <= more(length, "clamp") - length * min(band, length) * 2 <= most for length in lengths)
+    assert of_workspace(16384, "full", False) == 16384 * 16384 * 2
+    for length in (1024, 4096, 16384):
+        block_m = selected("dkv", "sm_90", *call("clamp", torch.float16, 16, length=length)).block_m
+        band = 64 * triton.cdiv(9 + 2 * configs_margin(length) + block_m - 1 + 15, 64)
+        assert of_workspace(length, "clamp", False) == length * band * 2
 
 
-def test_memory_of_the_tail() -> None:
-    """A byte for each number of out, in rows of four; the backward then allocates nothing for the query but its gradient."""
+def test_memory_of_the_residual() -> None:
+    """As much as out takes; the backward then allocates nothing for the query but its gradient."""
     tensors, spec = call("full", torch.bfloat16, 64, length=2048, heads=2, has_lengths=False)
     tensors = tensors._replace(value=tensors.value[..., :49])
     kept, backwards = [], []
-    for keeps_tail in (False, True):
+    for keeps_residual in (False, True):
         with recorded_launches("sm_90", only=""):
             with Allocations() as of_forward:
-                out, _, softmax_stats = forward(tensors, spec, keeps_tail=keeps_tail)
+                out, _, softmax_stats, residual = forward(tensors, spec, keeps_residual=keeps_residual)
             with Allocations() as of_backward:
-                backward(torch.empty_like(out), None, out, softmax_stats, tensors, spec)
+                backward(torch.empty_like(out), None, out, softmax_stats, tensors, spec, residual=residual)
         kept.append(of_forward.total)
         backwards.append(of_backward.total)
-    assert kept[1] - kept[0] == 2 * 2048 * 52 and backwards[1] == backwards[0]
+    assert kept[1] - kept[0] == 2 * 2048 * 49 * 2 and backwards[1] == backwards[0]
 
 
 def configs_margin(length: int) -> int:

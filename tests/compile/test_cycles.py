@@ -103,7 +103,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     calls = {line.split("  ")[1].strip(): line.split() for line in lines}
     assert float(calls["forward, sm_90 bf16 64 none"][-1]) == 1 < float(calls["backward, sm_90 bf16 64 full"][-1]) < 10
     assert 100 < float(calls["forward, sm_90 bf16 64 none"][-2]) < 989
-    assert "query from words, too, writing hidden, sm_90 bf16 64 full" in printed and "MiB" in printed
+    assert "query from dS, writing hidden, sm_90 bf16 64 full" in printed and "MiB" in printed
 
 
 def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,13 +129,13 @@ def test_sensitivity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("target", "width"), [("sm_80", 64), ("sm_90", 64), ("sm_90", 128)])
-def test_forward_with_a_tail(target: str, width: int) -> None:
-    """To keep the tail of out costs the forward a tenth at most: one more product, with 16 columns."""
+def test_forward_with_a_residual(target: str, width: int) -> None:
+    """To keep the residual of out costs the forward a tenth at most: one more product, with 16 columns."""
     tensors, spec = call("full", torch.bfloat16, width)
     tile = selected("forward", target, tensors, spec)
     with recorded_launches(target) as launches:
         forward(tensors, spec, tile)
-        forward(tensors, spec, tile, keeps_tail=True)
+        forward(tensors, spec, tile, keeps_residual=True)
     plain, kept = (predict(launch.kernel, tile.block_m, tile.block_n) for launch in launches)
     assert plain is not None and kept is not None and resources(launches[1].kernel).fits(target)
     assert kept.wgmma_products == plain.wgmma_products + (target == "sm_90") and not kept.is_serialised

@@ -44,7 +44,7 @@ def test_special_features_fit(target: str, width: int, precision: str, monkeypat
     for name in ("shaw", "own_query", "everything"):
         tensors, spec = everything(dtype, width - 8, "clamp", False) if name == "everything" else call(name, dtype, width)
         with recorded_launches(target) as recorded:
-            out, lse, softmax_stats = forward(tensors, spec)
+            out, lse, softmax_stats, _ = forward(tensors, spec)
             if target == "sm_86" and precision == "bf16":
                 backward(out, lse, out, softmax_stats, tensors, spec)
         for launch in recorded:
@@ -68,7 +68,7 @@ def test_attention_by_position_alone_has_float32_terms(target: str, name: str) -
         tensors, spec = call(name, torch.bfloat16, 64, length=1024)
         spec = spec._replace(scale=scale, rel_scale=0.125)
         with recorded_launches(target, assembled=False) as recorded:
-            out, lse, softmax_stats = forward(tensors, spec)
+            out, lse, softmax_stats, _ = forward(tensors, spec)
             backward(out, lse, out, softmax_stats, tensors, spec)
         rounds = {launch.name: ROUNDED in launch.kernel.asm["ptx"] for launch in recorded}
         assert {"forward", "dq", "dkv"} <= set(rounds), list(rounds)
@@ -97,6 +97,7 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
         rel_query=tensor(HEADS, QUERIES, width // 2),
         rel_value=torch.empty(33, width + 8, dtype=dtype),
         rel_bias=torch.empty(33),
+        rel_p2c=torch.empty(HEADS, 33, width, dtype=dtype),
         positions=RelativePositions(-16, 16, outside),
         query_offset=torch.zeros(BATCH, dtype=torch.int32),
         exact_query_grad=True,
@@ -135,8 +136,9 @@ def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
 def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed: bool) -> None:
     """Every kernel of a call that has every feature, with the smallest tiles."""
     recorded = launches(target, outside, packed)
-    ends = ["dtable_ends"] * 2 if outside == "clamp" else []
-    assert [launch.name for launch in recorded] == ["forward", "dq", "dq", "dkv", "dtable", *ends]
+    far_keys = ["far_keys"] if outside == "clamp" else []
+    of_backward = ["dq", "dq", "dkv", "dtable", "dtable", "dp2c"]
+    assert [launch.name for launch in recorded] == [*far_keys, "forward", *far_keys, *of_backward]
     for launch in recorded:
         assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 
@@ -148,6 +150,7 @@ def test_grids(packed: bool) -> None:
     queries, keys = triton.cdiv(QUERIES, 16), triton.cdiv(KEYS, 16)
     assert grids["forward"] == grids["dq"] == (queries * BATCH * HEADS, 1, 1)
     assert grids["dkv"] == (keys * BATCH * KEY_HEADS, 1, 1)
-    table_blocks = triton.cdiv(33 + (2 * clamp_margin(16, 16) if packed else 0), 16) * HEADS
-    assert grids["dtable"] == (table_blocks, BATCH, 1)
-    assert "dtable_ends" not in grids or grids["dtable_ends"] == (HEADS, BATCH, 1)
+    splits = BATCH * triton.cdiv(QUERIES, 8 * 16)  # every block of queries, which lie 8 apart, has a program of its own
+    margin = clamp_margin(16, 16) if packed else 0
+    assert grids["dtable"] == (triton.cdiv(33 + 2 * margin, 8) * HEADS, splits, 1)
+    assert grids["dp2c"] == (triton.cdiv(33 + 4 * margin, 16) * HEADS, splits, 1)

@@ -7,12 +7,14 @@ here, independently of it.
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,33 +27,37 @@ from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn.kernels import workspace
 from triton_relattn.kernels.architectures import architecture_of
-from triton_relattn.kernels.arguments import Shape, TableRows, Tile
+from triton_relattn.kernels.arguments import Shape, Tile
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.tile_config import OF_TABLES
+from triton_relattn.kernels.stored import Layout
 from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "merge", "dq", "dkv", "dtable", "dtable_words", "dtable_ends", "delta", "dq_words")
-OF_WORDS = ("dtable_words", "delta", "dq_words")
-WITHOUT_TILE = ("merge", "dtable_ends", "delta")
-TABLES = ("rel_key", "rel_value", "rel_bias")
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1", torch.int8: "*i8"}
+KERNELS = ("forward", "merge", "far_keys", "dq", "dkv", "dtable", "dp2c", "delta", "dq_from_ds")
+NOT_ON_AMD = ("delta", "dq_from_ds")
+WITHOUT_TILE = ("merge", "delta")
+TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
+OF_SCORES = {"rel_key", "rel_bias", "rel_p2c"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
 BUFFERS = {
     "lses",
     "softmax_stats",
     "d_lses",
     "deltas",
+    "far_keys",
     "far_scores",
     "far_values",
     "far_sums",
     "far_kept",
-    "sums",
+    "far_key_sums",
     "parts",
     "part_statistics",
 }
-PARTIAL_SUMS = {"d_rel_key", "d_rel_value", "d_rel_bias", "d_tables"}
+WORKSPACE = {"ds", "stored_probs", "stored"}
+PARTIAL_SUMS = {"d_rows", "d_biases", "d_rel_p2c"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +75,7 @@ class Call:
     d_lse: torch.Tensor
     wanted: frozenset[str] = frozenset(DIFFERENTIABLE)
     precision: str = "highest"
+    limit: int | None = None  # of the workspace, in bytes, if it is not the usual one
 
     def __post_init__(self) -> None:
         self.wanted &= set(self.tensors)
@@ -79,9 +86,11 @@ class Call:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.precision)
         try:
-            out, lse = self.function(**self.tensors, **self.arguments, return_lse=True)
-            if self.wanted:
-                torch.autograd.grad((out, lse), [self.tensors[name] for name in sorted(self.wanted)], (self.d_out, self.d_lse))
+            with mock.patch.dict(os.environ, {} if self.limit is None else {workspace.VARIABLE: str(self.limit)}):
+                out, lse = self.function(**self.tensors, **self.arguments, return_lse=True)
+                if self.wanted:
+                    wanted = [self.tensors[name] for name in sorted(self.wanted)]
+                    torch.autograd.grad((out, lse), wanted, (self.d_out, self.d_lse))
         finally:
             torch.set_float32_matmul_precision(before)
 
@@ -127,16 +136,13 @@ class Call:
         low, high = low if left < 0 else max(low, -left), high if right < 0 else min(high, right)
         return "full" if positions.first <= low and high <= positions.last else positions.outside
 
-    def may_use_workspace(self, target: str) -> bool:
-        """Whether the gradients of the tables are products of words, if there is room for these."""
+    def keeps_residual(self, target: str) -> bool:
+        """Whether out's residual is kept: the query's gradient is a product of dS, if a workspace has all keys of a head."""
         has_offsets = isinstance(self.arguments["query_offset"], torch.Tensor)
-        of_scores = self.tables.keys() & {"rel_key", "rel_bias"} and "rel_value" not in self.tables
-        return bool(of_scores) and not self.packed and not has_offsets and target.startswith("sm_")
-
-    def may_use_words_for_query(self, target: str) -> bool:
-        """Whether the query's gradient is a product of words, if a workspace has all keys of a head."""
+        of_scores = OF_SCORES & self.tables.keys() and "rel_value" not in self.tables
         is_long = self.sizes()[3] >= 1024 and self.tensors["query"].dtype != torch.float32
-        return self.may_use_workspace(target) and is_long and self.coverage() == "full"
+        is_plain = not self.packed and not has_offsets and self.coverage() == "full"
+        return bool(of_scores) and is_long and is_plain and target.startswith("sm_")
 
     def key_splits(self, target: str, programs: int, block_m: int) -> int:
         """Return how many programs have to share the keys of a block of queries: they fill the GPU, with 1,024 keys each."""
@@ -148,37 +154,41 @@ class Call:
             keys = min(keys, left + right + block_m)
         return max(1, min(architecture_of(target).multiprocessors // programs, keys // 1024))
 
-    def kernels(self, parts: int, from_words: bool) -> list[str]:
+    def needs_ds(self, from_ds: bool) -> bool:
+        """Whether the workspace has dS. from_ds: the query's gradient comes from it, too."""
+        return bool(self.wanted & OF_SCORES) or (from_ds and bool(self.wanted & {"query", "rel_query"}))
+
+    def kernels(self, parts: int, from_ds: bool) -> list[str]:
         """The kernels that have to run, in their order.
 
         Args:
-            parts: in which a workspace is filled, or 0.
-            from_words: whether it has the query's gradient, too.
+            parts: in which a workspace is filled, if one is needed.
+            from_ds: whether the query's gradient comes from it.
         """
         if self.tensors["query"].numel() == 0:
             return []
-        if not self.wanted or self.tensors["key"].numel() == 0:
-            return ["forward"]
         clamped = self.coverage() == "clamp"
+        far_keys = ["far_keys"] * (clamped and "rel_p2c" in self.tables)
+        if not self.wanted or self.tensors["key"].numel() == 0:
+            return [*far_keys, "forward"]
         # Besides d_query, the dq kernel makes delta, and of keys beyond a clamped table their scores, and what is kept of P.
         needs_delta = self.wanted - {"value", "rel_value"}
         needs_far_scores = clamped and "value" in self.wanted and self.tables.keys() & {"rel_key", "rel_bias"}
         rows = 1 if needs_delta or needs_far_scores or (clamped and "rel_value" in self.wanted) else 0
         if self.arguments.get("exact_query_grad") and self.wanted & {"query", "rel_query"}:
-            rows = 1 if from_words else 2
-        of_query = from_words and bool(self.wanted & {"query", "rel_query"})
-        ends = [name for name in ("rel_key", "rel_value") if clamped and name in self.wanted]
-        return [
-            "forward",
-            *(["delta"] if from_words else ["dq"]) * rows,
-            *["dkv"] * (parts == 0 and bool(self.wanted & {"key", "value"})),
-            *["dtable"] * (parts == 0 and bool(self.wanted & set(TABLES))),
-            *["dkv", *["dtable_words"] * bool(self.wanted & set(TABLES)), *["dq_words"] * of_query] * parts,
-            *["dtable_ends"] * len(ends),
+            rows = 1 if from_ds else 2
+        of_part = [
+            *["dtable"] * bool(self.wanted & {"rel_key", "rel_bias"}),
+            *["dtable"] * ("rel_value" in self.wanted),
+            *["dq_from_ds"] * (from_ds and bool(self.wanted & {"query", "rel_query"})),
+            *["dp2c"] * ("rel_p2c" in self.wanted),
         ]
+        only_keys = ["dkv"] * bool(self.wanted & {"key", "value"})
+        backward = ["dkv", *of_part] * parts if of_part else only_keys
+        return [*far_keys, "forward", *far_keys, *(["delta"] if from_ds else ["dq"]) * rows, *backward]
 
 
-@dataclass
+@dataclass(eq=False)
 class Recorded:
     """A launch as Triton would specialise it."""
 
@@ -189,6 +199,7 @@ class Recorded:
     constants: list[Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -198,7 +209,7 @@ class Recorded:
         tile = self["TILE"]
         assert tile.warps == self.num_warps and (tile.carry is None or self.name in ("forward", "dq"))
         carry = tile.carry if self.name in ("forward", "dq") else "scores"
-        return TileConfig(tile.block_m, tile.block_n, tile.warps, self.num_stages, carry, tile.rotation)
+        return TileConfig(tile.block_m, tile.block_n, tile.warps, self.num_stages, carry, tile.rotation, self.max_registers)
 
     def strided(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         """The tensors that are addressed by strides."""
@@ -227,6 +238,7 @@ def recorded(
             list(constants.values()),
             num_warps=options.num_warps,
             num_stages=options.num_stages,
+            max_registers=getattr(options, "maxnreg", None),
         )
         launches.append(launch)
         if is_compiled(launch):
@@ -286,7 +298,8 @@ def drawn(seed: int) -> Call:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "make_inputs", on_meta(functools.partial(make_inputs, device="meta")))
         patch.setattr(cases, "random_mask", on_meta(cases.random_mask))
-        inputs, arguments = (cases.random_varlen_case if packed else cases.random_case)(seed, **sizes)
+        random_case = cases.random_varlen_case if packed else cases.random_case
+        inputs, arguments = random_case(seed, features=cases.ALL_FEATURES, **sizes)
     if not packed and choose.random() < 0.1:
         inputs, arguments = emptied(choose, inputs, arguments)
     tensors = {
@@ -297,7 +310,7 @@ def drawn(seed: int) -> Call:
     if "attn_mask" in arguments:
         arguments["attn_mask"] = unwritten(arguments["attn_mask"])
     some = frozenset(name for name in DIFFERENTIABLE if choose.random() < 0.4)
-    return Call(
+    call = Call(
         {name: tensor for name, tensor in tensors.items() if name in DIFFERENTIABLE},
         arguments,
         tensors["d_out"],
@@ -305,11 +318,17 @@ def drawn(seed: int) -> Call:
         frozenset(DIFFERENTIABLE) if choose.random() < 0.3 else some,
         choose.choice(("highest", "high")),
     )
+    sequences, heads, _, num_queries, num_keys = call.sizes()
+    fraction = choose.choice((None, None, 2, 5, 30))
+    call.limit = None if fraction is None else 2 * sequences * heads * num_queries * num_keys // fraction
+    return call
 
 
 def check_grid(target: str, launch: Recorded) -> None:
-    """Legal: CUDA counts programs, 65,535 in all dimensions but the first; HIP counts threads, in 32 bits."""
-    assert all(type(size) is int and size >= 1 for size in launch.grid), launch.grid
+    """Legal: CUDA counts programs, 65,535 in all dimensions but the first; HIP counts threads, in 32 bits. Triton launches
+    nothing where there are no programs: a call without keys has no terms of far ones."""
+    least = 0 if launch.name == "far_keys" else 1
+    assert all(type(size) is int and size >= least for size in launch.grid), launch.grid
     x, y, z = (*launch.grid, 1, 1)[:3]
     if target.startswith("sm_"):
         assert x < 2**31 and max(y, z) <= 65_535, launch.grid
@@ -328,54 +347,111 @@ def check_programs(target: str, call: Call, launch: Recorded, launches: list[Rec
         programs = blocks(num_queries, "block_m") * sequences * heads
         splits = call.key_splits(target, programs, launch["TILE"].block_m) if launch.name == "forward" else 1
         assert launch.grid == ((programs,) if splits == 1 else (programs, splits)), launch.grid
-    elif launch.name == "delta":
+    elif launch.name in ("delta", "merge"):
         entries, _, queries, _ = launch["outs"][0].shape
         assert launch.grid == (entries * -(-queries // launch["BLOCK_M"]), heads), launch.grid
-    elif launch.name == "dq_words":  # blocks of queries that are eight apart
-        items = launch["words"][0].shape[1]
-        assert launch.grid[0] % (8 * -(-num_queries // (8 * launch["TILE"].block_m))) == 0, launch.grid
-        assert launch.grid[0] <= items * 8 * -(-num_queries // (8 * launch["TILE"].block_m)), launch.grid
-    elif launch.name == "merge":
-        entries, _, queries, _ = launch["outs"][0].shape
-        assert launch.grid == (entries * -(-queries // launch["BLOCK_M"]), heads), launch.grid
+    elif launch.name == "far_keys":
+        assert launch.grid == (blocks(num_keys, "block_n") * sequences * heads,), launch.grid
     elif launch.name == "dkv":
         parts = [each for each in launches if each.name == "dkv"]
         assert sum(each.grid[0] for each in parts) == blocks(num_keys, "block_n") * sequences * key_heads, launch.grid
-        if launch["words"] is not None:  # one part after the other
+        if stores(launch):  # one part after the other
             assert launch["first_program"] == sum(each.grid[0] for each in parts[: parts.index(launch)])
-    else:
-        table = next(each for each in launches if each.name in OF_TABLES)
-        table_heads = heads if call.per_head else 1
-        splits, units = table.grid[1], sequences * heads // table_heads
-        partial, *_ = (tensor for name, tensor, _ in launch.strided() if name in PARTIAL_SUMS)
-        margin = 0
-        if table["TILE"].coverage == "clamp":  # as many near keys as the dq kernel can have beyond the table
-            rows = next(each for each in launches if each.name == "dq")
-            tile = rows["TILE"]
-            margin = tile.block_m + tile.block_n
-            assert table["ROWS"][1:3] == (tile.block_m, tile.block_n)
-        if launch.name == "dtable_words":  # blocks of queries that are so far apart, of the heads in the workspace
-            apart = 16 // launch["words"][0].element_size()
-            units = -(-num_queries // (apart * launch["TILE"].block_m)) * -(-launch["words"][0].shape[1] // table_heads)
-        elif table.name != "dtable":
-            units = splits
-        assert partial.shape[:2] == (splits, table_heads) and 1 <= splits <= units
-        assert partial.shape[2] == call.num_rows + 2 * (margin + 1 if margin else 0)
-        per_head = launch["PER_HEAD"] if launch.name == "dtable_ends" else launch["ROWS"].per_head
-        assert per_head == call.per_head
-        if launch.name in OF_TABLES:
-            tile, own_rows = launch["TILE"], launch["TILE"].block_n
-            if launch.name == "dtable_words":
-                own_rows -= 8 if call.tensors["query"].dtype != torch.float32 else 4
-            programs = -(-(call.num_rows + 2 * margin) // own_rows) * table_heads
-            assert launch.grid == (programs, splits)
-            if launch.name == "dtable":
-                assert launch["num_sequences"] == sequences
-            else:  # of the heads in the workspace
-                programs = programs // table_heads * min(table_heads, launch["words"][0].shape[1])
-            assert splits == 1 or programs * splits <= 4 * architecture_of(target).multiprocessors
         else:
-            assert launch.grid == (table_heads, splits)
+            assert launch["first_program"] is None and len(parts) == 1
+    elif launch.name == "dq_from_ds":  # blocks of queries that are eight apart, of the heads of the part
+        of_part = part_before(launch, launches)
+        items = of_part.grid[0] * (heads // key_heads) // -(-num_keys // of_part["TILE"].block_n)
+        assert launch.grid == (items * 8 * -(-num_queries // (8 * launch["TILE"].block_m)),), launch.grid
+    else:
+        check_sums(target, call, launch, launches)
+
+
+def stores(launch: Recorded) -> bool:
+    """Whether the dkv kernel fills a workspace."""
+    return launch["ds"] is not None or launch["stored_probs"] is not None
+
+
+def part_before(launch: Recorded, launches: list[Recorded]) -> Recorded:
+    """The launch of the dkv kernel that has filled what another kernel reads."""
+    return next(each for each in reversed(launches[: launches.index(launch)]) if each.name == "dkv")
+
+
+def check_sums(target: str, call: Call, launch: Recorded, launches: list[Recorded]) -> None:
+    """The dtable and dp2c kernels: a sum for each of the programs that share a block of rows, as few as keep the GPU busy.
+    Bounded tables have more rows: as many as there can be near keys beyond them, and one for all others."""
+    _, heads, _, num_queries, _ = call.sizes()
+    layout, is_clamped, table_heads = launch["LAYOUT"], call.coverage() == "clamp", heads if call.per_head else 1
+    margin = (layout.dq_block_m + layout.dq_block_n) * is_clamped
+    if launch.name == "dp2c":
+        margin += (layout.dkv_block_m + layout.dkv_block_n) * is_clamped
+        assert launch["MARGIN"] == margin
+    items, apart = launch["stored"][0].shape[1], 16 // launch["stored"][0].element_size()
+    own_rows = launch["TILE"].block_m if launch.name == "dp2c" else (launch["TILE"].block_n - apart + 1) // apart * apart
+    splits = launch.grid[1]
+    assert launch.grid == (-(-(call.num_rows + 2 * margin) // own_rows) * table_heads, splits)
+    for name in PARTIAL_SUMS & launch.arguments.keys():
+        if launch[name] is not None:
+            rows = call.num_rows + 2 * (margin + 1) * is_clamped
+            assert launch[name][0].shape[:3] == (splits, table_heads, rows), name
+    if launch.name == "dtable":
+        units = -(-num_queries // (apart * launch["TILE"].block_m)) * -(-items // table_heads)
+        programs = launch.grid[0] // table_heads * min(table_heads, items)  # others have no work
+        assert splits == max(1, min(units, 4 * architecture_of(target).multiprocessors // programs))
+    assert len({each.grid[1] for each in launches if each.name in ("dtable", "dp2c")}) == 1
+    parts = [each for each in launches if each.name == "dkv"]
+    assert launch["PER_HEAD"] == call.per_head and launch["ADDS"] == (len(parts) > 1)
+
+
+def check_workspace(target: str, call: Call, launches: list[Recorded], from_ds: bool) -> None:
+    """It has what the wanted gradients need, and is no larger than it may be; parts fill it one after the other, and the kernels
+    that follow read what the last one has filled."""
+    parts = [each for each in launches if each.name == "dkv" and stores(each)]
+    if not parts:
+        return
+    sequences, heads, key_heads, num_queries, num_keys = call.sizes()
+    group, layout, tile = heads // key_heads, parts[0]["LAYOUT"], parts[0]["TILE"]
+    assert (layout.dkv_block_m, layout.dkv_block_n) == (tile.block_m, tile.block_n)
+    assert layout.has_p2c == ("rel_p2c" in call.tables)
+    for each in launches:
+        if each.name == "dq":
+            assert (layout.dq_block_m, layout.dq_block_n) == (each["TILE"].block_m, each["TILE"].block_n)
+        if "LAYOUT" in each.arguments:
+            assert each["LAYOUT"] == layout
+    assert all((each["ds"] is not None) == call.needs_ds(from_ds) for each in parts)
+    assert all((each["stored_probs"] is not None) == ("rel_value" in call.wanted) for each in parts)
+
+    _, items, rows, columns = parts[0]["ds" if parts[0]["ds"] is not None else "stored_probs"][0].shape
+    blocks = -(-num_keys // tile.block_n)
+    has_all_keys = not layout.is_band and columns == blocks * tile.block_n
+    assert rows == num_queries and items % group == 0 and rows * columns <= 2**30  # addressed in 32 bits
+    assert columns < blocks * tile.block_n or has_all_keys
+    assert from_ds == (has_all_keys and call.keeps_residual(target))
+    itemsize = call.tensors["query"].element_size()
+    of_pair = itemsize * (bool(call.tables.keys() & OF_SCORES) + ("rel_value" in call.tables))
+    of_inputs = sum(call.tensors[name].numel() for name in ("query", "key", "value")) * itemsize
+    warps, registers = parts[0].num_warps, parts[0].max_registers or 255
+    at_once = architecture_of(target).multiprocessors * max(1, 65536 // (32 * warps * registers))
+    most, least = max(2**28, of_inputs, at_once * group * rows * tile.block_n * of_pair), 2**28
+    if call.limit is not None:
+        most = least = call.limit
+    assert items * rows * columns * of_pair <= most or (items, columns) == (group, tile.block_n)
+    if sequences * heads * rows * blocks * tile.block_n * of_pair <= least:
+        assert len(parts) == 1
+
+    for launch in launches[launches.index(parts[0]) :]:
+        if launch.name == "dkv":
+            first, stop = launch["first_program"], launch["first_program"] + launch.grid[0]
+            if has_all_keys or layout.is_band:
+                assert first % blocks == 0 and stop - first <= items // group * blocks
+            else:
+                assert first // blocks == (stop - 1) // blocks and (stop - first) * tile.block_n <= columns and items == group
+            continue
+        dkv = part_before(launch, launches)
+        assert launch["first_program"] == first and launch.arguments.get("stop_program", stop) == stop
+        of_values = launch.name == "dtable" and launch["OF_VALUES"]
+        found = launch["ds" if launch.name == "dq_from_ds" else "stored"][0]
+        assert found is dkv["stored_probs" if of_values else "ds"][0]
 
 
 def check_arguments(call: Call, launch: Recorded) -> None:
@@ -383,32 +459,29 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     dtype = call.tensors["query"].dtype
     has_tile = launch.name not in WITHOUT_TILE
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
-    coverage = launch["TILE"].coverage if has_tile else "clamp"
-    wide_index = launch.name in ("merge", "delta") or (launch["SHAPE"].wide_index if has_tile else launch["WIDE_INDEX"])
+    coverage = launch["TILE"].coverage if has_tile else "no table"
+    wide_index = not has_tile or launch["SHAPE"].wide_index
     for name, tensor, strides in launch.strided():
         pointer, types = launch.signature[name]
         added = len(strides) - tensor.dim()  # of a table: it has no entries, and a shared one no heads
         shape = (1,) * added + tensor.shape
         assert strides == (0,) * added + tensor.stride() and len(types) == len(strides), name
-        assert added == 0 or name in ("rel_key", "rel_value", "rel_bias"), name
+        assert added == 0 or name in TABLES, name
         for stride, kind in zip(strides, types, strict=True):
             assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
         if name in BUFFERS | PARTIAL_SUMS:
-            above_a_tail = name == "softmax_stats" and tensor.stride()[2:] == (tensor.shape[3], 1)
-            assert tensor.is_contiguous() or above_a_tail, name
-            is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and coverage != "clamp"
+            assert tensor.is_contiguous(), name
+            is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and coverage != "clamp" and not launch["ADDS"]
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
-        elif name == "tails":
-            assert tensor.dtype == torch.int8
         elif name == "outs" and launch.name == "forward" and len(launch.grid) == 2:
             assert tensor.dtype == torch.float32  # of parts of the keys
         elif name not in ("rel_bias", "attn_mask", "mask"):
-            assert tensor.dtype == dtype, name
+            assert tensor.dtype == dtype and (name not in WORKSPACE or tensor.is_contiguous()), name
         assert pointer == POINTERS[tensor.dtype], name
         if name == "rel_bias":  # read by rows, in 32 bits
             assert (shape[-1] - 1) * strides[-1] < 2**31
         elif len(shape) == 4 and name not in BUFFERS | {"attn_mask", "mask"}:
-            clamped = name in ("rel_key", "rel_value") and coverage == "clamp"  # addressed from its first row on
+            clamped = name in TABLES and coverage == "clamp"  # addressed from its first row on
             rows = shape[2] if clamped else min(blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
             assert wide_index or offset < 2**31, (name, offset)
@@ -420,26 +493,24 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
         assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
         assert all(each.is_contiguous() for each in launch["sequences"] if isinstance(each, torch.Tensor))
-    constants = {int, str, bool, type(None), Shape, Tile, TableRows}
+    constants = {int, str, bool, type(None), Shape, Tile, Layout}
     assert {type(value) for value in launch.constants} <= constants, launch.constants
 
 
 def check(target: str, call: Call, launches: list[Recorded]) -> None:
     """Everything that holds for the launches of one call."""
-    of_words = [launch["words"][0] for launch in launches if launch.name == "dkv" and launch["words"] is not None]
-    parts, from_words = len(of_words), any(launch.name == "delta" for launch in launches)
-    assert not from_words or call.may_use_words_for_query(target)
-    if of_words and call.may_use_words_for_query(target):
-        assert from_words == (of_words[0].shape[3] >= call.sizes()[4])
+    parts, from_ds = sum(launch.name == "dkv" for launch in launches), any(launch.name == "delta" for launch in launches)
     names = [launch.name for launch in launches]
     if "merge" in names:
-        assert names.pop(1) == "merge" and len(launches[0].grid) == 2
-    assert names == call.kernels(parts, from_words), (target, sorted(call.wanted))
-    assert parts == 0 or call.may_use_workspace(target)
-    if parts == 0 and call.wanted & {"rel_key", "rel_bias"} and call.may_use_workspace(target) and launches[1:]:
-        (_, heads, queries, _), key_heads = call.tensors["query"].shape, call.tensors["key"].shape[1]
-        assert architecture_of(target).multiprocessors * 128 * heads // key_heads * queries * 4 > 2**28
+        forward = names.index("forward")
+        assert names.pop(forward + 1) == "merge" and len(launches[forward].grid) == 2
+    assert not from_ds or call.keeps_residual(target)
+    assert names == call.kernels(parts, from_ds), (target, sorted(call.wanted))
+    check_workspace(target, call, launches, from_ds)
     for launch in launches:
+        if launch.name == "forward":
+            assert (launch["residuals"] is not None) == (bool(call.wanted) and call.keeps_residual(target))
+            assert launch["SPLITS_KEYS"] == ("merge" in {each.name for each in launches})
         check_grid(target, launch)
         check_programs(target, call, launch, launches)
         check_arguments(call, launch)
@@ -468,7 +539,7 @@ def test_what_is_drawn() -> None:
         wanted.add(sum(name in call.wanted for name in DIFFERENTIABLE))
         empty += call.tensors["query"].numel() == 0
         far_apart += sum(max(tensor.stride(), default=0) >= 2**21 for tensor in call.tensors.values())
-    assert len(kinds) == 2 * 4 * 3 and wanted == set(range(8)) and empty > 5 and far_apart > 20
+    assert len(kinds) == 2 * 4 * 3 and wanted >= set(range(8)) and empty > 5 and far_apart > 20
     assert arguments >= {"attn_mask", "key_lengths", "window_size", "softcap", "dropout_p"}
 
 
@@ -493,6 +564,26 @@ def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> 
     assert [launch.grid[0] for launch in launches if launch.name in ("forward", "dq", "dkv")] == [70_000] * 3
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize(("heads_at_once", "parts"), [(3, 1), (2, 2), (0.5, 6)])
+def test_query_from_ds(heads_at_once: float, parts: int, target: str) -> None:
+    """A workspace that has all keys of some heads, of which the last part has fewer, makes the query's gradient; one that has
+    some keys of one head does not. On AMD's GPUs none does."""
+    shape = (1, 3, 1024, 64)
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("query", "key", "value")}
+    tensors["rel_key"] = torch.empty(2047, 64, dtype=torch.bfloat16)
+    call = Call(
+        tensors, {"is_causal": False, "query_offset": 0}, torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
+    )
+    call.limit = int(heads_at_once * 2 * 1024**2)
+    with recorded(target) as (launches, _):
+        call.run()
+    check(target, call, launches)
+    from_ds = target != "gfx942" and heads_at_once >= 1
+    of_part = ["dkv", "dtable", *["dq_from_ds"] * from_ds]
+    assert [launch.name for launch in launches] == ["forward", "delta" if from_ds else "dq", *of_part * parts]
+
+
 def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
     """Compile the first launch of each kind that is drawn, and assert that it fits the target."""
     missing = set(kinds)
@@ -502,7 +593,7 @@ def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]
         missing.discard(kind(launch))
         return is_missing
 
-    for seed in range(CALLS):
+    for seed in range(3 * CALLS):
         call = drawn(seed)
         with recorded(target, is_compiled) as (_, compiled):
             call.run()
@@ -515,8 +606,8 @@ def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]
 
 
 def kernels_for(target: str) -> set[str]:
-    """Return the kernels that calls can launch: none on AMD's GPUs has a workspace."""
-    return set(KERNELS) - (set(OF_WORDS) if target.startswith("gfx") else set())
+    """Return the kernels that calls can launch."""
+    return set(KERNELS) - (set(NOT_ON_AMD) if target.startswith("gfx") else set())
 
 
 @pytest.mark.thorough
@@ -530,7 +621,7 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("num_rows", [127, 9])
 def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded calls have a workspace on NVIDIA's GPUs, packed ones have none. Clamped tables have kernels for what lies beyond."""
+    """Clamped tables have a kernel for what lies beyond."""
     monkeypatch.setattr(implementations, "choose_implementation", lambda *_: "triton")
     shape = (2 * 64, 2, 64) if packed else (2, 2, 64, 64)
     query, table = (torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_() for sizes in (shape, (num_rows, 64)))
@@ -539,12 +630,8 @@ def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, mo
     attend: Any = fused_relative_attention_varlen if packed else fused_relative_attention
     with recorded_launches(target, assembled=False) as launches:
         attend(query, query, query, table, rel_p2c=table, **packing).sum().backward()
-    has_words = not packed and architecture_of(target).is_nvidia
-    of_tables = ["dtable_words", "dp2c_words"] if has_words else ["dtable", "dp2c"]
-    if num_rows == 127:
-        expected = ["forward", "dq", "dkv", *of_tables]
-    else:
-        expected = ["far_keys", "forward", "far_keys", "dq", "dkv", *of_tables, "dtable_ends", "dtable_ends"]
+    of_backward = ["dq", "dkv", "dtable", "dp2c"]
+    expected = ["forward", *of_backward] if num_rows == 127 else ["far_keys", "forward", "far_keys", *of_backward]
     assert [launch.name for launch in launches] == expected
 
 
@@ -552,21 +639,22 @@ def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, mo
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
     """Each kernel compiles and fits for every kind of table and every dtype, each on one of the targets."""
-    tables = {"dtable": ("full", "clamp", "zero"), "dtable_words": ("full", "clamp", "zero"), "dtable_ends": ("clamp",)}
-    tables |= dict.fromkeys(("delta", "dq_words"), ("full",))
+    tables: dict[str, Any] = dict.fromkeys(("dtable", "dp2c"), ("full", "clamp", "zero"))
+    tables |= {"dq_from_ds": ("full",), "far_keys": ("clamp",)} | dict.fromkeys(WITHOUT_TILE, ("any",))
     wanted = set[Any]()
     for name in KERNELS:
         targets = [each for each in TARGETS if name in kernels_for(each)]
         kinds = product(
             (name,),
-            (torch.float16, torch.bfloat16, *[torch.float32] * (name not in OF_WORDS[1:])),
+            (torch.float16, torch.bfloat16, *[torch.float32] * (name not in NOT_ON_AMD)),
             tables.get(name, ("no table", "full", "clamp", "zero")),
         )
         if target in targets:
             wanted |= set(islice(kinds, targets.index(target), None, len(targets)))
 
     def kind(launch: Recorded) -> Any:
-        of_call = {"delta": "full"}.get(launch.name, "clamp")
-        return launch.name, next(launch.strided())[1].dtype, launch["TILE"].coverage if "TILE" in launch.arguments else of_call
+        if launch.name in WITHOUT_TILE:
+            return launch.name, launch["outs"][0].dtype, "any"
+        return launch.name, launch["query"][0].dtype, launch["TILE"].coverage
 
     check_compiled(target, wanted, kind)

@@ -3,11 +3,10 @@
 For any version of Triton; they hold for 3.6 to 3.9. If a test fails with a new one, that one no longer keeps the accumulator's
 layout, see kernels/quads.py: "gather" is then the better form.
 
-What moves values between threads is the same with any version. All else that a loop has is the version's: in the dq kernel's 3.8
-has 31 WARPGROUP and 12 IMAD more than 3.7 (850 instructions, not 807), since ptxas serialises its wgmma ("non wgmma instructions
-defining accumulator registers"), and 3.9 computes addresses otherwise and spills more. So numbers of instructions and bytes of
-stack are figures of one version, as all budgets are. With every version a turn of the loop must take fewer cycles than with the
-gather, by the model of bench/cycles, which counts what is spilled, too.
+What moves values between threads is the same with any version. All else that a loop has is the version's: the dq kernel's has
+875 instructions with 3.6, 877 with 3.7 and 841 with 3.8, and 3.9 computes addresses otherwise and spills more. So numbers of
+instructions and bytes of stack are figures of one version, as all budgets are. With every version a turn of the loop must take
+fewer cycles than with the gather, by the model of bench/cycles, which counts what is spilled, too.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from bench.report.text import table
 from triton_relattn.kernels.configs import TileConfig
 
 VERSION = ".".join(triton.__version__.split(".")[:2])
-SERIALISES_DQ = VERSION not in ("3.6", "3.7")
-"""Whether ptxas may wait after every wgmma of the dq kernel with this version of Triton; it does with 3.8 and 3.9."""
+SERIALISES_DQ = VERSION not in ("3.6", "3.7", "3.8")
+"""Whether ptxas may wait after every wgmma of the dq kernel with this version of Triton: "non wgmma instructions defining
+accumulator registers"."""
 HAS_FIGURES = VERSION == "3.7"
 """Whether the numbers of instructions and bytes of stack below are of this version of Triton."""
 MOVES = ("SHFL", "LDS", "STS", "BAR")
@@ -39,16 +39,11 @@ FORWARD = {
 }
 BACKWARD = {
     # kernel: allowed numbers of what moves values between threads, and most instructions
-    "dq": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 830),  # four shuffles sum over the keys of a row
-    "dkv": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 960),  # statistics; stores of words
-    "dtable": ({"SHFL": (32, 32), "LDS": (0, 6), "STS": (0, 24), "BAR": (0, 11)}, 1140),  # statistics, dS
+    "dq": ({"SHFL": (36, 36), "LDS": (0, 0), "STS": (0, 0), "BAR": (0, 2)}, 900),  # four shuffles sum over the keys of a row
+    "dkv": ({"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}, 890),  # statistics; stores of dS
 }
-STACK = {
-    # tile or kernel: bytes that are kept on the stack, at most; of all others none
-    ("sm_80", 64, (128, 64, 8)): 16,  # not the default there
-    "dkv": 96,
-    "dtable": 16,
-}
+STACK = {("sm_80", 64, (128, 64, 8)): 16}
+"""Bytes that are kept on the stack, at most, with a tile that is not the default there; of all others none."""
 
 
 def check(used: Resources, allowed: dict[str, tuple[int, int]], **others: int) -> None:
@@ -97,13 +92,13 @@ def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None
 
 @pytest.mark.parametrize("kernel", BACKWARD)
 def test_backward(kernel: str) -> None:
-    """The default configurations, 64 x 64: rotations there and, but for the dkv kernel, back; no shared memory for them."""
+    """The default configurations, 64 x 64: rotations there and, in the dq kernel, back; no shared memory for them."""
     case = KernelCase(kernel, "sm_90", "bf16", 64, "full")
     config = case.config
     assert (config.block_m, config.block_n, config.num_warps, config.rotation) == (64, 64, 4, "registers")
     moves, instructions = BACKWARD[kernel]
     loads = {"LDGSTS" if config.num_stages > 1 else "LDG": (1, ANY)}
-    check_all(case, config, moves | loads, instructions, STACK.get(kernel, 0))
+    check_all(case, config, moves | loads, instructions, 0)
 
 
 def test_a_gather_is_told_apart() -> None:

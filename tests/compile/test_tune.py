@@ -50,21 +50,22 @@ def test_candidates_begin_with_the_default_and_stay_near() -> None:
     assert len(tune.candidates(TASK, 100)) == len(configs.candidates("forward", "sm_90", True))
 
 
-def test_a_task_has_the_key_of_its_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_task_has_the_conditions_of_its_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A call gets the configuration that the search has saved for a case of its size; a longer call does not."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    profiles.save(profiles.user_profile_path("sm_90"), {TASK.key: profiles.Entry(TileConfig(32, 16, 2, 1), True, 1.0, 2.0)})
-    profiles.forget()
+    tuned = profiles.Row(TASK.conditions, TileConfig(32, 16, 2, 1), 1.0, 2.0)
+    profiles.save(profiles.user_profile_path("sm_90"), "sm_90", [tuned])
+    configs.forget()
     try:
         assert TASK.call.tile("forward") == TileConfig(32, 16, 2, 1)
         longer = tune.Task(TASK.case.resized(3000), True, "forward", "sm_90")
         assert longer.call.tile("forward") == longer.default == TASK.default
     finally:
-        profiles.forget()
+        configs.forget()
 
 
-def test_one_task_for_a_key() -> None:
-    """Cases of the same bucket of lengths are one task; the last two kernels need a table."""
+def test_one_task_for_a_row() -> None:
+    """Cases of the same bucket of lengths are one task; the dtable kernel needs a table."""
     some = [cases.Case(1, 2, length, 64) for length in (300, 400, 600)]
     tasks = tune.tasks_of(some, configs.KERNELS, "sm_90")
-    assert len(tasks) == 2 * (5 + 3) and len({task.key for task in tasks}) == len(tasks)
+    assert len(tasks) == 2 * (4 + 3) and len({task.conditions for task in tasks}) == len(tasks)

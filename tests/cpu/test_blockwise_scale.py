@@ -17,7 +17,6 @@ from triton_relattn._blockwise import partition
 from triton_relattn._blockwise.partition import Call
 from triton_relattn._core.validation import resolve
 from triton_relattn._core.within import sum_allowance, within
-from triton_relattn._operators import ops
 from triton_relattn.testing import Inputs, error_budget, forward_backward, last_place, make_inputs
 
 FURTHER_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
@@ -163,8 +162,8 @@ def test_what_is_kept() -> None:
     query = torch.zeros(1, 1, 4, 8)
     operator = torch.ops.triton_relattn.attention_forward.default
     tensors, spec = resolve(query, query, query)
-    for implementation, shape in ((ops.KEEPING, (1, 1, 4, 4)), ("blockwise", (0,))):
-        assert operator(*tensors, *spec, implementation)[2].shape == shape
+    for keeps, shape in ((True, (1, 1, 4, 4)), (False, (0,))):
+        assert operator(*tensors, *spec, "blockwise", keeps)[3].shape == shape
 
 
 def test_results_do_not_depend_on_how_a_call_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,12 @@ import pytest
 pytest.importorskip("triton")
 
 from bench.compile import KernelCase
-from bench.cycles.calls import BACKWARD, FORWARD, Size, designs, moved, of_call, partial_sums, workspace
+from bench.cycles.calls import BACKWARD, FORWARD, Size, designs, of_call, workspace
 from bench.cycles.decode import decode
 from bench.cycles.machine import MACHINES, Machine
 from bench.cycles.predict import SCORES, Loop, Prediction, near_share, of_sass, teraflops
 from bench.cycles.sass import Instruction, loops, parse
 from bench.cycles.simulate import Steady, steady
-from triton_relattn.kernels.tile_config import OF_P2C, OF_QUERY
 
 WARPS = 4  # one for each scheduler
 EXACT = {target: replace(machine, late_share=0.0, l2_spread=0.0) for target, machine in MACHINES.items()}
@@ -247,41 +246,40 @@ def test_teraflops() -> None:
 
 def test_calls() -> None:
     """The backward is the sum of its kernels; there is no dtable kernel without a table, nor beyond a bounded one."""
-    clamp, none = (KernelCase("forward", "sm_90", "bf16", 64, name) for name in ("clamp", "none"))
+    clamp, none, shaw = (KernelCase("forward", "sm_90", "bf16", 64, name) for name in ("clamp", "none", "shaw"))
     found: dict[KernelCase, Prediction | None] = {
         replace(case, kernel=kernel): prediction(1000 * number, 100 * number)
-        for case in (clamp, none)
-        for number, kernel in enumerate((*FORWARD, *BACKWARD), 1)
-        if kernel not in (*OF_P2C, OF_QUERY)
+        for case in (clamp, none, shaw)
+        for number, kernel in enumerate(("forward", "dq", "dkv", "dtable"), 1)
     }
-    assert (of_call(found, clamp, FORWARD), of_call(found, clamp, BACKWARD)) == (500, 5000)
+    assert (of_call(found, clamp, FORWARD), of_call(found, clamp, BACKWARD)) == (500, 1000 + 1500 + 2000)
     assert (of_call(found, none, BACKWARD), of_call(found, clamp, BACKWARD, far=True)) == (2500, 250)
-    with_query = {**found, replace(clamp, kernel=OF_QUERY): prediction(4000, 100)}
-    words = 8192 / H100.memory_rate  # its second loop is no faster than words come from memory
-    assert of_call(with_query, clamp, BACKWARD) == pytest.approx(5000 - 1000 + 2000 + words)
+    assert of_call(found, shaw, BACKWARD) == 1000 + 1500 + 2 * 2000  # a product of dS and one of P
+    stored = 8192 / H100.memory_rate  # loops are no faster than what they read comes from memory
+    with_query = {**found, replace(clamp, kernel="dq_from_ds"): prediction(4000)}
+    assert of_call(with_query, clamp, BACKWARD) == 2000 + 1500 + 2000
     assert of_call(with_query, clamp, BACKWARD, far=True) == 250  # of a call that has far keys
+    with_query[replace(clamp, kernel="dq_from_ds")] = prediction(100)
+    assert of_call(with_query, clamp, BACKWARD) == pytest.approx(stored + 1500 + 2000)
+    with_p2c = {**found, replace(clamp, kernel="dp2c"): prediction(100)}
+    assert of_call(with_p2c, clamp, BACKWARD) == pytest.approx(4500 + stored)
+    assert of_call({**with_p2c, replace(clamp, kernel="dp2c"): None}, clamp, BACKWARD) is None
     found[replace(none, kernel="dq")] = prediction(1000)
     assert of_call(found, none, BACKWARD, far=True) is None
-    found[replace(clamp, kernel="dtable")] = None
-    assert of_call(found, clamp, BACKWARD) == 5000  # with a workspace it is not needed
-    del found[replace(clamp, kernel="dtable_words")]
+    del found[replace(clamp, kernel="dtable")]
     assert of_call(found, clamp, BACKWARD) is None and of_call({}, clamp, FORWARD) is None
 
 
 def test_designs_of_the_backward() -> None:
-    """Sums of parts; a word for each score is written and read where the dtable kernel is not."""
+    """Sums of parts; 16 bits of each score are written and read."""
     size = Size(2, 4, 1024, 64)
     assert size.blocks == 2 * 4 * 16 * 16
-    assert partial_sums(size, H100, 64) == 8 * 2047 * 64 * 4  # no more sums than heads
-    assert partial_sums(replace(size, batch=64), H100, 64) == 16 * 2047 * 64 * 4  # 4 * 132 programs, 32 blocks of rows
     assert workspace(size, H100, 2, 64) == 132 * 2 * 64 * 1024 * 2
-    cycles = {"dq": 1500, "dkv": 1700, "dtable": 2500, "dtable_words": 600, "dq_words": 1100}
-    found = designs(cycles, size, H100, 64)
-    words = 8192 / H100.memory_rate
-    assert found["dtable kernel"] == pytest.approx(5700 + 2 * moved(8 * 2047 * 256, H100) / size.blocks)
-    assert found["table from words, writing hidden"] == 1500 + 1700 + 600
-    assert found["table from words, writing not hidden"] == pytest.approx(1500 + 1700 + 600 + words)
-    assert found["query from words, too, writing hidden"] == 1100 + 1700 + 600
-    assert found["query from words, too, writing not hidden"] == pytest.approx(1100 + 1700 + 600 + words)
-    slow = designs({**cycles, "dkv": 100}, size, H100, 64)
-    assert slow["table from words, writing hidden"] == pytest.approx(1500 + words + 600)
+    cycles = {"dq": 1500, "dkv": 1700, "dtable": 600, "dq_from_ds": 1100}
+    found, stored = designs(cycles, H100), 8192 / H100.memory_rate
+    assert found["query from q.k, writing hidden"] == 1500 + 1700 + 600
+    assert found["query from q.k, writing not hidden"] == pytest.approx(1500 + 1700 + 600 + stored)
+    assert found["query from dS, writing hidden"] == 1100 + 1700 + 600
+    assert found["query from dS, writing not hidden"] == pytest.approx(1100 + 1700 + 600 + stored)
+    slow = designs({**cycles, "dkv": 100}, H100)
+    assert slow["query from dS, writing hidden"] == pytest.approx(1100 + stored + 600)

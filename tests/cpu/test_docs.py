@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from bench.cycles.machine import MACHINES
+from bench.cycles.predict import SCORES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
 from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
+from triton_relattn.kernels.tile_config import KERNELS
 from triton_relattn.nn import attention, table
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +164,10 @@ def test_tables_have_the_columns_of_their_headings() -> None:
 
 
 def test_costs_are_those_of_the_budgets() -> None:
-    """The tables under "What it costs" show tiles, spills and cycles of bench/budgets."""
+    """The tables under "What it costs" show tiles, spills and cycles of bench/budgets, and have all kernels that these have."""
+    pytest.importorskip("triton")
+    from bench.cycles.calls import STORED, designs, moved
+
     with (ROOT / "bench" / "budgets" / "triton-3.7.csv").open() as file:
         rows = list(csv.DictReader(file))
     budgets = {(row["kernel"], f"{row['target']}, {row['head_dim']}", row["features"]): row for row in rows}
@@ -172,42 +177,56 @@ def test_costs_are_those_of_the_budgets() -> None:
         return ", ".join(f"{int(row[name]):,}" for name in ("cycles", "far_cycles") if row.get(name))
 
     page = (ROOT / "triton_relattn" / "kernels" / "DERIVATION.md").read_text().split("\n## What it costs\n")[1]
-    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:6]
-    full, designs, clamped, models, deberta, far_keys = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
-    assert len(full) == len(models) == 24 and len(clamped) == len(far_keys) == 12 and len(deberta) == 32
+    blocks = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[:4]
+    full, totals, clamped, models = ([cells_of(line) for line in block.splitlines()[2:]] for block in blocks)
+    for lines, name, kernels_of_table in (
+        (full, "full", KERNELS),
+        (models, "transformer_xl", KERNELS),
+        (clamped, "clamp", ("forward", "dq", "dkv")),
+    ):
+        known = {key[:2] for key in budgets if key[2] == name and key[0] in kernels_of_table}
+        assert {(kernel, where) for kernel, where, *_ in lines} == known and len(lines) == len(known), name
     for kernel, where, *found in full:
         row, without = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
         stages = row["num_stages"] + (" stage" if row["num_stages"] == "1" else " stages")
         carry = row["carry"] if kernel in ("forward", "dq") else ""  # the others do not walk along the keys
-        rotation = row["rotation"] if kernel not in ("dtable_words", "dq_words") else ""
+        rotation = row["rotation"] if kernel not in ("dtable", "dq_from_ds") else ""
         tile = [f"{row['block_m']} x {row['block_n']}, {row['num_warps']} warps, {stages}", carry or "-", rotation or "-"]
         ratio = "" if without is None else f"{int(row['cycles']) / int(without['cycles']):.2f}"
         figures = [f"{int(row['spill_bytes']):,}", cycles(kernel, where, "full"), cycles(kernel, where, "none"), ratio]
         assert found == [*tile, *figures], (kernel, where)
-    assert len(designs) == 4
-    for where, *found in designs:
-        words = 64 * 64 * 2 / MACHINES[where.split(",")[0]].memory_rate
-        dq, dkv, dtable, dtable_words, dq_words = (
-            int(budgets[name, where, "full"]["cycles"]) for name in ("dq", "dkv", "dtable", "dtable_words", "dq_words")
-        )
+    assert [where for where, *_ in totals] == list(dict.fromkeys(where for _, where, *_ in full))
+    for where, *found in totals:
+        machine = MACHINES[where.split(",")[0]]
+        stored = moved(SCORES * STORED, machine)  # loops that read dS take as long at least
         plain_cycles = sum(int(budgets[name, where, "none"]["cycles"]) for name in ("dq", "dkv"))
-        table = dkv + max(dtable_words, words)
-        either = (table + dq, table + 2 * max(dq_words, words))
+        of_kernels = {name: int(budgets[name, where, "full"]["cycles"]) for name in ("dq", "dkv", "dtable", "dq_from_ds")}
+        of_kernels |= {name: max(of_kernels[name], stored) for name in ("dtable", "dq_from_ds")}
+        ways = designs(of_kernels, machine)
+        either = (ways["query from q.k, writing hidden"], ways["query from dS, writing hidden"])
         expected = [f"{plain_cycles:,}", *(f"{total:,.0f} ({total / plain_cycles:.2f})" for total in either)]
-        assert [found[0], *found[2:]] == expected, (where, expected)
-        assert abs(int(found[1].replace(",", "")) - dq - dkv - dtable) < 10, where
+        assert found == expected, (where, expected)
     for kernel, where, near, far, plain in clamped:
         assert f"{near}, {far}" == cycles(kernel, where, "clamp") and plain == cycles(kernel, where, "none"), (kernel, where)
     for kernel, where, *found in models:
-        names = ("shaw", "transformer_xl", "inkling causal", "t5")
+        names = ("shaw", "transformer_xl", "t5")
         assert found == [cycles(kernel, where, name) for name in names], (kernel, where)
-    for kernel, where, *found in deberta:
-        spilled = f"{int(budgets[kernel, where, 'deberta']['spill_bytes']):,}"
-        assert found == [spilled, *(cycles(kernel, where, name) for name in ("deberta", "full"))], (kernel, where)
-    for kernel, where, spilled, near, far, without_far in far_keys:
-        assert spilled == f"{int(budgets[kernel, where, 'deberta_clamped']['spill_bytes']):,}", (kernel, where)
-        assert f"{near}, {far}" == cycles(kernel, where, "deberta_clamped"), (kernel, where)
-        assert without_far == cycles(kernel, where, "deberta"), (kernel, where)
+    # Further down: how many times as long calls take as without a table, by the predictions of whole calls.
+    with (ROOT / "bench" / "predictions.csv").open() as file:
+        times = {
+            (row["case"], row["method"], row["direction"]): float(row["predicted_ms"])
+            for row in csv.DictReader(file)
+            if row["verb"] == "speed"
+        }
+    of_calls = [cells_of(line) for line in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[4].splitlines()[2:]]
+    cases = ("b4 h32 n4096 d64 full", "b4 h16 n4096 d128 full", "b4 h32 n4096 d64 r129", "b4 h16 n4096 d128 r129")
+    cases += ("b32 h8 n200 d64 full", "b8 h12 n2048 d64 r1047 p2c", "b1 h64:8 n8192 d128 dr16 r1024 zero causal")
+    for name, (_, *found) in zip(cases, of_calls, strict=True):
+        both = [
+            [times[f"{name} bf16", method, each] for each in ("forward", "backward", "forward+backward")]
+            for method in ("triton_relattn", "plain")
+        ]
+        assert found == [f"{ours / plain:.2f}" for ours, plain in zip(*both, strict=True)], name
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,21 +22,20 @@ from triton_relattn._core.cache import cache_folder
 from triton_relattn.kernels import configs, fitting, profiles
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.profiles import Entry, Key
+from triton_relattn.kernels.profiles import Conditions, Row
 
 ARCH = "sm_90"
 ROOT = Path(__file__).parents[2]
-KEY = Key("forward", ARCH, "bfloat16", 64, "no table", False, None, 512)
-ENTRY = Entry(TileConfig(32, 32, 8, 3), timed=True, milliseconds=0.5)
+ROW = Row(Conditions(kernel="forward", coverage="no table"), TileConfig(32, 32, 8, 3))
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
-    profiles.forget()
+    configs.forget()
     fitting._replacements.clear()
     yield
-    profiles.forget()
+    configs.forget()
     fitting._replacements.clear()
 
 
@@ -46,7 +45,7 @@ def select() -> TileConfig:
 
 def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user other than root: a warning that names the file, and the default."""
-    profiles.save(profiles.user_profile_path(ARCH), {KEY: ENTRY})
+    profiles.save(profiles.user_profile_path(ARCH), ARCH, [ROW])
 
     read = Path.read_bytes
 
@@ -66,7 +65,7 @@ def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the system that names the folder or the file, and what there is stays."""
     path = profiles.user_profile_path(ARCH)
-    profiles.save(path, {KEY: ENTRY})
+    profiles.save(path, ARCH, [ROW])
     before = path.read_bytes()
     opened = open
 
@@ -77,7 +76,7 @@ def test_a_folder_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("builtins.open", denied)
     with pytest.raises(PermissionError, match="profile-sm_90"):
-        profiles.save(path, {KEY: ENTRY})
+        profiles.save(path, ARCH, [ROW])
     monkeypatch.undo()
     assert path.read_bytes() == before
 
@@ -93,7 +92,7 @@ def test_a_folder_that_cannot_be(folder: str, monkeypatch: pytest.MonkeyPatch) -
         warnings.simplefilter("ignore")
         assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
     with pytest.raises((OSError, ValueError)):
-        profiles.save(profiles.user_profile_path(ARCH), {KEY: ENTRY})
+        profiles.save(profiles.user_profile_path(ARCH), ARCH, [ROW])
 
 
 @pytest.mark.parametrize("name", ["HOME", "TRITON_RELATTN_CACHE", "XDG_CACHE_HOME"])
@@ -158,7 +157,7 @@ def test_two_processes_tune_at_once(tmp_path: Path) -> None:
     from bench import tune
     from bench.cases import attention as cases
 
-    path = tmp_path / "of" / "both.json"
+    path = tmp_path / "of" / "both.csv"
     children = [
         subprocess.Popen(
             [sys.executable, "-W", "error::RuntimeWarning", "-c", TUNER, str(path), which],
@@ -180,8 +179,9 @@ def test_two_processes_tune_at_once(tmp_path: Path) -> None:
         assert child.returncode == 0
     resized = [cases.Case(1, 2, 300, 64).resized(length) for length in (300, 1000, 3000)]
     tasks = tune.tasks_of(resized, configs.KERNELS, ARCH)
-    assert profiles.load(path) == {task.key: task.default for task in tasks} and len(tasks) == 25
-    assert sorted(path.parent.iterdir()) == [path, path.with_name("both.json.lock")]
+    found = {row.conditions: row.config for row in profiles.load(path, ARCH)}
+    assert found == {task.conditions: task.default for task in tasks} and len(tasks) == 25
+    assert sorted(path.parent.iterdir()) == [path, path.with_name("both.csv.lock")]
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,7 @@ def test_a_profile_that_no_gpu_can_serve(arch: str, config: TileConfig, reason: 
     """Numbers of threads or stages that no GPU has are refused, and not saved."""
     assert reason in str(config.why_invalid(arch, True))
     with pytest.raises(ValueError, match=reason):
-        profiles.save(
-            tmp_path / "profile.json", {Key("forward", arch, "bfloat16", 64, "no table", False, None, 512): Entry(config, True)}
-        )
+        profiles.save(tmp_path / "profile.csv", arch, [Row(ROW.conditions, config)])
 
 
 def test_a_profile_that_does_not_fit_this_gpu() -> None:
@@ -210,8 +208,8 @@ def test_a_profile_that_does_not_fit_this_gpu() -> None:
 
     tensors, spec = call("none", torch.bfloat16, 64, length=256)
     large, limit = TileConfig(128, 128, 8, 2), 60_000
-    profiles.save(profiles.user_profile_path(ARCH), {KEY: Entry(large, True)})
-    profiles.forget()
+    profiles.save(profiles.user_profile_path(ARCH), ARCH, [Row(ROW.conditions, large)])
+    configs.forget()
     assert select() == large
     with recorded_launches(ARCH) as launches:
         record = CompiledKernel.run

@@ -244,11 +244,11 @@ from triton_relattn import fused_relative_attention
 class Chosen(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.triton_relattn.attention_forward.default:
-            print(args[-1])
+            print(args[-2])
         return function(*args, **(kwargs or {}))
 
 def chosen(graph, _):
-    print(*(node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.triton_relattn.attention_forward.default))
+    print(*(node.args[-2] for node in graph.graph.nodes if node.target is torch.ops.triton_relattn.attention_forward.default))
     return graph
 
 def attend(*tensors, **arguments):

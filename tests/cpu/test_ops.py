@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn._blockwise.attention import keeps_probs
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._core.validation import resolve
 from triton_relattn.testing import (
@@ -110,22 +111,25 @@ SOME = (
 
 
 def arguments(name: str, requires_grad: bool = False, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of the forward and of the backward operator."""
+    """Arguments of the forward and of the backward operator. Probabilities are kept where a call may keep them and all are
+    written: those beyond a window are not."""
     inputs, tensors, spec = resolved(name)
     plain = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
-    lse = FORWARD(*plain, *spec, "blockwise")[1]
+    keeps = keeps_probs(tensors, spec) and spec.window_left == spec.window_right == -1
+    _, lse, _, kept = FORWARD(*plain, *spec, "blockwise", keeps)
     leaves = [None if tensor is None else tensor.detach().requires_grad_(requires_grad) for tensor in tensors[: len(ALL)]]
-    forward = (*leaves, *plain[len(ALL) :], *spec, "blockwise")
-    return forward, (inputs.d_out, inputs.d_lse, None, lse, None, *plain, *spec, "blockwise", wanted)
+    forward = (*leaves, *plain[len(ALL) :], *spec, "blockwise", keeps)
+    saved = (None, lse, None, kept if keeps else None)
+    return forward, (inputs.d_out, inputs.d_lse, *saved, *plain, *spec, "blockwise", wanted)
 
 
 def test_schema_is_that_of_the_tensors_and_the_spec() -> None:
     """The operators' arguments have the names and order of the tensors and the spec, which callers rely on."""
     names = [argument.name for argument in FORWARD._schema.arguments]
-    assert names == [*AttentionTensors._fields, *AttentionSpec._fields, "implementation"]
+    assert names == [*AttentionTensors._fields, *AttentionSpec._fields, "implementation", "keeps"]
     of_backward = [argument.name for argument in BACKWARD._schema.arguments]
-    assert of_backward == ["d_out", "d_lse", "out", "lse", "softmax_stats", *names, "wanted"]
-    assert len(BACKWARD._schema.returns) == len(DIFFERENTIABLE) == 8
+    assert of_backward == ["d_out", "d_lse", "out", "lse", "softmax_stats", "kept", *names[:-1], "wanted"]
+    assert len(FORWARD._schema.returns) == 4 and len(BACKWARD._schema.returns) == len(DIFFERENTIABLE) == 8
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no_grad", "grad"])

@@ -1,128 +1,123 @@
-"""Profiles: configurations read from files, the files that are refused, and how files are written."""
+"""Profiles: which row serves a call, the files that are refused, and how files are written."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import PATIENCE
-
 pytest.importorskip("triton")
 
 from triton_relattn._core import validation
+from triton_relattn._core.cache import cache_folder
 from triton_relattn.kernels import configs, profiles
 from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.profiles import Entry, Key
+from triton_relattn.kernels.profiles import Conditions, Row
 
-ARCH = "sm_90"
-CONFIG, OTHER = TileConfig(32, 32, 8, 3, "both"), TileConfig(16, 16, 2, 1, None)
-KEY = Key("forward", ARCH, "bfloat16", 64, "no table", False, None, 512)
-ENTRY = Entry(CONFIG, timed=True, milliseconds=0.5, default_milliseconds=1)
-ROW: dict[str, Any] = {
-    "kernel": "forward",
-    "arch": ARCH,
-    "dtype": "bfloat16",
-    "width": 64,
-    "coverage": "no table",
-    "is_causal": False,
-    "term_set": None,
-    "length_bucket": 512,
-    "config": {
-        "block_m": 32,
-        "block_n": 32,
-        "num_warps": 8,
-        "num_stages": 3,
-        "carry": "both",
-        "rotation": "gather",
-        "max_registers": None,
-    },
-    "timed": True,
-    "milliseconds": 0.5,
-    "default_milliseconds": 1,
-}
-DOCUMENT: dict[str, Any] = {"format": "triton_relattn profile", "version": 2, "device": "a GPU", "entries": [ROW]}
+ARCH, ROOT = "sm_90", Path(__file__).parents[2]
+CONFIG, OTHER = TileConfig(32, 32, 8, 3, "scores", max_registers=128), TileConfig(16, 16, 2, 1, None)
+CONDITIONS = Conditions("forward", "16 bits", "wgmma", "64", "none", "no table", "bfloat16", "False", "512")
+ROW = Row(CONDITIONS, CONFIG, 0.5, 1.0)
+HEADER = (
+    "kernel,precision,unit,width,term_set,coverage,dtype,is_causal,length,"
+    "block_m,block_n,num_warps,num_stages,carry,rotation,max_registers,milliseconds,default_milliseconds\n"
+)
+LINE = "forward,16 bits,wgmma,64,none,no table,bfloat16,False,512,32,32,8,3,scores,gather,128,0.5,1\n"
 
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Profiles of the user and of the package that are this test's own."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(profiles, "PACKAGE_FOLDER", tmp_path / "tuned")
-    (tmp_path / "tuned").mkdir()
-    profiles.forget()
+    monkeypatch.setattr(configs, "PACKAGE_FOLDER", tmp_path / "tuned")
+    for folder in ("cache", "tuned"):
+        (tmp_path / folder).mkdir()
+    configs.forget()
     yield
-    profiles.forget()
+    configs.forget()
 
 
-def package_profile_path() -> Path:
-    return profiles.PACKAGE_FOLDER / f"{ARCH}.json"
+def of_package() -> Path:
+    return configs.PACKAGE_FOLDER / f"{ARCH}.csv"
 
 
-def select(length: int | None = 100) -> TileConfig:
-    """Return the configuration that calls of KEY's kind get."""
-    return configs.select("forward", ARCH, torch.bfloat16, 40, length=length)
+def of_user() -> Path:
+    path: Path = profiles.user_profile_path(ARCH)
+    return path
 
 
-def load_quietly(path: Path) -> dict[Key, TileConfig]:
+def select(length: int | None = 100, **others: Any) -> TileConfig:
+    """Return the configuration of calls that have ROW's conditions."""
+    return configs.select("forward", ARCH, torch.bfloat16, 40, length=length, **others)
+
+
+def load_quietly(path: Path) -> list[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return profiles.load(path)
+        return list(profiles.load(path, ARCH))
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(DOCUMENT))
-    assert load_quietly(path) == {KEY: CONFIG}
+def test_a_file_is_read_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "of" / "profile.csv"
+    profiles.save(path, ARCH, [ROW], device="a GPU", commit=None)
+    assert path.read_text() == f"# device: a GPU, commit: None\n{HEADER}{LINE}"
+    assert load_quietly(path) == [ROW]
 
 
 def test_a_missing_file_is_empty(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert load_quietly(tmp_path / "none.json") == load_quietly(tmp_path / "file" / "none.json") == {}
+    assert load_quietly(tmp_path / "none.csv") == load_quietly(tmp_path / "file" / "none.csv") == []
 
 
-def test_what_is_not_timed_is_not_used(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    untimed = {**ROW, "kernel": "dq", "timed": False, "milliseconds": None, "default_milliseconds": None}
-    path.write_text(json.dumps({**DOCUMENT, "entries": [untimed, ROW]}))
-    assert load_quietly(path) == {KEY: CONFIG}
-
-
-def test_a_user_s_entry_wins() -> None:
+def test_the_user_s_row_wins() -> None:
+    """And then the package's, and then the default."""
     default = select()
-    assert default not in (CONFIG, OTHER) and profiles.find(KEY) is None
-    profiles.save(package_profile_path(), {KEY: ENTRY, replace(KEY, is_causal=True): ENTRY})
+    assert default not in (CONFIG, OTHER)
+    profiles.save(of_package(), ARCH, [ROW, ROW._replace(conditions=CONDITIONS._replace(is_causal="True"))])
     assert select() == default  # read once
-    profiles.forget()
+    configs.forget()
     assert select() == CONFIG
-    profiles.save(profiles.user_profile_path(ARCH), {KEY: replace(ENTRY, config=OTHER)})
-    profiles.forget()
+    profiles.save(of_user(), ARCH, [ROW._replace(config=OTHER)])
+    configs.forget()
     assert select() == OTHER
-    assert profiles.find(replace(KEY, is_causal=True)) == CONFIG
+    assert select(is_causal=True) == CONFIG
     assert select(length=None) == select(length=513) == default
+
+
+def test_the_first_row_that_fits_wins() -> None:
+    """A profile written by hand, whose columns are those of defaults.csv: a blank stands for anything."""
+    default, header = select(length=None), configs.DEFAULTS.read_text().splitlines()[0]
+    rows = ("forward,,,128,,,16,16,4,1,none,gather,", "forward,,,,,,32,32,4,2,scores,gather,", ",,,64,,,64,64,4,1,scores,gather,")
+    text = "\n".join(("# by hand", "", header, rows[0], "# the others", *rows[1:]))
+    of_user().write_text(text, encoding="utf-8-sig")  # as a spreadsheet does
+    configs.forget()
+    assert select() == select(length=10**6) == TileConfig(32, 32, 4, 2) != default == select(length=None)
+    assert configs.select("forward", ARCH, torch.float32, 80, "full", length=1) == TileConfig(16, 16, 4, 1, None)
+    assert configs.select("dq", ARCH, torch.float16, 64, "clamp", True, "rel_bias", 1) == TileConfig(64, 64, 4, 1)
+    of_dq = configs.select("dq", ARCH, torch.float16, 128, "clamp", length=1)
+    assert of_dq == configs.select("dq", ARCH, torch.float16, 128, "clamp")  # none fits
 
 
 def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
-    def load(path: Path) -> dict[Key, TileConfig]:
+    def load(path: Path, arch: str) -> list[Row]:
+        assert arch == ARCH
         read.append(path)
-        return {}
+        return []
 
     monkeypatch.setattr(profiles, "load", load)
-    for _ in range(3):
-        select()
-    assert read == [package_profile_path(), profiles.user_profile_path(ARCH)]
+    for length in (100, 1000, 1000):
+        select(length)
+    assert read == [of_user(), of_package()]
 
 
 def test_length_buckets() -> None:
@@ -130,13 +125,17 @@ def test_length_buckets() -> None:
     assert [profiles.length_bucket(length) for length in lengths] == [512] * 3 + [2048] * 2 + [8192] * 2 + [32768] * 3
 
 
-def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths are padded, and float32 is told from TF32, whose kernels are others."""
-    assert configs.profile_key("forward", ARCH, torch.bfloat16, 40, "no table", False, None, 100) == KEY
-    for precision, name in (("highest", "float32"), ("high", "tf32")):
+def test_conditions_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths are padded, float32 is told from TF32, and float16 from bfloat16: their kernels differ."""
+    kind = configs.Kind(ARCH, torch.bfloat16, 40, "no table", False, None)
+    assert configs.conditions("forward", kind, 100) == CONDITIONS
+    assert configs.conditions("forward", kind, None) == CONDITIONS._replace(length="")
+    assert configs.conditions("forward", kind._replace(dtype=torch.float16), 100) == CONDITIONS._replace(dtype="float16")
+    kind = configs.Kind(ARCH, torch.float32, 80, "zero", True, "rel_bias")
+    for precision, name in (("highest", "ieee"), ("high", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        key = configs.profile_key("dq", ARCH, torch.float32, 80, "zero", True, "rel_bias", 3000)
-        assert key == Key("dq", ARCH, name, 128, "zero", True, "rel_bias", 8192)
+        expected = ("dq", name, "wgmma", "128", "rel_bias", "zero", "float32", "True", "8192")
+        assert configs.conditions("dq", kind, 3000) == expected
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
@@ -145,135 +144,110 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
     resolved = validation.resolve(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1)
     call = Call(*resolved, arch=ARCH)
     assert call.coverage == "clamp"
-    for kernel in configs.KERNELS:
-        profiles.save(
-            profiles.user_profile_path(ARCH),
-            {
-                replace(KEY, kernel=kernel, coverage="clamp", length_bucket=2048): ENTRY,
-                replace(KEY, kernel=kernel, coverage="clamp"): replace(ENTRY, config=OTHER),
-            },
-        )
+    profiles.save(of_user(), ARCH, [Row(Conditions(length="512"), OTHER), Row(Conditions(length="2048"), CONFIG)])
     assert {call.tile(kernel) for kernel in configs.KERNELS} == {CONFIG}
     assert call.tile("dq", OTHER) == OTHER
     assert Call(*resolved, arch="interpreter").tile("dq") == TileConfig(64, 64, 4, 1)
 
 
-def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {field: value for field, value in fields.items() if field != name}
-
-
-def document(**changes: Any) -> bytes:
-    return json.dumps({**DOCUMENT, **changes}).encode()
-
-
-def row(**changes: Any) -> bytes:
-    """A profile with this besides a good entry."""
-    return document(entries=[ROW, {**ROW, **changes}])
-
-
-def tile(**changes: Any) -> bytes:
-    return row(config={**ROW["config"], **changes})
+def changed(old: str, new: str) -> bytes:
+    """A profile with a good row, and then one with a change."""
+    assert LINE.count(old) == 1
+    return f"{HEADER}{LINE}{LINE.replace(old, new)}".encode()
 
 
 BAD = {
-    "empty": (b"", "Expecting value"),
-    "truncated": (document()[:-2], "delimiter"),
-    "binary": (bytes(range(256)), "Expecting value"),
-    "nested": (b"[" * 10**5, "recursion"),
-    "list": (b"[]", "not an object"),
-    "format": (document(format="another"), "format"),
-    "version": (document(version=3), "version is 3"),
-    "version_bool": (document(version=True), "version is True"),
-    "entries": (document(entries={}), "entries is not a list"),
-    "entry": (document(entries=[ROW, 1]), "1 is not an object"),
-    "no_entries": (json.dumps(without(DOCUMENT, "entries")).encode(), "entries is not a list"),
-    "missing": (document(entries=[without(ROW, "timed")]), "timed is missing"),
-    "missing_carry": (row(config=without(ROW["config"], "carry")), "carry is missing"),
-    "bool_for_int": (tile(num_stages=True), "num_stages must be int"),
-    "float_for_int": (tile(block_m=32.0), "block_m must be int"),
-    "int_for_bool": (row(is_causal=0), "is_causal must be bool"),
-    "list_for_str": (row(dtype=["bfloat16"]), "dtype must be str"),
-    "null_for_config": (row(config=None), "config must be TileConfig"),
-    "nan": (row(milliseconds=float("nan")), "milliseconds must be float"),
-    "infinite": (document().replace(b"0.5", b"1e999"), "milliseconds must be float"),
-    "kernel": (row(kernel="sideways"), "sideways"),
-    "length_bucket": (row(length_bucket=1000), "1000"),
-    "not_a_power_of_two": (tile(block_m=48), "block_m must be a power of two"),
-    "too_wide_for_a_table": (row(coverage="clamp", config={**ROW["config"], "block_m": 128}), "with a table"),
-    "miscompiled": (row(arch="sm_100", config={**ROW["config"], "num_warps": 4}), "sm_100"),
+    "empty": (b"", "line 0: the columns must be kernel,"),
+    "binary": (bytes(range(256)), "can't decode byte 0x80"),
+    "another_format": (b'{"version": 2}', "line 1: the columns must be kernel,"),
+    "missing_column": (HEADER.replace("coverage,", "").encode(), "line 1: the columns must be kernel,"),
+    "unknown_column": (HEADER.replace("length,", "length,mask,").encode(), "line 1: the columns must be kernel,"),
+    "truncated": (f"# origin\n{HEADER}{LINE}{LINE[:-8]}".encode(), "line 4: 16 cells for 18 columns"),
+    "too_many_cells": (changed("0.5", "0.5,1"), "line 3: 19 cells for 18 columns"),
+    "huge_cell": (changed("0.5", "x" * 10**6), "line 3: field larger than field limit"),
+    "no_number": (changed(",8,", ",eight,"), "line 3: invalid literal for int() with base 10: 'eight'"),
+    "blank_number": (changed(",8,", ",,"), "line 3: invalid literal for int() with base 10: ''"),
+    "no_time": (changed("0.5", "half"), "line 3: could not convert string to float: 'half'"),
+    "kernel": (changed("forward", "sideways"), "line 3: kernel must be one of forward, "),
+    "dtype": (changed("bfloat16", "bf16"), "line 3: dtype must be one of bfloat16, float16, float32, got 'bf16'"),
+    "is_causal": (changed("False", "no"), "line 3: is_causal must be one of True, False, got 'no'"),
+    "length": (changed("512", "1000"), "line 3: length must be one of 512, 2048, 8192, 32768, got '1000'"),
+    "coverage": (changed("no table", "half"), "line 3: coverage must be one of "),
+    "another_gpu_s": (changed("wgmma", "mma"), "line 3: unit must be one of wgmma, got 'mma'"),
+    "not_a_power_of_two": (changed("32,32,", "48,32,"), "line 3: block_m must be a power of two"),
+    "carry": (changed("scores", "all"), "line 3: carry must be None"),
+    "not_for_tables": (changed("no table,bfloat16,False,512,32", ",,,,128"), "line 3: with a table, block_m must be"),
 }
 
 
 def assert_warns_once(path: Path, reason: str) -> None:
     """Assert that the user's profile at path is ignored, with one warning, and that the package's still counts."""
-    profiles.save(package_profile_path(), {KEY: ENTRY})
+    profiles.save(of_package(), ARCH, [ROW])
     with pytest.warns(RuntimeWarning) as caught:
         assert [select(), select(), select(length=1000)] == [CONFIG, CONFIG, select(length=None)]
     (warning,) = caught
     message = str(warning.message)
     assert message.startswith(f"{path} is ignored: ") and reason in message, message
-    assert len(message) < 600
+    assert len(message) < 700
 
 
 @pytest.mark.parametrize(("content", "reason"), BAD.values(), ids=BAD)
 def test_bad_files(content: bytes, reason: str) -> None:
-    path = profiles.user_profile_path(ARCH)
-    path.parent.mkdir()
+    path = of_user()
     path.write_bytes(content)
     assert_warns_once(path, reason)
     with pytest.warns(RuntimeWarning, match="is ignored"):
-        profiles.save(path, {KEY: replace(ENTRY, config=OTHER)})
-    assert load_quietly(path) == {KEY: OTHER}
+        profiles.save(path, ARCH, [ROW])
+    assert load_quietly(path) == [ROW]
 
 
 def test_a_folder_in_the_file_s_place() -> None:
-    path = profiles.user_profile_path(ARCH)
-    path.mkdir(parents=True)
+    path = of_user()
+    path.mkdir()
     assert_warns_once(path, "directory")
     with pytest.warns(RuntimeWarning), pytest.raises(OSError):
-        profiles.save(path, {KEY: ENTRY})
+        profiles.save(path, ARCH, [ROW])
     assert sorted(path.parent.iterdir()) == [path, path.with_name(path.name + ".lock")]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file() -> None:
-    path = profiles.user_profile_path(ARCH)
-    profiles.save(path, {KEY: ENTRY})
+    path = of_user()
+    profiles.save(path, ARCH, [ROW])
     path.chmod(0)
     assert_warns_once(path, "denied")
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "cache").touch()
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "file"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert select() == select(length=None)
     with pytest.raises(OSError):
-        profiles.save(profiles.user_profile_path(ARCH), {KEY: ENTRY})
+        profiles.save(of_user(), ARCH, [ROW])
 
 
 def test_where_the_user_s_profiles_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles.triton, "__version__", "3.10.2+rocm")
     monkeypatch.setenv("XDG_CACHE_HOME", "/of/xdg")
     monkeypatch.setenv("HOME", "/of/user")
-    name = "profile-sm_90-triton-3.10.json"
-    assert profiles.user_profile_path(ARCH) == Path(os.environ["TRITON_RELATTN_CACHE"], name)
+    name = "profile-sm_90-triton-3.10.csv"
+    assert of_user() == Path(os.environ["TRITON_RELATTN_CACHE"], name)
     monkeypatch.delenv("TRITON_RELATTN_CACHE")
-    assert profiles.user_profile_path(ARCH) == Path("/of/xdg/triton_relattn", name)
+    assert of_user() == Path("/of/xdg/triton_relattn", name)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert profiles.user_profile_path(ARCH) == Path("/of/user/.cache/triton_relattn", name)
+    assert of_user() == Path("/of/user/.cache/triton_relattn", name)
 
 
-def test_what_save_writes(tmp_path: Path) -> None:
-    """New entries replace old ones, others stay, those that are not timed too."""
-    path = tmp_path / "folder" / "of" / "profile.json"
-    untimed = replace(KEY, kernel="dtable")
-    profiles.save(path, {KEY: replace(ENTRY, config=OTHER), untimed: Entry(OTHER, timed=False)}, device="a GPU", commit="a")
-    profiles.save(path, {KEY: ENTRY}, device="a GPU", commit=None)
-    written = json.loads(path.read_text())
-    kept = {**ROW, "kernel": "dtable", "config": vars(OTHER), "timed": False, "milliseconds": None, "default_milliseconds": None}
-    assert written == {**DOCUMENT, "commit": None, "entries": [ROW, kept]}
-    assert load_quietly(path) == {KEY: CONFIG}
+def test_new_rows_stand_above_others(tmp_path: Path) -> None:
+    """So they serve their calls, whatever a profile has already; rows with the same conditions are replaced."""
+    path = tmp_path / "profile.csv"
+    general = Row(Conditions(), OTHER)
+    profiles.save(path, ARCH, [general, ROW._replace(config=OTHER)], date="yesterday")
+    profiles.save(path, ARCH, [ROW], date="today")
+    assert load_quietly(path) == [ROW, general]
+    assert path.read_text().startswith("# date: today\nkernel,")
 
 
 def fails(*_: Any) -> None:
@@ -282,112 +256,55 @@ def fails(*_: Any) -> None:
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_failed_save_changes_nothing(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "profile.json"
-    profiles.save(path, {KEY: ENTRY})
+    path = tmp_path / "profile.csv"
+    profiles.save(path, ARCH, [ROW])
     before, files = path.read_bytes(), set(tmp_path.iterdir())
     monkeypatch.setattr(os, function, fails)
     with pytest.raises(OSError, match="no space left"):
-        profiles.save(path, {KEY: replace(ENTRY, config=OTHER)})
+        profiles.save(path, ARCH, [ROW._replace(config=OTHER)])
     assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [Entry(TileConfig(48, 16, 4, 1), True, 1.0, 1.0), replace(ENTRY, milliseconds=float("nan")), replace(ENTRY, timed=1)],
-    ids=["tile", "nan", "type"],
-)
-def test_save_refuses_what_load_would(entry: Entry, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    with pytest.raises(ValueError):
-        profiles.save(path, {KEY: entry})
+def test_save_refuses_what_load_would(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    with pytest.raises(ValueError, match="line 3: block_m must be a power of two, got 48"):
+        profiles.save(path, ARCH, [ROW._replace(config=TileConfig(48, 16, 4, 1))], device="a GPU")
     assert not path.exists()
 
 
 @pytest.mark.parametrize("suffix", ["lock", f"{os.getpid()}.tmp"], ids=["lock", "temporary"])
 def test_links_are_not_followed(suffix: str, tmp_path: Path) -> None:
     """A link in the place of the lock or of the temporary file is not followed: the file that it points to does not change."""
-    path, other = tmp_path / "profile.json", tmp_path / "other"
+    path, other = tmp_path / "profile.csv", tmp_path / "other"
     other.write_text("precious")
     path.with_name(f"{path.name}.{suffix}").symlink_to(other)
     if suffix == "lock":
-        with pytest.raises(OSError, match=r"profile\.json\.lock"):
-            profiles.save(path, {KEY: ENTRY})
+        with pytest.raises(OSError, match=r"profile\.csv\.lock"):
+            profiles.save(path, ARCH, [ROW])
     else:
-        profiles.save(path, {KEY: ENTRY})
-        assert load_quietly(path) == {KEY: CONFIG} and not path.is_symlink()
+        profiles.save(path, ARCH, [ROW])
+        assert load_quietly(path) == [ROW] and not path.is_symlink()
     assert other.read_text() == "precious"
 
 
 def test_save_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "fcntl", None)
-    profiles.save(tmp_path / "profile.json", {KEY: ENTRY})
-    assert load_quietly(tmp_path / "profile.json") == {KEY: CONFIG}
+    profiles.save(tmp_path / "profile.csv", ARCH, [ROW])
+    assert load_quietly(tmp_path / "profile.csv") == [ROW]
 
 
-SAVER = """
-import sys
-from pathlib import Path
-from triton_relattn.kernels.profiles import Entry, Key, save
-from triton_relattn.kernels.tile_config import TileConfig
-print(flush=True)
-sys.stdin.readline()
-for i in range(20):
-    key = Key("forward", "sm_90", "bfloat16", 64, "no table", False, f"{sys.argv[2]} {i}", 512)
-    save(Path(sys.argv[1]), {key: Entry(TileConfig(32, 32, 4, 1), True, 1.0, 1.0)})
-"""
+SHIPPED = (configs.DEFAULTS, *sorted(configs.PACKAGE_FOLDER.glob("*.csv")))
 
 
-@pytest.mark.thorough
-def test_processes_that_save_at_once_lose_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    savers = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SAVER, str(path), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for name in "ab"
-    ]
-    for saver in savers:
-        assert saver.stdout is not None and saver.stdout.readline()  # both have imported what they need
-    for saver in savers:
-        assert saver.stdin is not None
-        saver.stdin.write("\n")
-        saver.stdin.flush()
-    for saver in savers:
-        saver.communicate(timeout=PATIENCE)
-        assert saver.returncode == 0
-    assert {key.term_set for key in load_quietly(path)} == {f"{name} {i}" for name in "ab" for i in range(20)}
-    assert sorted(tmp_path.glob("profile*")) == [path, tmp_path / "profile.json.lock"]
-
-
-def made_up(tmp_path: Path) -> Path:
-    path = tmp_path / f"{ARCH}.json"
-    profiles.save(path, {KEY: ENTRY})
-    return path
-
-
-SHIPPED = sorted(Path(profiles.__file__).with_name("tuned").glob("*.json"))
-
-
-@pytest.mark.parametrize("path", [*SHIPPED, made_up], ids=lambda path: getattr(path, "name", "made_up"))
-def test_shipped_profiles(path: Path | Callable[[Path], Path], tmp_path: Path) -> None:
-    """The package's, and one made up that would do: each is of one architecture, and serves calls that there are."""
-    path = path if isinstance(path, Path) else path(tmp_path)
-    loaded = load_quietly(path)
-    assert loaded
-    for key in loaded:
-        assert f"{key.arch}.json" == path.name
-        assert key.dtype in ("float16", "bfloat16", "float32", "tf32") and key.width in (64, 128, 256)
-        assert key.coverage in ("no table", "full", "clamp", "zero")
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_what_the_package_has_can_be_read(path: Path) -> None:
+    assert profiles.parse(path.read_bytes(), None if path == configs.DEFAULTS else path.stem)
 
 
 @pytest.mark.thorough
 def test_the_tests_do_not_read_the_user_s_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    child = [sys.executable, "-c", "from triton_relattn.kernels.profiles import cache_folder; print(cache_folder())"]
-    output = subprocess.run(child, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout.strip()
-    assert output == str(profiles.cache_folder()) and Path(output).name.startswith("triton_relattn-")
+    child = [sys.executable, "-c", "from triton_relattn._core.cache import cache_folder; print(cache_folder())"]
+    output = subprocess.run(child, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    assert output == str(cache_folder()) and Path(output).name.startswith("triton_relattn-")
     assert list(Path(output).glob("profile-*")) == []  # other tests keep other things there

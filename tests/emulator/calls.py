@@ -14,6 +14,8 @@ from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, in_memory_order, make_inputs, with_different_strides
 
 BATCH, HEADS = 2, 2
+OFFSETS = (5, -20, 9)
+"""Offsets of sequences that have their own; of two in a batch, and three in a pack."""
 DROPOUT_SEED = 5
 """Seed of torch's generator before a call, so that dropout is the same every time."""
 
@@ -61,7 +63,7 @@ FEATURES = {
     "key_lengths": Feature({}, {"key_lengths": lambda n, m: torch.tensor([m, max(m - 29, 0)], dtype=torch.int32)}),
     "float_mask": Feature({}, {"attn_mask": float_mask}),
     "bool_mask": Feature({}, {"attn_mask": lambda n, m: float_mask(n, m) != -torch.inf}),
-    "offsets": Feature({}, {"query_offset": lambda n, m: torch.tensor([5, -20], dtype=torch.int32)}),
+    "offsets": Feature({}, {"query_offset": lambda n, m: torch.tensor(OFFSETS[:BATCH], dtype=torch.int32)}),
     "sharp": Feature({"sharp": True}, {}),
 }
 LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
@@ -74,11 +76,15 @@ LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
 number of elements apart; dense, but from the second element of the storage on."""
 PACKED = "varlen"
 """The word for sequences packed one after the other, one of them without queries."""
+SMALL_WORKSPACE = "small_workspace"
+"""The word for a workspace of the backward that has one block of keys of one head at a time."""
+WORDS = (*FEATURES, *LAYOUTS, PACKED, SMALL_WORKSPACE)
 
 CALLS = (
     *(f"{table}{causal}" for table in TABLES for causal in ("", " causal")),
     *("full key_lengths", "clamp key_lengths", "full per_head", "clamp per_head"),
     *("clamp rel_value", "full rel_value", "zero rel_value per_head", "clamp causal rel_value exact_query_grad"),
+    *("full no_rel_key rel_value", "clamp no_rel_key rel_value", "full rel_value gqa per_head", "zero window rel_value rel_bias"),
     *("full rel_bias no_rel_key", "clamp rel_bias no_rel_key", "full rel_bias per_head", "clamp rel_bias"),
     *("full rel_p2c per_head", "clamp causal rel_p2c", "full rel_p2c no_rel_key dropout", "zero varlen rel_p2c rel_value"),
     *("full rel_p2c sharp", "full rel_p2c gqa key_lengths", "clamp rel_p2c rel_scale window"),
@@ -87,7 +93,11 @@ CALLS = (
     *("full window", "clamp window", "full float_mask", "clamp bool_mask", "clamp offsets", "full exact_query_grad rel_scale"),
     *("clamp strided", "full strided", "clamp strided_key", "full strided_key", "full unaligned", "clamp unaligned"),
     *("full storage_offset", "full sharp", "clamp sharp", "full causal sharp", "full rel_bias sharp"),
-    *("full varlen", "clamp varlen gqa", "zero varlen rel_value dropout"),
+    *("full varlen", "clamp varlen gqa", "zero varlen rel_value dropout", "clamp varlen rel_value rel_bias"),
+    *("full varlen causal rel_value", "zero varlen offsets rel_bias", "clamp varlen offsets rel_value rel_p2c"),
+    *("full offsets rel_value", "zero offsets rel_value per_head", "clamp offsets rel_p2c rel_bias"),
+    *("full small_workspace", "clamp rel_value small_workspace", "zero rel_bias gqa small_workspace"),
+    *("full rel_p2c small_workspace", "zero varlen rel_value small_workspace", "clamp offsets rel_value small_workspace"),
     "clamp rel_value rel_bias narrow_rel_query per_head dropout softcap key_lengths",
 )
 """Calls that the kernels distinguish: one or two features at a time, and once all terms together."""
@@ -119,7 +129,7 @@ def unknown_words(name: str) -> list[str]:
     table, *words = name.split()
     if table in RANDOM:
         return [] if len(words) == 1 and words[0].isdigit() else [name]
-    return [table] * (table not in TABLES) + [word for word in words if word not in {*FEATURES, *LAYOUTS, PACKED}]
+    return [table] * (table not in TABLES) + [word for word in words if word not in WORDS]
 
 
 def random_call(kind: str, seed: int, dtype: torch.dtype) -> Call:
@@ -139,7 +149,7 @@ def build(name: str, num_queries: int, num_keys: int, width: int, dtype: torch.d
     if unknown := unknown_words(name):
         raise ValueError(
             f"unknown in {name!r}: {', '.join(unknown)}; a call is one of {', '.join(TABLES)} and any of "
-            f"{', '.join([*FEATURES, *LAYOUTS, PACKED])}, or {' or '.join(RANDOM)} and a seed"
+            f"{', '.join(WORDS)}, or {' or '.join(RANDOM)} and a seed"
         )
     table, *words = name.split()
     if table in RANDOM:
@@ -188,4 +198,6 @@ def packed(
     for which, each in lengths.items():
         packing[f"cu_seqlens_{which}"] = torch.tensor([*itertools.accumulate(each, initial=0)], dtype=torch.int32)
         packing[f"max_seqlen_{which}"] = max(each)
+    if "query_offset" in arguments:
+        arguments["query_offset"] = torch.tensor(OFFSETS, dtype=torch.int32)
     return Call(inputs._replace(**tensors, d_lse=inputs.d_lse[0]), {**packing, **arguments})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,11 @@ from unittest import mock
 import torch
 
 from bench.report.rows import in_one_line
-from triton_relattn._core import implementations, tails
-from triton_relattn.kernels import configs
+from triton_relattn._core import implementations, residual
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.configs import TileConfig
 
-from .calls import Call, build
+from .calls import SMALL_WORKSPACE, Call, build
 from .device import Emulated, emulated
 from .judge import Judge, Ratio, results_of
 
@@ -81,8 +82,8 @@ class Checked:
 
 @contextmanager
 def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None]:
-    """Let calls choose the kernels, and those for long sequences from 100 queries on, give some kernels other configurations, and
-    fill new memory with NaN."""
+    """Let calls choose the kernels, and those for long sequences from 100 queries on, give some kernels other configurations,
+    limit the workspace, and fill new memory with NaN."""
     select = configs.select
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
@@ -92,7 +93,8 @@ def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: "triton"))
         stack.enter_context(mock.patch.object(configs, "select", selected))
-        stack.enter_context(mock.patch.object(tails, "FEWEST_QUERIES", 100))
+        stack.enter_context(mock.patch.object(residual, "FEWEST_QUERIES", 100))
+        stack.enter_context(mock.patch.dict(os.environ, {workspace.VARIABLE: "0" if SMALL_WORKSPACE in subject.name else ""}))
         stack.callback(torch.set_float32_matmul_precision, precision)
         stack.callback(torch.use_deterministic_algorithms, deterministic)
         torch.set_float32_matmul_precision("high" if subject.dtype == "tf32" else "highest")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.emulator.calls import CALLS, build
+from tests.emulator.calls import CALLS, SMALL_WORKSPACE, build
 from tests.emulator.check import Subject, check, run
 from tests.emulator.device import TARGETS
 from triton_relattn.kernels import forward, key_splits
@@ -21,6 +22,8 @@ SAMPLE = (
     Subject("sm_80", "float16", 40, "zero unaligned", (67, 70)),
     Subject("sm_90", "bfloat16", 64, "full rel_p2c per_head", (70, 130)),
     Subject("sm_80", "bfloat16", 64, "clamp rel_p2c", (130, 70)),
+    Subject("sm_90", "bfloat16", 64, "clamp varlen offsets rel_value", (70, 90)),
+    Subject("sm_80", "float16", 64, "full rel_value small_workspace", (70, 90)),
 )
 """A few kernels of every kind of GPU, dtype and width; all kinds of calls are slow."""
 STRIDED_KEYS = Subject("sm_90", "bfloat16", 128, "clamp strided_key", (130, 130))
@@ -78,6 +81,29 @@ def test_sample(subject: Subject) -> None:
 @pytest.mark.parametrize("subject", MENDED, ids=str)
 def test_what_was_wrong(subject: Subject) -> None:
     assert not check(subject).problems
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("target", "dtype", "name"),
+    [
+        ("sm_90", "bfloat16", "clamp varlen offsets rel_value rel_bias"),
+        ("sm_80", "float16", "zero varlen rel_value"),
+        ("sm_80", "bfloat16", "full offsets rel_value rel_p2c"),
+        ("sm_90", "float16", "clamp rel_value no_rel_key gqa"),
+    ],
+)
+def test_parts_of_a_workspace(target: str, dtype: str, name: str) -> None:
+    """One block of keys after the other, or all at once: both are right, and differ in nothing but how tables are summed."""
+    whole, parts = (check(Subject(target, dtype, 64, name + small, (70, 100))) for small in ("", f" {SMALL_WORKSPACE}"))
+    assert whole.problems == parts.problems == []
+    for checked, is_whole in ((whole, True), (parts, False)):
+        names = Counter(launch.name for launch in checked.launches)
+        assert (names["dkv"] == 1) == is_whole
+        assert names["dtable"] == names["dkv"] * (1 if "no_rel_key" in name else 2)
+    for result, expected in whole.results.items():
+        if not result.startswith("d_rel_") or result == "d_rel_query":
+            assert torch.equal(parts.results[result], expected), result
 
 
 @pytest.mark.thorough

@@ -34,43 +34,35 @@ TILES: tuple[dict[str, TileConfig] | None, ...] = (
     None,
     {
         "forward": tile(32, 16),
-        "dq": tile(32, 16, "both"),
+        "dq": tile(32, 16),
+        "dq_from_ds": tile(16, 16),
         "dkv": tile(16, 16),
-        "dtable": tile(32, 16),
-        "dtable_words": tile(16, 16),
-        "dp2c": tile(32, 16),
-        "dp2c_words": tile(32, 32),
-        "dq_words": tile(16, 16),
+        "dtable": tile(16, 16),
+        "dp2c": tile(32, 32),
     },
     {
         "forward": tile(16, 16, None),
         "dq": tile(32, 32, None),
+        "dq_from_ds": tile(32, 16),
         "dkv": tile(32, 16),
-        "dtable": tile(32, 32),
-        "dtable_words": tile(32, 16),
+        "dtable": tile(32, 16),
         "dp2c": tile(16, 16),
-        "dp2c_words": tile(16, 16),
-        "dq_words": tile(32, 16),
     },
     {
         "forward": tile(32, 32),
         "dq": tile(16, 16),
+        "dq_from_ds": tile(16, 64),
         "dkv": tile(32, 32),
-        "dtable": tile(16, 16),
-        "dtable_words": tile(32, 32),
-        "dp2c": tile(32, 32),
-        "dp2c_words": tile(32, 16),
-        "dq_words": tile(16, 64),
+        "dtable": tile(32, 32),
+        "dp2c": tile(32, 16),
     },
     {
         "forward": tile(32, 16, rotation="registers"),
-        "dq": tile(32, 32, "both", "registers"),
+        "dq": tile(32, 32, rotation="registers"),
+        "dq_from_ds": tile(64, 32),
         "dkv": tile(16, 16, rotation="registers"),
-        "dtable": tile(32, 16, rotation="registers"),
-        "dtable_words": tile(64, 32),
-        "dp2c": tile(32, 16, rotation="registers"),
-        "dp2c_words": tile(64, 32),
-        "dq_words": tile(64, 32),
+        "dtable": tile(64, 32),
+        "dp2c": tile(64, 32),
     },
 )
 """Tiles of the kernels that cases choose from; None: the default configurations."""
@@ -105,11 +97,11 @@ def environment(case: Case) -> Iterator[None]:
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, TileConfig] | None) -> None:
     """These tiles, in Triton's interpreter as the tests change it."""
     from tests.interpreter.conftest import change_interpreter
-    from triton_relattn._core import tails
+    from triton_relattn._core import residual
     from triton_relattn.kernels import configs
 
     change_interpreter(patch)
-    patch.setattr(tails, "FEWEST_QUERIES", 30)
+    patch.setattr(residual, "FEWEST_QUERIES", 30)
     if tiles is not None:
         patch.setattr(configs, "select", lambda kernel, *_, **__: tiles[kernel])
 

@@ -235,7 +235,7 @@ def cases(draw: st.DrawFn, kernels: bool = False) -> Case:
 
     if kernels:
         fields["round_terms"] = draw(sometimes(False, st.just(True), 2))
-        fields["workspace"] = draw(sometimes(None, st.sampled_from([0, 4000, 20000])))
+        fields["workspace"] = draw(sometimes(None, st.sampled_from([0, 4000, 20000]), 2))
     fields["spoilt"] = draw(sometimes(False, st.just(True), 2))
     of = shapes(Case(**fields)) | ({"attn_mask": fields["mask_shape"]} if fields.get("mask") else {})
     inputs = [name for name in of if name not in ("d_out", "d_lse", "attn_mask")]

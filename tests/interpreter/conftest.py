@@ -14,8 +14,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 from tests.interpreter.guard import Launch, guarded
-from triton_relattn._core import tails
-from triton_relattn.kernels import workspace
+from triton_relattn._core import residual
 
 call_and_patch = interpreter.InterpretedFunction.__call__
 called: set[int] = set()
@@ -85,8 +84,8 @@ def changed_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are short here. In about half of them the gradient of the query is computed from words."""
-    monkeypatch.setattr(tails, "FEWEST_QUERIES", 40)
+    """Sequences are short here. In about half of them the query's gradient comes from dS, if it can."""
+    monkeypatch.setattr(residual, "FEWEST_QUERIES", 40)
 
 
 @pytest.fixture
@@ -94,9 +93,3 @@ def guarded_kernels() -> Iterator[list[Launch]]:
     """All launches of the test; it fails if one of them accessed what it should not."""
     with guarded() as launches:
         yield launches
-
-
-@pytest.fixture(autouse=True)
-def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a table comes from the dtable kernel; tests of the other way, test_workspace.py, turn it on."""
-    monkeypatch.setenv(workspace.VARIABLE, "0")

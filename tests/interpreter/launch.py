@@ -15,12 +15,12 @@ import torch
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.dropout import keep_mask
+from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from triton_relattn._core.tails import wants_tail
 from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import arguments as of_launches
-from triton_relattn.kernels import configs
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
@@ -99,7 +99,7 @@ def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
 def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the forward kernel; the call is validated as the public function validates it."""
     tensors, spec = resolve(inputs, **arguments)
-    out, lse, _ = forward(tensors, spec, config)
+    out, lse, *_ = forward(tensors, spec, config)
     return out, lse
 
 
@@ -140,9 +140,11 @@ def run_backward(
     """out, lse and the gradients by name, None where not wanted or not there; tiles: configurations by the kernels' names."""
     assert set(wanted) <= set(GRADIENTS)
     tensors, spec = resolve(inputs, **arguments)
-    out, lse, softmax_stats = forward(tensors, spec, (tiles or {}).get("forward"), keeps_tail=wants_tail(tensors, spec))
+    out, lse, softmax_stats, residual = forward(
+        tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps_residual(tensors, spec)
+    )
     wants = [name in wanted for name in GRADIENTS]
-    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wants, tiles)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual=residual)
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
@@ -269,7 +271,8 @@ def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = No
     return results
 
 
-OF_BACKWARD = ("dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_ends_kernel")
+OF_BACKWARD = ("dq_kernel", "dkv_kernel", "dtable_kernel")
+"""The kernels of the backward that a call in float32 without rel_p2c has."""
 
 
 class CountedKernel:
@@ -283,8 +286,21 @@ class CountedKernel:
         return self.kernel[grid]
 
 
+def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[workspace.Plan | None]:
+    """Return a list that gets the plan of each backward's workspace, from now on."""
+    plans: list[workspace.Plan | None] = []
+    make = workspace.plan
+
+    def plan(*call: Any) -> workspace.Plan | None:
+        plans.append(make(*call))
+        return plans[-1]
+
+    monkeypatch.setattr(workspace, "plan", plan)
+    return plans
+
+
 def count_launches(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the launches of the backward by kernel, from now on."""
-    for name in OF_BACKWARD:
-        module = importlib.import_module(f"triton_relattn.kernels.bwd_{name.removesuffix('_kernel')}")
+    """Count the launches of all kernels of the backward by name, from now on."""
+    for kernel in configs.KERNELS[1:]:
+        module, name = importlib.import_module(f"triton_relattn.kernels.bwd_{kernel}"), f"{kernel}_kernel"
         monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), launches))

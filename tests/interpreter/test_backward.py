@@ -11,7 +11,7 @@ import torch
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
 from tests.interpreter.launch import all_gradients, check_backward, check_gradients, selectable
 from triton_relattn import RelativePositions
-from triton_relattn.kernels import bwd_dtable
+from triton_relattn.kernels import bwd_dkv
 from triton_relattn.kernels.arguments import SMALLEST_SCALE, PerQuery
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import assert_table_gradient, make_inputs, with_different_strides
@@ -86,20 +86,23 @@ def test_widths(width: int, kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [(kernel, config) for kernel in ("dq", "dkv", "dtable") for config in selectable(kernel)],
+    [(kernel, config) for kernel in ("dq", "dkv", "dtable", "dq_from_ds") for config in selectable(kernel)],
     ids=str,
 )
 def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
-    """A full, a clamped and a bounded table, and none, with lengths that divide no block."""
+    """A full, a clamped and a bounded table, and none, with lengths that divide no block. In float16 with a full one the query's
+    gradient comes from dS."""
     num_queries, num_keys = config.block_m + 21, config.block_m + 2 * config.block_n + 9
     tables: tuple[tuple[RelativePositions | None, bool, torch.dtype], ...] = (
         (RelativePositions(-num_queries - 30, num_keys), True, torch.float32),
         (RelativePositions(-3, 7), False, torch.float16),
         (RelativePositions(-config.block_m - 5, 2, "zero"), True, torch.float32),
         (None, False, torch.float16),
+        (RelativePositions(-num_queries - 30, num_keys), True, torch.float16),
     )
     for seed, (positions, is_causal, dtype) in enumerate(tables):
-        if positions is None and kernel == "dtable":
+        from_ds = dtype == torch.float16 and positions is not None and positions.num_rows > num_queries + num_keys
+        if (positions is None and kernel == "dtable") or from_ds != (kernel == "dq_from_ds"):
             continue
         num_rows = None if positions is None else positions.num_rows
         inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
@@ -121,11 +124,13 @@ TABLE_TILES = ((16, 16), (32, 16), (32, 32), (64, 64))
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_of_rows_and_table_kernel(rows: tuple[int, int], table: tuple[int, int], is_causal: bool) -> None:
-    """With a clamped table each pair beyond it is counted once: by the dq kernel if its tile lies beyond, else by the table's.
+    """With a clamped table each pair beyond it is counted once: by the dq kernel if its tile lies beyond, else by the table's,
+    for which the dkv kernel, whatever its tiles are, has stored it.
 
     The offsets move the borders through the tiles; with one row both borders are close, and all rows but one are margin.
     """
-    tiles = {"dq": tile(*rows), "dtable": tile(*table)}
+    keys = ROWS_TILES[(ROWS_TILES.index(rows) + TABLE_TILES.index(table)) % len(ROWS_TILES)]
+    tiles = {"dq": tile(*rows), "dkv": tile(*keys), "dtable": tile(*table)}
     for seed, (first, last, offset) in enumerate(((-3, 7, 0), (-20, -20, 17), (5, 6, -9))):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
         check_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
@@ -217,7 +222,7 @@ SHARP_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 class WithDelta:
-    """The dtable kernel, launched with another delta than the one it is given."""
+    """The dkv kernel, launched with another delta than the one it is given."""
 
     def __init__(self, kernel: Any, delta: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.kernel, self.delta = kernel, delta
@@ -232,7 +237,7 @@ class WithDelta:
 
 @pytest.mark.parametrize("case", SHARP_CASES)
 def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharp attention: as good as dS rounded once, and far from that if the dtable kernel gets rowsum(out * d_out) - d_lse.
+    """Sharp attention: as good as dS rounded once, and far from that if the dkv kernel gets rowsum(out * d_out) - d_lse.
 
     out was rounded: every dS of a row is off by the same amount then, which adds up in the table's sum over all queries.
     """
@@ -246,7 +251,7 @@ def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.Mon
         deltas.append(delta)
         return rounded
 
-    monkeypatch.setattr(bwd_dtable, "dtable_kernel", WithDelta(bwd_dtable.dtable_kernel, replaced))
+    monkeypatch.setattr(bwd_dkv, "dkv_kernel", WithDelta(bwd_dkv.dkv_kernel, replaced))
     spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
     (exact,) = deltas
     assert 0 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()

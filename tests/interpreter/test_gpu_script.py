@@ -66,7 +66,7 @@ def test_all_parts(tmp_path: Path) -> None:
     outcomes = here(tmp_path, *parts)
     assert {part: outcome.status for part, outcome in outcomes.items() if outcome.status != "ok"} == {"sanitizer": "left out"}
     raw = tmp_path / "raw"
-    assert {path.name for path in tmp_path.iterdir()} == {"raw", "results.csv", "profile.json", "profile.json.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", "results.csv", "profile.csv", "profile.csv.lock"}
     judged = {f"part-{part}.json" for part in parts}
     assert {path.name for path in raw.iterdir()} == {*COLUMNS, *judged, "environment.json", "tune.csv"}
     assert json.loads((raw / "environment.json").read_text())["torch"] == torch.__version__
@@ -84,8 +84,7 @@ def test_all_parts(tmp_path: Path) -> None:
         assert {name for name in RESULTS if not row[name]} == absent
     assert {row["p2c"] for row in correctness} == {"True", "False"}
     kernels = Counter(row["kernel"] for row in rows["configs.csv"])
-    of_p2c = {"dp2c": 2, "dp2c_words": 2}
-    assert kernels == {"forward": 10, "dq": 10, "dkv": 10, "dtable": 8, "dtable_words": 8, "dq_words": 4, **of_p2c}
+    assert kernels == {"forward": 10, "dq": 10, "dkv": 10, "dtable": 8, "dp2c": 2, "dq_from_ds": 4}
     assert all(row["config"] for row in rows["configs.csv"])
     assert Counter(row["part"] for row in rows["checks.csv"]) == {"repeats": 4, "host": 6}
     assert all(float(row["value"]) > 0 for row in rows["checks.csv"])
@@ -105,10 +104,9 @@ def test_all_parts(tmp_path: Path) -> None:
 
     alone = [row for row in measured if row["verb"] == "kernels"]
     smoke = [(row["method"], row["direction"]) for row in alone[:7]]
-    of_backward = ["dq kernel", "dkv kernel", "dtable kernel"]
     assert smoke == [
-        *(("plain", direction) for direction in ["forward kernel", *of_backward[:2]]),
-        *(("triton_relattn", direction) for direction in ["forward kernel", *of_backward]),
+        *(("plain", f"{kernel} kernel") for kernel in ("forward", "dq", "dkv")),
+        *(("triton_relattn", f"{kernel} kernel") for kernel in ("forward", "dkv", "dtable", "dq_from_ds")),
     ]
     assert all(row["status"] == "ok" and float(row["p50_ms"]) > 0 for row in alone)
     assert len({row["config"] for row in alone[7:]}) > 5  # variants
@@ -218,17 +216,17 @@ def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tune, "forward", wrong_in_small_tiles)
     monkeypatch.setattr(timing, "time_in_turn", instead_of_time)
     tune._small_call.cache_clear()
-    options = argparse.Namespace(reach=1, timed=4, seconds=0.0, device="cpu", no_verify=True, profile=tmp_path / "profile.json")
+    options = argparse.Namespace(reach=1, timed=4, seconds=0.0, device="cpu", no_verify=True, profile=tmp_path / "profile.csv")
     results = Table(tune.COLUMNS, stamp("sm_90"), tmp_path / "tune.csv")
     tune.tune(task, options, lambda _, tiles: [{"status": "ok", "instructions_per_score": 1.0} for _ in tiles], results)
     rows = {(int(row["block_m"]), int(row["block_n"])): row for row in read(tmp_path / "tune.csv")}
     assert rows[16, 16]["status"].startswith("wrong") and not rows[16, 16]["p50_ms"]
     assert [tile for tile, row in rows.items() if row["is_chosen"] == "True"] == [(32, 32)]
-    assert profiles.load(options.profile) == {task.key: tiles[1]}
+    assert profiles.load(options.profile, "sm_90") == [profiles.Row(task.conditions, tiles[1], 5.0, 10.0)]
 
     milliseconds[tiles[1]] = 9.9  # as good as the default
     tune.tune(task, options, lambda _, tiles: [{"status": "ok", "instructions_per_score": 1.0} for _ in tiles], results)
-    assert profiles.load(options.profile) == {task.key: tiles[0]}
+    assert profiles.load(options.profile, "sm_90") == [profiles.Row(task.conditions, tiles[0], 10.0, 10.0)]
     assert tune.unknown([task], options.profile) == []
 
 
@@ -362,8 +360,11 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.terminate()
     process.communicate(timeout=PATIENCE)
+    deadline = time.monotonic() + 30  # somebody else has to take notice of its end, which a busy machine may put off
     with pytest.raises(ProcessLookupError):
-        os.kill(int(number.read_text()), 0)
+        while time.monotonic() < deadline:
+            os.kill(int(number.read_text()), 0)
+            time.sleep(0.05)
 
 
 def test_parts_are_known(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from tests.cases import random_case, random_varlen_case
+from tests.cases import ALL_FEATURES, random_case, random_varlen_case
 from tests.interpreter.guard import (
     GuardedMemory,
     Launch,
@@ -30,7 +30,9 @@ from tests.interpreter.guard import (
 from tests.interpreter.launch import GRADIENTS, SEED, resolve, tensors_of
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn.kernels import workspace
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.kernels.forward import forward
@@ -41,12 +43,14 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
     return TileConfig(block_m, block_n, 4, 1, carry)
 
 
-SMALL = {"forward": tile(32, 16), "dq": tile(32, 16, "both"), "dkv": tile(16, 16), "dtable": tile(32, 16)}
+SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(16, 16), "dtable": tile(32, 16), "dp2c": tile(16, 16)}
 OTHER = {
     "forward": tile(16, 16, None),
     "dq": TileConfig(16, 16, 1, 1, None, "registers"),
     "dkv": TileConfig(32, 16, 2, 1, rotation="registers"),
-    "dtable": TileConfig(16, 16, 1, 1, rotation="registers"),
+    "dtable": TileConfig(16, 32, 1, 1),
+    "dp2c": tile(32, 16),
+    "dq_from_ds": tile(32, 16),
 }
 POSITIONS = {
     "none": None,
@@ -83,6 +87,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "softcap": ("none", {}, {"softcap": 5.0}),
     "query_offset": ("zero", {"rel_bias": True}, {"query_offset": -6, "is_causal": True}),
     "query_offsets": ("zero", {"batch": 2, "heads": 1, "rel_value": True}, {"query_offset": torch.tensor([3, -5])}),
+    "rel_p2c": ("clamp", {"rel_p2c": True}, {"query_offset": 40}),
+    "query_from_ds": ("full", {"dtype": torch.float16, "num_queries": 45, "num_keys": 40}, {"is_causal": True}),
     "exact_query_grad": ("clamp", {"rel_value": True}, {"exact_query_grad": True}),
     "odd_widths": ("full", {"width": 5, "value_width": 3, "rel_width": 21}, {}),
     "float16": ("clamp", {"dtype": torch.float16}, {}),
@@ -98,8 +104,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-NEED_A_TABLE = {"rel_query", "rel_value", "rel_bias", "query_offset", "query_offsets", "exact_query_grad", "odd_widths"}
-NEED_A_TABLE |= {"ratio_of_scales", "everything", "packed_everything"}
+NEED_A_TABLE = {"rel_query", "rel_value", "rel_bias", "rel_p2c", "query_offset", "query_offsets", "exact_query_grad"}
+NEED_A_TABLE |= {"odd_widths", "ratio_of_scales", "everything", "packed_everything"}
 PACKING: dict[str, Any] = {
     "cu_seqlens_q": torch.tensor([0, 0, 7, 25, 25, 30]),
     "cu_seqlens_k": torch.tensor([0, 5, 16, 36, 36, 36], dtype=torch.int32),
@@ -144,11 +150,13 @@ def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, Attenti
 
 
 def results_of(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
-    """out, lse, softmax_stats and the gradients of all tensors that there are."""
+    """out, lse, softmax_stats, the residual and the gradients of all tensors that there are."""
     inputs, tensors, spec = resolved(inputs, arguments)
-    out, lse, softmax_stats = forward(tensors, spec, (tiles or {}).get("forward"))
-    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)
-    named = {"out": out, "lse": lse, "softmax_stats": softmax_stats, **dict(zip(GRADIENTS, gradients, strict=True))}
+    keeps = keeps_residual(tensors, spec)
+    out, lse, softmax_stats, residual = forward(tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps)
+    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles, residual=residual)
+    named = {"out": out, "lse": lse, "softmax_stats": softmax_stats, "residual": residual}
+    named |= dict(zip(GRADIENTS, gradients, strict=True))
     return {name: result for name, result in named.items() if result is not None}
 
 
@@ -185,27 +193,55 @@ def runs(cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> list[A
     ]
 
 
+def kernels_of(tensors: AttentionTensors, spec: AttentionSpec) -> list[str]:
+    """The kernels that a call runs. The gradients of tables take a launch for dS and one for P."""
+    has_p2c, has_values = tensors.rel_p2c is not None, tensors.rel_value is not None
+    before = ["far_keys"] * (has_p2c and spec.coverage(tensors.query_offsets is None) == "clamp")
+    of_tables = ["dtable"] * ((tensors.rel_key is not None or tensors.rel_bias is not None) + has_values) + ["dp2c"] * has_p2c
+    if keeps_residual(tensors, spec):
+        return [*before, "forward", *before, "delta", "dkv", *of_tables, "dq_from_ds"]
+    return [*before, "forward", *before, *["dq"] * (1 + spec.exact_query_grad), "dkv", *of_tables]
+
+
 @pytest.mark.parametrize(("name", "kind", "order"), [*runs(CASES), *runs(PACKED_CASES)])
 def test_guarded(name: str, kind: str, order: Order) -> None:
     """The forward and every kernel of the backward."""
     inputs, arguments = case_of(name, kind)
     launches, results = check_guarded(inputs, arguments, SMALL, order, seed=len(name))
     _, tensors, spec = resolved(inputs, arguments)
-    tables = [name for name in ("rel_key", "rel_value", "rel_bias") if getattr(tensors, name) is not None]
-    clamps = bool(tables) and spec.coverage(tensors.query_offsets is None) == "clamp"
-    kernels = ["forward_kernel", *["dq_kernel"] * (1 + spec.exact_query_grad), "dkv_kernel", *["dtable_kernel"] * bool(tables)]
-    kernels += ["dtable_ends_kernel"] * (clamps * len({"rel_key", "rel_value"}.intersection(tables)))
-    assert [launch.kernel for launch in launches] == kernels
+    assert [launch.kernel.removesuffix("_kernel") for launch in launches] == kernels_of(tensors, spec)
     assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
     assert all(results[name].isfinite().all() and results[name].any() for name in GRADIENTS if name in results)
 
 
-SHORT: dict[str, Any] = {"widths": (5, 8, 20), "value_widths": (3, 16), "rel_widths": (3, 24)}
+@pytest.mark.parametrize("limit", ["0", "4000"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("rel_value", "full"),
+        ("rel_p2c", "clamp"),
+        ("packed_everything", "zero"),
+        pytest.param("everything", "clamp", marks=pytest.mark.slow),
+        pytest.param("query_from_ds", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_guarded_parts(name: str, kind: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace in parts: no program reads what it has not got from the part before."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
+    inputs, arguments = case_of(name, kind)
+    launches, _ = check_guarded(inputs, arguments, SMALL, ORDERS[len(name) % 2], seed=len(limit))
+    assert [launch.kernel for launch in launches].count("dkv_kernel") > 1
+
+
+SHORT: dict[str, Any] = {"widths": (5, 8, 20), "value_widths": (3, 16), "rel_widths": (3, 24), "features": ALL_FEATURES}
+SIZES = ("", "0", "3000", "12000")
+"""Bytes of the workspace: the usual ones, and those for several parts of a call that has tables."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(90))
-def test_random_combination_guarded(seed: int) -> None:
+def test_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(workspace.VARIABLE, SIZES[seed % 4])
     inputs, arguments = random_case(
         seed, dtype=torch.float32, **SHORT, lengths=(1, 2, 15, 16, 17, 20), uneven_lengths=((1, 33), (20, 1), (3, 17))
     )
@@ -214,7 +250,8 @@ def test_random_combination_guarded(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
-def test_packed_random_combination_guarded(seed: int) -> None:
+def test_packed_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(workspace.VARIABLE, SIZES[seed % 4])
     inputs, arguments = random_varlen_case(seed, dtype=torch.float32, **SHORT, lengths=(0, 1, 2, 17))
     check_guarded(inputs, arguments, (SMALL, OTHER)[seed % 2], ORDERS[seed // 2 % 2], seed)
 

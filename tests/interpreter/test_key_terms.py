@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
-from tests.interpreter import test_features as features
 from tests.interpreter.guard import Launch
-from tests.interpreter.launch import all_gradients, check_every_term, run_backward
-from tests.interpreter.test_features import SHORT, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
+from tests.interpreter.launch import all_gradients, check_every_term, record_plans, run_backward
+from tests.interpreter.test_features import OTHER, SHORT, SMALL, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
 from triton_relattn import RelativePositions
 from triton_relattn._core.within import within
-from triton_relattn.kernels import workspace
+from triton_relattn.kernels import configs, workspace
 from triton_relattn.kernels.configs import TileConfig
 from triton_relattn.testing import (
     Inputs,
@@ -29,13 +28,17 @@ from triton_relattn.testing import (
     with_different_strides,
 )
 
-REGISTERS = {name: TileConfig(32, 16, 2, 1, "scores", "registers") for name in ("forward", "dtable")}
-REGISTERS |= {name: TileConfig(32, 32, 2, 1, "both", "registers") for name in ("dq", "dkv", "dp2c")}
-SMALL = {**features.SMALL, "dp2c": tile(32, 16), "dp2c_words": tile(16, 16)}
-OTHER = {**features.OTHER, "dkv": tile(32, 16, "both"), "dp2c": tile(32, 32), "dp2c_words": tile(32, 16)}
+REGISTERS = {
+    "forward": TileConfig(32, 16, 2, 1, "scores", "registers"),
+    "dq": TileConfig(32, 32, 2, 1, "scores", "registers"),
+    "dkv": TileConfig(32, 32, 2, 1, "scores", "registers"),
+    "dtable": tile(16, 16),
+    "dq_from_ds": tile(32, 32),
+    "dp2c": tile(32, 32),
+}
 TILES = (SMALL, OTHER, REGISTERS, None)
 WORKSPACES = ("0", "4000", "20000", "")
-"""Limits in bytes: none, some keys at a time, some heads, the usual one."""
+"""Limits in bytes: a block of keys of one head at a time, some keys, some heads, the usual one."""
 NUMBERS = [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 120))]
 
 
@@ -53,7 +56,7 @@ def p2c_inputs(sizes: tuple[int, int, int, int] = (2, 2, 37, 41), num_rows: int 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out, lse and all gradients, with any other term and mask; a fifth in float16, and by any way to the tables' gradients."""
+    """out, lse and all gradients, with any other term and mask; a fifth in float16, most with a workspace in several parts."""
     monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[number // 2 % len(WORKSPACES)])
     inputs, arguments = with_table(random_case, number, dtype=torch.float16 if number % 5 == 4 else torch.float32, **SHORT)
     if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
@@ -62,7 +65,11 @@ def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("number", NUMBERS[:6])
-def test_packed(number: int) -> None:
+def test_packed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed call equals a loop over its sequences; half of them with several tiles a sequence, or a workspace in parts."""
+    if number % 2:
+        monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: SMALL[kernel])
+    monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[-1 - number % 3])
     sizes = {name: SHORT[name] for name in ("widths", "value_widths", "rel_widths")}
     inputs, arguments = with_table(random_varlen_case, number, dtype=torch.float32, lengths=(0, 1, 17, 33), **sizes)
     torch.manual_seed(0)
@@ -87,7 +94,7 @@ FAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Inputs and arguments of calls with far tiles, past, future or both."""
 FAR_RUNS = [
-    (name, outside, number % 3, "0" if number // 2 % 2 else "")
+    (name, outside, number % 3, "0" if number // 2 % 2 != number % 2 else "")
     for number, (name, outside) in enumerate((name, outside) for name in FAR for outside in ("clamp", "zero"))
 ]
 
@@ -122,20 +129,14 @@ def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("arguments", "parts"), [({}, 1), ({"window_size": (90, 70)}, 1), ({}, 3)])
-def test_band_of_words(arguments: dict[str, Any], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workspace that is narrower than the keys has the words of all near pairs, also of those beyond the table."""
+def test_band(arguments: dict[str, Any], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that is narrower than the keys has dS of all near pairs, also of those beyond the table."""
     inputs = make_inputs(parts, 1, 40, 400, 16, num_rows=8, rel_p2c=True, dtype=torch.float32, seed=4)
-    plans, make = list[workspace.Plan | None](), workspace.plan
-
-    def plan(*call: Any) -> workspace.Plan | None:
-        plans.append(make(*call))
-        return plans[-1]
-
-    monkeypatch.setattr(workspace, "plan", plan)
+    plans = record_plans(monkeypatch)
     monkeypatch.setenv(workspace.VARIABLE, str(40 * 320 * 4))
-    tiles = {**SMALL, "dq": tile(16, 16), "dkv": tile(32, 32), "dtable_words": tile(32, 32)}
+    tiles = {**SMALL, "dq": tile(16, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
     check_every_term(inputs, tiles, positions=RelativePositions(-3, 4), query_offset=183, **arguments)
-    assert plans[0] is not None and plans[0].skew and len(plans[0].parts) == parts
+    assert plans[0] is not None and plans[0].layout.is_band and len(plans[0].parts) == parts
 
 
 @pytest.mark.thorough
@@ -222,8 +223,10 @@ def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
 
 
 @pytest.mark.thorough
-def test_nan_in_one_query_stays_there() -> None:
-    """The gradients of the other heads are bit-equal."""
+@pytest.mark.parametrize("limit", WORKSPACES[::3])
+def test_nan_in_one_query_stays_there(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the other heads are bit-equal, also of those that come later in the same workspace."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
     inputs = p2c_inputs((1, 2, 37, 41), per_head=True)
     query = inputs.query.clone()
     query[0, 0, 30] = math.nan
@@ -253,10 +256,8 @@ def test_one_gradient_alone(wanted: str, limit: str, num_rows: int, monkeypatch:
 @pytest.mark.parametrize("limit", WORKSPACES[:3:2])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_what_is_accessed(per_head: bool, limit: str, guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No access beside the tensors, and no number that another program has written. A workspace serves both tables."""
+    """No access beside the tensors, and no number that another program has written. One workspace serves both tables."""
     monkeypatch.setenv(workspace.VARIABLE, limit)
     all_gradients(p2c_inputs((1, 2, 20, 33), 11, per_head=per_head), SMALL, window_size=(-1, 9))
-    of_tables = {"dtable_kernel", "dp2c_kernel"} if limit == "0" else {"dtable_words_kernel", "dp2c_words_kernel"}
-    of_ends = {"far_keys_kernel", "dtable_ends_kernel"}
-    others = {"forward_kernel", "dq_kernel", "dkv_kernel"}
-    assert {launch.kernel for launch in guarded_kernels} == others | of_tables | of_ends
+    of_tables = {"far_keys_kernel", "dtable_kernel", "dp2c_kernel"}
+    assert {launch.kernel for launch in guarded_kernels} == {"forward_kernel", "dq_kernel", "dkv_kernel"} | of_tables

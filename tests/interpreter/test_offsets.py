@@ -28,12 +28,12 @@ from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
-VECTORS = {"lses", "d_lses", "deltas", "d_rel_bias"}
+VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
 """A number for each row: the rows are always next to each other."""
 SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_kept", "far_keys", "far_key_sums", "sums"}
 """Two numbers for each row."""
-ENDS = {"d_tables"}
-"""Tensors whose last row of a head is addressed from the first row of the next head."""
+WORKSPACE = {"ds", "stored_probs", "stored"}
+"""dS and P. Those of an item, a sequence and head, are so few that they are addressed in 32 bits, and nobody else makes them."""
 ROWS_OF = {
     "query",
     "key",
@@ -46,10 +46,12 @@ ROWS_OF = {
     "d_keys",
     "d_values",
     "d_rel_queries",
+    "residuals",
+    "vectors",
 }
 """A row for each query or key."""
-NO_TENSORS = {"GROUP", "dropout", "first_program", "lowest", "highest", "words", "rel_bias_scale"}
-"""Arguments that are None or no tensors in these calls. (words would be one with a workspace, but there is none here.)"""
+NO_TENSORS = {"dropout", "rel_bias_scale"}
+"""Arguments that are None or no tensors in these calls."""
 
 
 class Apart(NamedTuple):
@@ -64,13 +66,13 @@ class Apart(NamedTuple):
     """Whether the offsets within a tile are that large, too, which the launchers have to say."""
 
 
-ENTRIES = Apart(0, TABLES)
-HEADS = Apart(1, ENDS)
-ROWS = Apart(2, VECTORS | ENDS | {"rel_bias"}, wide=True)
-SEQUENCES = Apart(2, VECTORS | SIDES | ENDS | {"rel_bias"}, last=4, wide=True)
-TILES = Apart(2, VECTORS | SIDES | {"rel_bias"}, last=32)
-TABLE = Apart(2, ROWS_OF | VECTORS | SIDES | {"rel_bias"}, last=60)
-COLUMNS = Apart(3, VECTORS | SIDES | ENDS | {"rel_bias"}, wide=True)
+ENTRIES = Apart(0, TABLES | WORKSPACE)
+HEADS = Apart(1, set())
+ROWS = Apart(2, VECTORS | WORKSPACE | {"rel_bias"}, wide=True)
+SEQUENCES = Apart(2, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=4, wide=True)
+TILES = Apart(2, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=32)
+TABLE = Apart(2, ROWS_OF | VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=60)
+COLUMNS = Apart(3, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, wide=True)
 
 
 @contextmanager
@@ -82,7 +84,8 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
     def run_apart(function: Any, *arguments: Any, **options: Any) -> None:
         assert not arguments
         changed, copies = {}, []
-        kept[function.__name__] = set()
+        of_kernel: set[str] = set()
+        kept[function.__name__ + " of P" * options.get("OF_VALUES", False)] = of_kernel
         for name, argument in flat(options).items():
             if argument is not None and not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
                 continue  # not addressed by strides
@@ -92,7 +95,7 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
             if name in TABLES and tensor is not None:
                 tensor = tensor[None]  # a table of each head
             if tensor is None or name in apart.kept or tensor.shape[apart.dim] <= apart.last:
-                kept[function.__name__].add(name)
+                of_kernel.add(name)
                 continue
             copy = far_apart(tensor, apart.dim, -(-(2**31) // (tensor.shape[apart.dim] - apart.last)))
             copies.append((tensor, copy))
@@ -100,8 +103,6 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
         options = grouped(options, changed)
         if "SHAPE" in options:
             options["SHAPE"] = options["SHAPE"]._replace(wide_index=apart.wide)
-        else:
-            options["WIDE_INDEX"] = apart.wide
         run(function, **options)
         for tensor, copy in copies:
             tensor.copy_(copy)
@@ -151,7 +152,8 @@ def results(
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
     tiles = dict.fromkeys(configs.KERNELS, TileConfig(block, block, 4, 1))
-    out, lse, softmax_stats = forward(*call, tiles["forward"])
+    tiles["dtable"] = TileConfig(max(block // 4, 16), block, 4, 1)  # its queries lie 4 apart: as many rows as the others'
+    out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
 
@@ -177,7 +179,7 @@ SMALL = (10, 70, -4, 4, 30)
 def test_results_are_the_same(
     apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, whatever the strides. The kernels of far keys and of end rows are launched only where a table is clamped."""
+    """Bit for bit, whatever the strides. The kernel of far keys is launched only where a table is clamped."""
     monkeypatch.setattr(configs, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
     block = 128 if apart is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
@@ -185,10 +187,12 @@ def test_results_are_the_same(
         found = results(*sizes, packed=packed, block=block, p2c=p2c)
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
-    absent = {"tails", *(("attn_mask", "softmax_stats") if packed else ())}
-    absent |= set() if p2c else {"rel_p2c", "d_rel_p2c", "far_keys", "far_key_sums"}
-    of_tables = 1 + p2c
-    assert len(kept) == 3 + of_tables + (0 if apart in (TILES, TABLE) else of_tables)
+    absent = {"residuals", *(("attn_mask", "softmax_stats") if packed else ())}
+    absent |= set() if p2c else {"rel_p2c", "far_keys", "far_key_sums"}
+    kernels = {"forward_kernel", "dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_kernel of P"}
+    kernels |= {"dp2c_kernel"} if p2c else set()
+    kept["dtable_kernel of P"].remove("d_biases")  # which are sums of dS
+    assert set(kept) == kernels | ({"far_keys_kernel"} if p2c and apart not in (TILES, TABLE) else set())
     assert all(names <= apart.kept | absent for names in kept.values()), kept
 
 
@@ -228,7 +232,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         assert single.rel_key is not None
         rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
         call = validation.resolve(query, key, value, rel_key, positions=RelativePositions(-2, 3))
-        out, lse, softmax_stats = forward(*call, tiles["forward"])
+        out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
         gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
         results = [each[-1, -1] for each in (out, lse, *others) if each is not None]

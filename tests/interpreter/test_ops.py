@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.interpreter.launch import resolve
 from triton_relattn import fused_relative_attention
+from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
     Inputs,
@@ -38,9 +39,12 @@ FEATURE_ARGUMENTS: dict[str, Any] = {
     "enable_gqa": True,
     "exact_query_grad": True,
 }
+LONG = make_inputs(1, 2, 41, 20, 16, 8, num_rows=81, dtype=torch.float16, seed=0)
+LONG = LONG._replace(query=in_memory_order(LONG.query, 0, 2, 1, 3))
 CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
     "rel_key": (INPUTS, {"key_lengths": LENGTHS, "scale": 0.3}),
     "features": (FEATURES, FEATURE_ARGUMENTS),
+    "keeps the residual": (LONG, {}),
 }
 ALL = (True,) * len(DIFFERENTIABLE)
 
@@ -53,13 +57,17 @@ def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...
     """Arguments of the forward and of the backward operator."""
     inputs, of_call = CASES[case]
     tensors, spec = resolve(inputs, **of_call)
-    forward = (*tensors, *spec, "triton")
-    return forward, (inputs.d_out, inputs.d_lse, *FORWARD(*forward), *forward, wanted)
+    keeps = keeps_residual(tensors, spec)
+    forward = (*tensors, *spec, "triton", keeps)
+    out, lse, softmax_stats, kept = FORWARD(*forward)
+    saved = (out, lse, softmax_stats, kept if keeps else None)
+    return forward, (inputs.d_out, inputs.d_lse, *saved, *forward[:-1], wanted)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case: str) -> None:
     forward, backward = arguments(case)
+    assert forward[-1] == (case == "keeps the residual")
     torch.library.opcheck(FORWARD, forward)
     leaves = tuple(None if tensor is None else tensor.detach().requires_grad_() for tensor in forward[: len(ALL)])
     torch.library.opcheck(FORWARD, (*leaves, *forward[len(ALL) :]))
@@ -74,7 +82,9 @@ def test_fakes_have_the_real_shapes_and_strides(case: str, wanted: tuple[bool, .
         fake_arguments = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in real_arguments]
         with mode:
             fakes = operator(*fake_arguments)
-        for fake, real in zip(fakes, operator(*real_arguments), strict=True):
+        reals = operator(*real_arguments)
+        assert operator is BACKWARD or (reals[3].numel() > 0) == (case == "keeps the residual")
+        for fake, real in zip(fakes, reals, strict=True):
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 

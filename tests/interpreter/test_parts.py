@@ -11,7 +11,7 @@ from tests.interpreter.guard import Launch
 from tests.interpreter.launch import SEED, resolve
 from tests.parts import as_one, in_parts
 from triton_relattn import RelativePositions
-from triton_relattn._core import tails, validation
+from triton_relattn._core import residual, validation
 from triton_relattn.kernels import workspace
 from triton_relattn.testing import assert_within_budget, make_inputs
 
@@ -44,8 +44,17 @@ def check(tensors: Any, spec: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> 
         assert_within_budget(name, actual, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parts(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [
+        pytest.param(case, limit, marks=() if number % 2 == place else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for place, limit in enumerate(("", "20000"))
+    ],
+)
+def test_parts(case: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the workspace of each has some of its keys at a time."""
+    monkeypatch.setenv(workspace.VARIABLE, limit)
     of_inputs, options = CASES[case]
     inputs = make_inputs(2, 2, 60, 80, 16, dtype=torch.float32, seed=1, **of_inputs)
     check(*resolve(inputs, **options), inputs.d_out, inputs.d_lse)
@@ -53,13 +62,12 @@ def test_parts(case: str) -> None:
 
 @pytest.mark.thorough
 def test_parts_in_float16(guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a row for every pair the gradient of the query comes from words, by the delta that is given."""
-    monkeypatch.delenv(workspace.VARIABLE)
-    monkeypatch.setattr(tails, "FEWEST_QUERIES", 1)
+    """With a row for every pair the gradient of the query comes from dS, by the delta that is given."""
+    monkeypatch.setattr(residual, "FEWEST_QUERIES", 1)
     inputs = make_inputs(2, 2, 60, 80, 16, dtype=torch.float16, seed=1, num_rows=159, rel_bias=True)
     check(*resolve(inputs, is_causal=True, query_offset=20), inputs.d_out, inputs.d_lse)
     names = {launch.kernel for launch in guarded_kernels}
-    assert "dq_words_kernel" in names and names.isdisjoint({"dq_kernel", "delta_kernel"})
+    assert "dq_from_ds_kernel" in names and names.isdisjoint({"dq_kernel", "delta_kernel"})
 
 
 @pytest.mark.thorough

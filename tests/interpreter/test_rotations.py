@@ -12,10 +12,9 @@ import triton.language as tl
 
 from tests.interpreter.launch import all_gradients, check_every_term, round_terms
 from triton_relattn import RelativePositions
+from triton_relattn._core import residual
 from triton_relattn._core.within import assert_near, within
 from triton_relattn.kernels import configs
-from triton_relattn.kernels.arguments import Tile
-from triton_relattn.kernels.band import band_within, chunk_width
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
 from triton_relattn.testing import Inputs, last_place, make_inputs
@@ -81,35 +80,14 @@ def test_words(saturate: bool) -> None:
     assert torch.equal(results, expected) and bool(results.isfinite().all()) == saturate
 
 
-@triton.jit
-def within_kernel(low, high, target, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """target[m, p] = whether limits of row m hold the column that place p has after rotating."""
-    places = tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
-    m = tl.arange(0, TILE.block_m)
-    tl.store(target + places, band_within(tl.load(low + m), tl.load(high + m), TILE).to(tl.int8))
+def tiles_of(config: TileConfig, carry: str | None = "scores") -> dict[str, TileConfig]:
+    """The configuration for every kernel; those that walk along the keys carry this, and those that read dS rotate no band."""
+    tiles = {kernel: replace(config, carry=carry if kernel in ("forward", "dq") else "scores") for kernel in KERNELS}
+    return tiles | {kernel: replace(config, rotation="gather") for kernel in OF_STORED}
 
 
-@pytest.mark.parametrize("rotation", ["gather", "registers"])
-@pytest.mark.parametrize(("block_m", "block_n", "warps"), TILES)
-def test_limits_in_the_band(block_m: int, block_n: int, warps: int, rotation: str) -> None:
-    """Limits anywhere, of every row its own, also where none or all columns lie within."""
-    generator = torch.Generator().manual_seed(block_m + block_n)
-    tile = Tile(block_m, block_n, rotation, warps)
-    width = chunk_width.fn(tile)
-    m, place = torch.arange(block_m)[:, None], torch.arange(block_n)
-    n = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2
-    column = n // width * width + (n - m) % width
-    for _ in range(8):
-        low, high = torch.randint(-block_n, 2 * block_n, (2, block_m, 1), generator=generator, dtype=torch.int32)
-        target = torch.full((block_m, block_n), -1, dtype=torch.int8)
-        within_kernel[(1,)](low, high, target, tile)
-        assert torch.equal(target.bool(), (column >= low) & (column < high)) and (target >= 0).all()
-
-
-def tiles_of(config: TileConfig, carry: str | None) -> dict[str, TileConfig]:
-    """The configuration for every kernel, with what each of them can carry."""
-    carries = {"forward": "scores" if carry == "both" else carry, "dq": carry}
-    return {kernel: replace(config, carry=carries.get(kernel, "scores")) for kernel in KERNELS}
+OF_STORED = ("dq_from_ds", "dtable", "dp2c")
+"""Kernels that read what is stored of each pair."""
 
 
 def of_small_integers(inputs: Inputs) -> Inputs:
@@ -137,14 +115,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("case", "tile", "carry"),
     [
-        ("clamp", (64, 64, 4), "both"),
+        ("clamp", (64, 64, 4), "scores"),
         ("zero", (64, 32, 4), "scores"),
         ("terms", (64, 64, 2), None),
         *(
             pytest.param(case, tile, carry, marks=pytest.mark.slow)
             for case in CASES
             for tile in TILES[:6]
-            for carry in ("both", "scores", None)
+            for carry in ("scores", None)
         ),
     ],
 )
@@ -166,11 +144,11 @@ def test_kernels(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=159, rel_bias=True, dtype=dtype, seed=6, sharp=dtype == torch.float16)
-    check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="registers"), "both"))
+    check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="registers")))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("carry", ["both", None])
+@pytest.mark.parametrize("carry", ["scores", None])
 def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of d_out with a table for values are no terms of scores: where float16 has nothing left they are as right."""
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=41, rel_value=True, dtype=torch.float32, seed=5)
@@ -184,6 +162,19 @@ def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> N
         assert_near(name, result, gathered[name])
 
 
+@pytest.mark.parametrize("kernel", OF_STORED)
+def test_kernels_that_rotate_no_band(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration for rotations in registers is either none of theirs or right."""
+    config = TileConfig(32, 32, 2, 1, rotation="registers")
+    assert config.why_invalid("sm_90", True, "dkv") is None
+    if config.why_invalid("sm_90", True, kernel) is not None:
+        assert {each.rotation for each in configs.candidates(kernel, "sm_90", True)} == {"gather"}
+        return
+    monkeypatch.setattr(residual, "FEWEST_QUERIES", 1)
+    inputs = make_inputs(1, 1, 50, 60, 16, num_rows=119, rel_p2c=True, dtype=torch.float16, seed=3)
+    check_every_term(inputs, {kernel: config})
+
+
 def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded, they are its largest number: results are finite."""
     inputs = make_inputs(1, 1, 40, 40, 16, num_rows=79, dtype=torch.float16, seed=2)
@@ -192,7 +183,7 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((query.double() @ table.double().mT).abs().max()) > 65504
     inputs = inputs._replace(query=query, rel_key=table)
     round_terms(monkeypatch, True)
-    tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"), "both")
+    tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"))
     results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
 
@@ -218,7 +209,7 @@ def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkey
     if case == "large":
         inputs = inputs._replace(query=inputs.query / scale)
     round_terms(monkeypatch, True)
-    check_every_term(inputs, tiles_of(TileConfig(32, 32, 2, 1, rotation=rotation), "both"), scale=scale, **arguments)
+    check_every_term(inputs, tiles_of(TileConfig(32, 32, 2, 1, rotation=rotation)), scale=scale, **arguments)
 
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 1024])
@@ -230,4 +221,5 @@ def test_usual_scales_round(width: int) -> None:
 
 def test_what_is_no_configuration() -> None:
     assert "16 * num_warps must divide block_m" in str(TileConfig(64, 64, 8, 2, rotation="registers").why_invalid("sm_90", True))
+    assert "carry must be None or \"scores\", got 'both'" in str(TileConfig(64, 64, 4, 2, "both").why_invalid("sm_90", True))
     assert "rotation must be" in str(TileConfig(64, 64, 4, 2, rotation="roll").why_invalid("sm_90", True))

@@ -1,31 +1,53 @@
-"""The gradient of a table as a product of the gradients of scores that the dkv kernel leaves in a workspace."""
+"""The workspace of a backward: the gradients of tables from the dS and P of each pair that the dkv kernel stores, in parts."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+import re
+import sys
+import warnings
+import weakref
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cases import random_case
+from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case, unpacked
 from tests.interpreter.guard import Launch, programs_in_order
-from tests.interpreter.launch import GRADIENTS, all_gradients, check_backward, check_every_term, resolve, run_backward
-from triton_relattn import RelativePositions
+from tests.interpreter.launch import GRADIENTS, check_backward, check_every_term, kept, record_plans, resolve, with_keep
+from tests.interpreter.test_guards import resolved
+from triton_relattn import RelativePositions, fused_relative_attention_varlen
+from triton_relattn._core import residual
+from triton_relattn._core.residual import keeps_residual
+from triton_relattn._core.spec import TABLES
 from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.arguments import Call
+from triton_relattn.kernels.arguments import Call, cdiv
+from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import VARIABLE, Plan
-from triton_relattn.testing import Inputs, assert_gradients_close_fp32, make_inputs
+from triton_relattn.testing import (
+    Inputs,
+    assert_gradients_close_fp32,
+    assert_table_gradient,
+    assert_within_budget,
+    dense_gradients,
+    forward_backward,
+    make_inputs,
+    table_gradient_budget,
+)
 
 POSITIONS = {
     "full": RelativePositions(-59, 59),
     "clamp": RelativePositions(-4, 6),
     "zero": RelativePositions(-4, 6, "zero"),
 }
-SEVERAL_HEADS = 20_000
-"""Bytes for some of the heads of the calls below at a time."""
-SOME_KEYS = 10_000
-"""Bytes for a head's first keys, then for the next ones."""
+LIMITS = ("whole", "heads", "keys", "block")
+"""What a part has: everything; all keys of one key head; some of its keys; one block of its keys."""
 
 
 def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
@@ -34,54 +56,125 @@ def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
 
 IN_REGISTERS: dict[str, Any] = {"rotation": "registers"}
 TILES = {
-    "twice": {"dq": tile(32, 16, carry="both"), "dkv": tile(32, 16), "dtable_words": tile(32, 16), "dp2c_words": tile(16, 16)},
-    "square": {"dq": tile(32, 32, carry=None), "dkv": tile(16, 16), "dtable_words": tile(32, 32), "dp2c_words": tile(32, 32)},
-    "registers": {
-        "dq": tile(16, 16, carry="both"),
-        "dkv": tile(32, 32, **IN_REGISTERS),
-        "dtable_words": tile(16, 16),
-        "dp2c_words": tile(32, 16),
-    },
+    "twice": {"dq": tile(32, 16), "dkv": tile(32, 16), "dtable": tile(32, 16), "dp2c": tile(16, 16)},
+    "square": {"dq": tile(32, 32, carry=None), "dkv": tile(16, 16), "dtable": tile(32, 32), "dp2c": tile(32, 32)},
+    "registers": {"dq": tile(16, 16), "dkv": tile(32, 32, **IN_REGISTERS), "dtable": tile(16, 16), "dp2c": tile(32, 16)},
     "long": {
-        "dq": tile(16, 16),
+        "dq": tile(16, 16, carry=None),
         "dkv": tile(32, 16, num_warps=2, **IN_REGISTERS),
-        "dtable_words": tile(64, 32),
-        "dp2c_words": tile(64, 32),
+        "dtable": tile(64, 32),
+        "dp2c": tile(64, 32),
     },
 }
 
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
-    """A workspace of any size is used; the list gets what each call plans."""
-    monkeypatch.delenv(VARIABLE)
-    made: list[Plan | None] = []
-    make = workspace.plan
-
-    def plan(*call: Any) -> Plan | None:
-        made.append(make(*call))
-        return made[-1]
-
-    monkeypatch.setattr(workspace, "plan", plan)
-    return made
+    """The list gets what each call plans; the limit is the usual one."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return record_plans(monkeypatch)
 
 
-def table_gradients(inputs: Inputs, *others: Any, **arguments: Any) -> dict[str, torch.Tensor]:
-    results = all_gradients(inputs, *others, **arguments)
-    return {name: results[name] for name in ("d_rel_key", "d_rel_bias") if name in results}
+def planned(
+    inputs: Inputs,
+    arguments: dict[str, Any],
+    tiles: dict[str, TileConfig] | None = None,
+    multiprocessors: int = 1,
+    most_bytes: int | None = None,
+) -> Any:
+    """The plan of a padded or packed call."""
+    _, tensors, spec = resolved(inputs, arguments)
+    return workspace.plan(Call(tensors, spec), tensors, spec, tiles or TILES["twice"], multiprocessors, most_bytes)
 
 
-def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Two batch entries, two heads that share their keys, odd lengths."""
-    positions = POSITIONS[kind]
-    options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
-    options |= {"width": 8, "value_width": 12, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
-    return make_inputs(**options), {"positions": positions, "enable_gqa": True}
+def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
+    """The number of bytes, as the variable has it, with which the parts of a call are one of LIMITS; "" for the usual limit."""
+    whole = planned(inputs, arguments, tiles, most_bytes=2**40)
+    of_unit = whole.pairs * inputs.query.element_size() * whole.group // whole.items
+    return {"whole": "", "heads": str(of_unit), "keys": str(of_unit * 2 // 3), "block": "0"}[limit]
 
 
-# Everything that a call may have.
+def check_parts(plan: Plan | None, limit: str) -> None:
+    """The parts are what the limit allows, so that a test runs what it says."""
+    assert plan is not None
+    programs = [part.stop_program - part.first_program for part in plan.parts]
+    units = plan.parts[-1].stop_program // plan.blocks
+    if limit == "whole":
+        assert len(programs) == 1
+    elif limit == "heads":
+        assert programs == [plan.blocks] * units and units > 1
+    else:
+        assert not plan.has_all_keys and not plan.layout.is_band and len(programs) > units
+        assert limit == "keys" or set(programs) == {1}
 
+
+def results_of(
+    inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None, wanted: Any = GRADIENTS
+) -> dict[str, torch.Tensor]:
+    """out, lse and those gradients of a padded or packed call that are wanted and there, in the shapes of the call's tensors."""
+    by_head, tensors, spec = resolved(inputs, arguments)
+    keeps = keeps_residual(tensors, spec)
+    out, lse, softmax_stats, kept_residual = forward(tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps)
+    wants = [name in wanted for name in GRADIENTS]
+    found = backward(by_head.d_out, by_head.d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual=kept_residual)
+    results = {"out": out, "lse": lse, **{name: each for name, each in zip(GRADIENTS, found, strict=True) if each is not None}}
+    if "cu_seqlens_q" in arguments:
+        results["lse"] = lse[0]
+        for name in {"out", "d_query", "d_key", "d_value", "d_rel_query"}.intersection(results):
+            results[name] = results[name][0].transpose(0, 1)
+    return results
+
+
+def check_packed(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
+    """The rules of check_every_term: all results are those of each sequence by itself in float64, the tables' summed."""
+    results, dropout_p = results_of(inputs, arguments, tiles), arguments.get("dropout_p", 0.0)
+    longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+    sizes = len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest
+    golden = by_sequence(inputs, arguments, kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
+    assert results.keys() == golden.keys()
+    gradients = [golden[name] for name in results if name.startswith("d_")]
+    is_exact = inputs.query.dtype == torch.float32
+    assert is_exact or not dropout_p, "the reference would drop others"
+    attend: Any = partial(fused_relative_attention_varlen, return_lse=True, implementation="reference")
+    plain = {} if is_exact else forward_backward(attend, inputs, **arguments)
+    for name, result in results.items():
+        others = gradients if name.startswith("d_") else [golden[name].masked_fill(golden[name].isinf(), 0)]
+        if not any(other.any() for other in others):
+            assert torch.equal(result, golden[name].to(result.dtype)), name
+        elif is_exact:
+            assert_gradients_close_fp32(name, result, golden[name], others)
+        else:
+            factor = 3 if name.startswith("d_") else 2
+            assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
+        table = name.removeprefix("d_")
+        if table in TABLES and not is_exact:
+            budgets = [table_gradient_budget(part.inputs, table=table, **part.arguments) for part in unpacked(inputs, arguments)]
+            exact, allowance = sum(each for each, _ in budgets), sum(each for _, each in budgets)
+            assert allowance > 0 and float((result.double() - exact).abs().max()) <= allowance, name
+    return results
+
+
+def check_call(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
+    """The error rules for out, lse and all gradients of a padded or packed call."""
+    if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
+        arguments = {**arguments, "exact_query_grad": True}  # out, rounded, is no key's value: delta is further off than torch's
+    if "cu_seqlens_q" in arguments:
+        return check_packed(inputs, arguments, tiles)
+    results = check_every_term(inputs, tiles, **arguments)
+    if inputs.rel_p2c is not None and inputs.query.dtype == torch.float16:
+        dense = with_keep(inputs, arguments)
+        golden = dense_gradients(inputs, **dense).d_rel_p2c
+        if golden is not None and golden.any():
+            assert_table_gradient("d_rel_p2c", results["d_rel_p2c"], inputs, table="rel_p2c", **dense)
+    return results
+
+
+# Every kind of call, with every kind of part.
+
+OFFSETS = torch.tensor([3, -5], dtype=torch.int32)
+EVERY_TABLE: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # of make_inputs, of the call
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True, "query_offset": 6}),
     "per_head": ({"heads": 4, "key_heads": 2, "per_head": True, "rel_bias": True}, {}),
@@ -100,109 +193,262 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "p2c_alone": ({"rel_p2c": True, "rel_key": False, "per_head": True}, {"is_causal": True, "query_offset": 6}),
     "p2c_window": ({"rel_p2c": True, "rel_bias": True}, {"window_size": (11, 5), "rel_scale": 0.3}),
     "p2c_per_head": ({"heads": 4, "key_heads": 2, "per_head": True, "rel_p2c": True}, {"dropout_p": 0.3, "softcap": 3.0}),
+    "rel_value": ({"rel_value": True}, {"query_offset": 4}),
+    "rel_value_alone": ({"rel_value": True, "rel_key": False}, {"dropout_p": 0.3}),
+    "rel_value_per_head": ({"heads": 4, "key_heads": 2, "per_head": True, "rel_value": True, "rel_bias": True}, {"scale": -0.3}),
+    "rel_value_window": ({"rel_value": True, "rel_width": 12}, {"window_size": (11, 5), "rel_scale": 0.3}),
+    "rel_value_lengths": (
+        {"rel_value": True, "rel_key": False, "per_head": True},
+        {"key_lengths": torch.tensor([20, 0]), "is_causal": True, "query_offset": 5},
+    ),
+    "offsets": ({"rel_bias": True}, {"query_offset": OFFSETS}),
+    "offsets_window": ({"per_head": True, "rel_value": True}, {"query_offset": OFFSETS, "window_size": (11, 5)}),
+    "every_table": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": 3, "softcap": 9.0}),
+    "every_table_offsets": ({**EVERY_TABLE, "per_head": True}, {"query_offset": OFFSETS, "dropout_p": 0.2, "is_causal": True}),
 }
-RUNS = [
-    pytest.param(
-        *(name, kind, list(TILES)[number // 2 % 4], (None, SEVERAL_HEADS, SOME_KEYS)[number // 3 % 3]),
-        marks=() if number % 2 else pytest.mark.slow,
-    )
-    for number, (name, kind) in enumerate((name, kind) for name in CALLS for kind in POSITIONS)
-]
+LENGTHS_OF_PACK: dict[str, tuple[int, ...]] = {"q": (13, 0, 37, 5), "k": (21, 5, 40, 0)}
+PACKED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packed": ({"rel_bias": True}, {}),
+    "packed_causal": ({"per_head": True, "rel_value": True}, {"is_causal": True, "query_offset": 5}),
+    "packed_window": ({"rel_value": True, "rel_key": False}, {"window_size": (11, 5)}),
+    "packed_p2c": ({"rel_p2c": True, "heads": 4, "key_heads": 2, "per_head": True}, {"rel_scale": -0.3}),
+    "packed_offsets": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": torch.tensor([4, 3, -12, 20])}),
+    "packed_dropout": ({"rel_value": True, "rel_bias": True}, {"dropout_p": 0.3, "softcap": 3.0}),
+}
+FLOAT32_ALONE = ("packed_dropout",)
+
+
+def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """Two batch entries, two heads that share their keys, odd lengths."""
+    positions = POSITIONS[kind]
+    options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
+    options |= {"width": 8, "value_width": 12, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
+    return make_inputs(**options), {"positions": positions, "enable_gqa": True}
+
+
+def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """The same, but sequences of these lengths, packed."""
+    options: dict[str, Any] = {"batch": 1, "num_queries": sum(lengths["q"]), "num_keys": sum(lengths["k"])}
+    inputs, arguments = call_of(kind, **{**options, **others})
+    in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
+    packed: dict[str, Any] = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
+    arguments["query_offset"] = 0
+    for which, each in lengths.items():
+        arguments |= {f"cu_seqlens_{which}": torch.tensor([*itertools.accumulate(each, initial=0)])}
+        arguments |= {f"max_seqlen_{which}": max(each)}
+    return inputs._replace(**packed, d_lse=inputs.d_lse[0]), arguments
+
+
+def has_table(inputs: Inputs) -> bool:
+    return any(getattr(inputs, name) is not None for name in TABLES)
+
+
+def named_call(name: str, kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """One of CALLS or PACKED_CALLS."""
+    shape, arguments = (CALLS | PACKED_CALLS)[name]
+    inputs, of_table = (pack_of if name in PACKED_CALLS else call_of)(kind, **{**shape, **others})
+    return inputs, {**of_table, **arguments}
+
+
+def runs() -> list[Any]:
+    """Each call with each kind of table and of parts; in the normal run once, with one of either. Tiles change from one to the
+    next, and two in five are in float16."""
+    every = []
+    for number, name in enumerate([*CALLS, *PACKED_CALLS]):
+        for (of_kind, kind), (of_limit, limit) in itertools.product(enumerate(POSITIONS), enumerate(LIMITS)):
+            turn = number + number // 12 + of_kind + of_limit
+            dtype = torch.float16 if turn % 5 < 2 and name not in FLOAT32_ALONE else torch.float32
+            is_usual = of_kind == number % 3 and of_limit == number // 3 % 4
+            marks = () if is_usual else pytest.mark.slow
+            every.append(pytest.param(name, kind, limit, list(TILES)[turn % 4], dtype, marks=marks))
+    return every
 
 
 @pytest.mark.usefixtures("guarded_kernels")
-@pytest.mark.parametrize(("name", "kind", "tiles", "limit"), RUNS)
+@pytest.mark.parametrize(("name", "kind", "limit", "tiles", "dtype"), runs(), ids=str)
 def test_calls(
-    name: str, kind: str, tiles: str, limit: int | None, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: str,
+    limit: str,
+    tiles: str,
+    dtype: torch.dtype,
+    plans: list[Plan | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All results obey the error rules; the tables' gradients are those of the dtable kernel, but for how they are summed."""
-    inputs, arguments = call_of(kind, **CALLS[name][0])
-    arguments |= CALLS[name][1]
-    if limit is not None:
-        monkeypatch.setenv(VARIABLE, str(limit))
-    results = check_every_term(inputs, TILES[tiles], **arguments)
+    """All results obey the error rules, whatever the parts; memory that nobody has written, with NaN in it, counts nowhere."""
+    inputs, arguments = named_call(name, kind, dtype=dtype)
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES[tiles]))
+    plans.clear()
+    check_call(inputs, arguments, TILES[tiles])
     (plan,) = plans
-    assert plan is not None
-    assert len(plan.parts) > 1 or limit is None
-    monkeypatch.setenv(VARIABLE, "0")
-    expected = all_gradients(inputs, TILES[tiles], **arguments)
-    assert plans[1] is None
-    for each, gradient in expected.items():
-        of_table = each in ("d_rel_key", "d_rel_bias", "d_rel_p2c")
-        if of_table or (kind == "clamp" and each in ("d_key", "d_value")):  # near tiles come after far ones
-            assert_gradients_close_fp32(each, results[each], gradient, [expected[name] for name in GRADIENTS if name in expected])
-        else:
-            assert torch.equal(results[each], gradient), each
+    check_parts(plan, limit)
 
 
-SHORT: dict[str, Any] = {
-    "widths": (8, 16, 20),
-    "value_widths": (8, 33),
-    "rel_widths": (3, 24),
-    "lengths": (1, 2, 15, 16, 17, 31, 33),
-    "uneven_lengths": ((1, 40), (40, 1), (3, 35)),
-}
+def test_the_normal_run_has_everything() -> None:
+    usual = [run.values for run in runs() if not run.marks]
+    names, *_ = zip(*usual, strict=True)
+    assert set(names) == {*CALLS, *PACKED_CALLS}
+    assert {(kind, limit) for _, kind, limit, *_ in usual} == set(itertools.product(POSITIONS, LIMITS))
+    assert {(limit, tiles) for _, _, limit, tiles, _ in usual} == set(itertools.product(LIMITS, TILES))
+    assert {(limit, dtype) for _, _, limit, _, dtype in usual} == set(itertools.product(LIMITS, (torch.float16, torch.float32)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("every_table", "clamp"),
+        ("packed_offsets", "zero"),
+        pytest.param("rel_value_per_head", "clamp", marks=pytest.mark.slow),
+        pytest.param("p2c_per_head", "full", marks=pytest.mark.slow),
+        pytest.param("offsets_window", "zero", marks=pytest.mark.slow),
+        pytest.param("packed_p2c", "clamp", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_change_only_how_tables_are_summed(
+    name: str, kind: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All else has the same bits, and also a part of one block of keys after the other gives the same sums."""
+    inputs, arguments = named_call(name, kind)
+    found = {}
+    for limit in LIMITS:
+        monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+        plans.clear()
+        found[limit] = results_of(inputs, arguments, TILES["twice"])
+        check_parts(plans[0], limit)
+    whole = found.pop("whole")
+    gradients = [each for result, each in whole.items() if result.startswith("d_")]
+    for results in found.values():
+        assert results.keys() == whole.keys()
+        for result, expected in whole.items():
+            if result.removeprefix("d_") in TABLES:
+                assert_gradients_close_fp32(result, results[result], expected, gradients)
+            else:
+                assert torch.equal(results[result], expected), result
+
+
+SHORT: dict[str, Any] = {"widths": (8, 16, 20), "value_widths": (8, 33), "rel_widths": (3, 24), "features": ALL_FEATURES}
+PADDED: dict[str, Any] = {"lengths": (1, 2, 15, 16, 17, 31, 33), "uneven_lengths": ((1, 40), (40, 1), (3, 35))}
+SIZES = ("", "0", "4000", "20000")
 
 
 @pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 200))])
 def test_random_combination(seed: int, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the dtable kernel takes; a fifth in float16, most in several parts."""
-    inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
-    inputs = inputs._replace(rel_value=None)
-    if inputs.rel_key is None and inputs.rel_bias is None:
-        pytest.skip("there is no table for the scores")
-    if isinstance(arguments.get("query_offset"), torch.Tensor):
-        arguments["query_offset"] = 3
-    if seed % 3:
-        monkeypatch.setenv(VARIABLE, str((4_000, 20_000)[seed % 2]))
-    check_every_term(inputs, (*TILES.values(), None)[seed % 5], **arguments)
-    assert len(plans) == 1
+    """Any call, most in several parts; a fifth in float16."""
+    monkeypatch.setenv(VARIABLE, SIZES[seed % 4])
+    inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT, **PADDED)
+    check_call(inputs, arguments, (*TILES.values(), None)[seed % 5])
+    assert [plan is None for plan in plans] == [not has_table(inputs)]
 
 
-BANDS: dict[str, tuple[RelativePositions, tuple[int, int], dict[str, Any]]] = {
-    # table, queries and keys, arguments
-    "clamp": (RelativePositions(-4, 6), (40, 260), {"query_offset": 90}),
-    "clamp_causal": (RelativePositions(-6, 1), (35, 250), {"query_offset": 215, "is_causal": True}),
-    "clamp_beside": (RelativePositions(40, 45), (70, 300), {"query_offset": -20}),
-    "zero": (RelativePositions(-4, 6, "zero"), (150, 140), {}),
-    "zero_past": (RelativePositions(-9, -3, "zero"), (141, 130), {"query_offset": 7}),
-    "window": (RelativePositions(-300, 300), (130, 150), {"window_size": (9, 3), "query_offset": -5}),
-    "window_of_clamped": (RelativePositions(-4, 6), (131, 260), {"window_size": (20, 30)}),
-    "p2c_window": (RelativePositions(-4, 6), (131, 260), {"window_size": (20, 30), "query_offset": 60}),
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 100))])
+def test_packed_random_combination(seed: int, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, SIZES[seed % 4])
+    inputs, arguments = random_varlen_case(seed, dtype=torch.float32, **SHORT, lengths=(0, 1, 2, 15, 17, 40))
+    check_call(inputs, arguments, (*TILES.values(), None)[seed % 5])
+    is_empty = inputs.query.numel() * inputs.key.numel() == 0
+    assert [plan is None for plan in plans] == ([] if is_empty else [not has_table(inputs)])
+
+
+# A band of relative positions in place of all keys.
+
+BANDS: dict[str, tuple[RelativePositions, tuple[int, int], dict[str, Any], dict[str, Any]]] = {
+    # table, queries and keys, options of make_inputs, arguments
+    "clamp": (RelativePositions(-4, 6), (40, 260), {}, {"query_offset": 90}),
+    "clamp_causal": (RelativePositions(-6, 1), (35, 250), {}, {"query_offset": 215, "is_causal": True}),
+    "clamp_beside": (RelativePositions(40, 45), (70, 300), {}, {"query_offset": -20}),
+    "zero": (RelativePositions(-4, 6, "zero"), (150, 140), {}, {}),
+    "zero_past": (RelativePositions(-9, -3, "zero"), (141, 130), {}, {"query_offset": 7}),
+    "window": (RelativePositions(-300, 300), (130, 150), {}, {"window_size": (9, 3), "query_offset": -5}),
+    "window_of_clamped": (RelativePositions(-4, 6), (131, 260), {}, {"window_size": (20, 30)}),
+    "p2c_window": (RelativePositions(-4, 6), (131, 260), {"rel_p2c": True}, {"window_size": (20, 30), "query_offset": 60}),
+    "clamp_values": (RelativePositions(-4, 6), (40, 260), {"rel_value": True}, {"query_offset": 90, "dropout_p": 0.2}),
+    "zero_values": (RelativePositions(-4, 6, "zero"), (70, 140), {"rel_value": True, "rel_key": False}, {"query_offset": 50}),
+    "offsets": (RelativePositions(-4, 6), (40, 260), {"rel_value": True, "batch": 2}, {"query_offset": torch.tensor([90, -7])}),
+    "offsets_window": (
+        *(RelativePositions(-300, 300), (40, 260), {"rel_p2c": True, "batch": 2}),
+        {"query_offset": torch.tensor([101, 230]), "window_size": (9, 3)},
+    ),
+}
+BAND_RUNS = [
+    (name, tiles, LIMITS[(number + place) % 4])
+    for number, name in enumerate(BANDS)
+    for place, tiles in enumerate(("registers", "long", "square"))
+    if tiles != "square" or "clamp" in name or "p2c" in name
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("guarded_kernels")
+@pytest.mark.parametrize(("name", "tiles", "limit"), BAND_RUNS)
+def test_bands(name: str, tiles: str, limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace holds a band instead of whole rows if the table or the window is short compared with the keys; not so if
+    there is room for some keys only."""
+    positions, lengths, options, arguments = BANDS[name]
+    options = {"batch": 1, "rel_bias": options.get("rel_key", True), "num_rows": positions.num_rows, **options}
+    batch = options.pop("batch")
+    inputs = make_inputs(batch, 2, *lengths, 8, **options, dtype=torch.float32, seed=2)
+    arguments = {**arguments, "positions": positions}
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES[tiles]))
+    plans.clear()
+    check_call(inputs, arguments, TILES[tiles])
+    (plan,) = plans
+    check_parts(plan, limit)
+    assert plan is not None and plan.columns < lengths[1] and plan.layout.is_band == (limit in ("whole", "heads"))
+
+
+# Sequences of very different lengths: those of a pack have a rectangle of the longest one's lengths each.
+
+UNEQUAL: dict[str, dict[str, tuple[int, ...]]] = {
+    "long_and_short": {"q": (0, 70, 1, 3, 0, 2), "k": (9, 1, 90, 2, 0, 33)},
+    "long_and_empty": {"q": (1, 0, 0, 80), "k": (0, 100, 0, 85)},
+    "the_longest_has_no_partner": {"q": (90, 0, 5, 17), "k": (0, 110, 40, 1)},
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize(
-    ("name", "tiles"),
+    ("lengths", "kind", "limit"),
     [
-        (name, tiles)
-        for name in BANDS
-        for tiles in ("registers", "long", "square")
-        if tiles != "square" or "clamp" in name or "p2c" in name
+        pytest.param(
+            lengths, kind, limit, marks=() if LIMITS[(number + 2 * place) % 4] == limit and place == number else pytest.mark.slow
+        )
+        for number, lengths in enumerate(UNEQUAL)
+        for place, kind in enumerate(("zero", "clamp", "full"))
+        for limit in LIMITS
     ],
 )
-def test_bands(name: str, tiles: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace holds a band instead of whole rows if the table or the window is short compared with the keys."""
-    positions, lengths, arguments = BANDS[name]
-    inputs = make_inputs(
-        1, 2, *lengths, 8, num_rows=positions.num_rows, rel_bias=True, rel_p2c="p2c" in name, dtype=torch.float32, seed=2
-    )
-    if tiles == "long":
-        columns = 256 if "p2c" in name else 240 if "clamp" in name else 100
-        monkeypatch.setenv(VARIABLE, str(4 * lengths[0] * columns))  # one head at a time
-    check_every_term(inputs, TILES[tiles], positions=positions, **arguments)
+def test_packed_sequences_of_very_different_lengths(
+    lengths: str, kind: str, limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a rectangle is never written, and counts nowhere. Keys that nobody sees may be NaN."""
+    packed = UNEQUAL[lengths]
+    inputs, arguments = pack_of(kind, packed, **EVERY_TABLE)
+    key, value, offsets = inputs.key.clone(), inputs.value.clone(), torch.arange(len(packed["q"])) * 7 - 9
+    unseen = torch.tensor([count == 0 for count in packed["q"]]).repeat_interleave(torch.tensor(packed["k"]))
+    key[unseen], value[unseen] = math.nan, math.nan
+    assert unseen.any()
+    arguments |= {"positions": RelativePositions(-130, 130) if kind == "full" else POSITIONS[kind], "query_offset": offsets}
+    if kind == "full":
+        inputs, _ = pack_of(kind, packed, **EVERY_TABLE, num_rows=261)
+        arguments["query_offset"] = 4
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["registers"]))
+    plans.clear()
+    results = check_packed(inputs, arguments, TILES["registers"])
     (plan,) = plans
-    assert plan is not None and plan.skew > 0 and plan.columns < lengths[1], plan
-    assert len(plan.parts) == 1 + (tiles == "long")
+    check_parts(plan, limit)
+    assert plan is not None and plan.rows == max(packed["q"])
+    plans.clear()
+    spoilt = results_of(inputs._replace(key=key, value=value), arguments, TILES["registers"])
+    assert all(torch.equal(spoilt[name], result) for name, result in results.items())
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_sharp_attention_in_float16(kind: str, plans: list[Plan | None]) -> None:
-    """The gradients are as good as gradients of scores that are rounded once and summed exactly: delta is the exact one."""
-    inputs, arguments = call_of(kind, sharp=True, rel_bias=True, dtype=torch.float16)
-    check_every_term(inputs, TILES["registers"], **arguments, is_causal=kind == "clamp", query_offset=5)
+    """The gradients are as good as those of dS and P that are rounded once and summed exactly: delta is the exact one."""
+    inputs, arguments = call_of(kind, sharp=True, **EVERY_TABLE, dtype=torch.float16)
+    check_call(inputs, {**arguments, "is_causal": kind == "clamp", "query_offset": 5}, TILES["registers"])
     assert plans[0] is not None
 
 
@@ -216,154 +462,358 @@ def test_lengths(num_queries: int, num_keys: int, plans: list[Plan | None]) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kind", "limit"),
-    [
-        ("clamp", None),
-        ("full", SOME_KEYS),
-        pytest.param("zero", SEVERAL_HEADS, marks=pytest.mark.slow),
-    ],
-)
-def test_the_same_bits(kind: str, limit: int | None, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again, with programs in another order, and whichever gradients are wanted besides."""
-    inputs, arguments = call_of(kind, rel_bias=True, per_head=True, dtype=torch.float16)
-    if limit is not None:
-        monkeypatch.setenv(VARIABLE, str(limit))
-    expected = all_gradients(inputs, TILES["twice"], **arguments)
-    with programs_in_order("shuffled", seed=3):
-        results = all_gradients(inputs, TILES["twice"], **arguments)
-    assert all(torch.equal(results[name], gradient) for name, gradient in expected.items())
-    for wanted in (
-        ("d_key", "d_value"),
-        ("d_rel_key",),
-        ("d_rel_bias",),
-        ("d_rel_key", "d_key"),
-        ("d_rel_bias", "d_value", "d_query"),
-    ):
-        some = run_backward(inputs, TILES["twice"], wanted, **arguments)
-        for name in wanted:
-            gradient = some[name]
-            assert gradient is not None and torch.equal(gradient, expected[name]), (wanted, name)
-    assert all(plan is not None for plan in plans)
-
-
-@pytest.mark.parametrize("kind", ["full", "zero", "clamp"])
-def test_what_nobody_sees(kind: str, plans: list[Plan | None]) -> None:
-    """Rows that no visible pair has may be NaN, as may keys that are padding; their gradient is 0, and the others' as without."""
-    inputs, arguments = call_of(kind, rel_bias=True)
-    arguments |= {"window_size": (3, 2), "key_lengths": torch.tensor([30, 30])}
-    assert inputs.rel_key is not None and inputs.rel_bias is not None
-    rows = torch.arange(inputs.rel_key.shape[0]) + arguments["positions"].first
-    unused = (rows < -3) | (rows > 2)
-    clean = all_gradients(inputs, TILES["twice"], **arguments)
-    rel_key, rel_bias, key, value = (each.clone() for each in (inputs.rel_key, inputs.rel_bias, inputs.key, inputs.value))
-    rel_key[unused], rel_bias[unused] = torch.nan, torch.nan
-    key[:, :, 30:], value[:, :, 30:] = torch.nan, torch.nan
-    poisoned = inputs._replace(rel_key=rel_key, rel_bias=rel_bias, key=key, value=value)
-    results = all_gradients(poisoned, TILES["twice"], **arguments)
-    for name, gradient in clean.items():
-        assert torch.equal(results[name], gradient), name
-    assert not results["d_rel_key"][unused].any() and not results["d_rel_bias"][unused].any()
-    assert plans[0] is not None
-
-
-@pytest.mark.thorough
 def test_programs_that_share_rows(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs have every splits-th block of queries each; more than there are blocks are not asked for."""
-    inputs, arguments = call_of("clamp", rel_bias=True)
+    inputs, arguments = call_of("clamp", **EVERY_TABLE)
     monkeypatch.setattr(configs, "PROGRAMS_PER_MULTIPROCESSOR", 1000)
-    check_every_term(inputs, TILES["registers"], **arguments)
+    check_call(inputs, arguments, TILES["registers"])
     assert plans[0] is not None
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 7), (1, 2, 0, 7), (1, 2, 5, 0), (1, 0, 5, 7)])
 def test_nothing(sizes: tuple[int, int, int, int], plans: list[Plan | None]) -> None:
-    inputs = make_inputs(*sizes, 8, num_rows=9, dtype=torch.float32, seed=1)
-    results = all_gradients(inputs, TILES["twice"])
-    assert not results["d_rel_key"].any() and not plans
+    inputs = make_inputs(*sizes, 8, num_rows=9, **EVERY_TABLE, dtype=torch.float32, seed=1)
+    results = results_of(inputs, {}, TILES["twice"])
+    assert not any(results[f"d_{name}"].any() for name in TABLES) and not plans
 
 
-# Whether there is a workspace, and which.
+# The same bits.
 
-
-def planned(inputs: Inputs, multiprocessors: int = 1, tiles: dict[str, TileConfig] | None = None, **arguments: Any) -> Any:
-    tensors, spec = resolve(inputs, **arguments)
-    return workspace.plan(Call(tensors, spec), tensors, spec, tiles or TILES["twice"], multiprocessors)
-
-
-def reason(inputs: Inputs, **arguments: Any) -> str | None:
-    tensors, spec = resolve(inputs, **arguments)
-    return workspace.why_not(Call(tensors, spec), tensors)
+ALONE = ("d_query", "d_key", "d_value", "d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c")
 
 
 @pytest.mark.thorough
-def test_calls_that_keep_the_table_kernel(plans: list[Plan | None], guarded_kernels: list[Launch]) -> None:
-    inputs, arguments = call_of("clamp")
-    assert reason(inputs, **arguments) is None
-    offsets = torch.tensor([3, -5])
-    others = {
-        "a table for the values": (call_of("clamp", rel_value=True)[0], arguments),
-        "relative positions of their own": (inputs, {**arguments, "query_offset": offsets}),
-        "no table for the scores": (call_of("clamp", num_rows=None)[0], {"enable_gqa": True}),
-    }
-    for why, (others_inputs, others_arguments) in others.items():
-        assert why in str(reason(others_inputs, **others_arguments))
-        assert planned(others_inputs, **others_arguments) is None
-    tensors, spec = resolve(inputs, **arguments)
-    call = Call(tensors, spec)
-    assert "packed" in str(workspace.why_not(call, tensors._replace(cu_seqlens_q=offsets)))
-    call.arch = "gfx942"
-    assert "AMD" in str(workspace.why_not(call, tensors))
-    check_every_term(inputs, TILES["twice"], **{**arguments, "query_offset": offsets})
-    names = [launch.kernel for launch in guarded_kernels]
-    assert "dtable_kernel" in names and "dtable_words_kernel" not in names
-    guarded_kernels.clear()
-    all_gradients(inputs, TILES["twice"], **arguments)
-    names = [launch.kernel for launch in guarded_kernels]
-    assert "dtable_kernel" not in names and "dtable_words_kernel" in names
+@pytest.mark.parametrize(
+    ("name", "kind", "limit"),
+    [
+        ("every_table", "clamp", "whole"),
+        ("every_table", "full", "keys"),
+        ("packed_offsets", "zero", "heads"),
+        pytest.param("every_table_offsets", "zero", "block", marks=pytest.mark.slow),
+        pytest.param("every_table", "zero", "heads", marks=pytest.mark.slow),
+        pytest.param("packed_offsets", "clamp", "keys", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_bits(name: str, kind: str, limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again, with programs in another order, and whichever gradients are wanted besides."""
+    inputs, arguments = named_call(name, kind, dtype=torch.float16)
+    run = partial(results_of, inputs, arguments, TILES["twice"])
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+    expected = run()
+    with programs_in_order("shuffled", seed=3):
+        results = run()
+    assert all(torch.equal(results[each], gradient) for each, gradient in expected.items())
+    for wanted in (*((each,) for each in ALONE), ("d_rel_value", "d_rel_p2c"), ("d_rel_bias", "d_value", "d_query")):
+        some = run(wanted)
+        assert set(some) == {"out", "lse", *wanted}
+        for each in wanted:
+            assert some[each].any() and torch.equal(some[each], expected[each]), (wanted, each)
+    plans.clear()
+    run(("d_rel_key",))
+    check_parts(plans[0], limit)
 
 
-def test_limit(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bytes; by default as much as query, key and value have, or 256 MiB. None: the dtable kernel."""
+def test_what_is_stored(plans: list[Plan | None], guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """dS and P each, only for gradients that need them; kernels run for each part, and none that no gradient needs."""
+    inputs, arguments = named_call("every_table", "zero")
+    shapes: list[tuple[int, ...]] = []
+    new_empty = torch.Tensor.new_empty
+
+    def recorded(tensor: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+        created = new_empty(tensor, *sizes, **options).fill_(math.nan)
+        shapes.append(tuple(created.shape))
+        return created
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", recorded)
+    monkeypatch.setenv(VARIABLE, limit_of("heads", inputs, arguments, TILES["twice"]))
+    for wanted, stored, kernels in (
+        ("d_query", 0, {"dq": 1}),
+        ("d_key", 0, {"dq": 1, "dkv": 1}),
+        ("d_value", 0, {"dkv": 1}),
+        ("d_rel_key", 1, {"dq": 1, "dkv": 2, "dtable": 2}),
+        ("d_rel_bias", 1, {"dq": 1, "dkv": 2, "dtable": 2}),
+        ("d_rel_value", 1, {"dkv": 2, "dtable": 2}),
+        ("d_rel_p2c", 1, {"dq": 1, "dkv": 2, "dp2c": 2}),
+        (GRADIENTS, 2, {"dq": 1, "dkv": 2, "dtable": 4, "dp2c": 2}),
+    ):
+        plans.clear()
+        shapes.clear()
+        guarded_kernels.clear()
+        results_of(inputs, arguments, TILES["twice"], (wanted,) if isinstance(wanted, str) else wanted)
+        (plan,) = plans
+        assert plan is not None and plan.has_ds and plan.has_probs and shapes.count(plan.shape) == stored, wanted
+        names = Counter(launch.kernel.removesuffix("_kernel") for launch in guarded_kernels)
+        assert names == Counter({"forward": 1, **kernels}), wanted
+
+
+# What nobody sees.
+
+
+@pytest.mark.parametrize("limit", [*LIMITS[:1], LIMITS[2], *(pytest.param(LIMITS[n], marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("kind", ["full", "zero", "clamp"])
+def test_what_nobody_sees(kind: str, limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no visible pair has may be NaN, as may keys that are padding; their gradient is 0, and the others' as without."""
+    inputs, arguments = call_of(kind, **EVERY_TABLE)
+    arguments |= {"window_size": (3, 2), "key_lengths": torch.tensor([30, 30])}
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+    rows = torch.arange(POSITIONS[kind].num_rows) + arguments["positions"].first
+    unused = (rows < -3) | (rows > 2)
+    spoilt = {name: getattr(inputs, name).clone() for name in ("key", "value", *TABLES)}
+    for name, tensor in spoilt.items():
+        if name in TABLES:
+            tensor[unused] = math.nan
+        else:
+            tensor[:, :, 30:] = math.nan
+    clean = results_of(inputs, arguments, TILES["twice"])
+    results = results_of(inputs._replace(**spoilt), arguments, TILES["twice"])
+    for name, gradient in clean.items():
+        assert gradient.any() and torch.equal(results[name], gradient), name
+    assert unused.any() and not any(results[f"d_{name}"][unused].any() for name in TABLES)
+    check_parts(plans[-1], limit)
+
+
+# How large the workspace is, and its parts.
+
+
+def test_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes; by default 256 MiB, or as much as query, key and value have, or one wave of programs needs, if that is more."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     inputs, arguments = call_of("full")
     tensors, _ = resolve(inputs, **arguments)
-    assert workspace.limit(tensors) == 256 * 2**20
+    usual = 256 * 2**20
+    assert workspace.limit(tensors, 0) == workspace.limit(tensors, usual) == usual
+    assert workspace.limit(tensors, usual + 1) == usual + 1
     large = torch.empty(1, device="meta").expand(2**26, 2)
-    assert workspace.limit(tensors._replace(query=large)) == 4 * (2**27 + tensors.key.numel() + tensors.value.numel())
-    for text, expected in (("12345", 12345), ("0", 0), ("", 256 * 2**20)):
+    all_three = 4 * (2**27 + tensors.key.numel() + tensors.value.numel())
+    assert workspace.limit(tensors._replace(query=large), usual) == all_three
+    assert workspace.limit(tensors._replace(query=large), all_three + 1) == all_three + 1
+    for text, expected in (("12345", 12345), ("0", 0), (" 300 ", 300), ("", usual), (str(2**40), 2**40)):
         monkeypatch.setenv(VARIABLE, text)
-        assert workspace.limit(tensors) == expected
+        assert workspace.limit(tensors, 1000) == expected
     for text in ("-1", "1e9", "256 MiB"):
         monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ValueError, match=f"{VARIABLE} must be a number of bytes, such as 268435456, got '{text}'"):
+            workspace.limit(tensors, 0)
         with pytest.raises(ValueError, match="must be a number of bytes"):
-            workspace.limit(tensors)
-    monkeypatch.setenv(VARIABLE, "0")
-    assert planned(inputs, **arguments) is None
+            results_of(inputs, arguments, TILES["twice"])
+    with_no_table = make_inputs(1, 1, 5, 5, 8, num_rows=None, dtype=torch.float32, seed=1)
+    assert planned(with_no_table, {}) is None
+    results_of(with_no_table, {}, TILES["twice"])  # nobody asks for the variable
 
 
-def test_no_part_exceeds_the_limit(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys of all heads are in one part; parts are as large as the limit allows, and none of few programs is worth it."""
-    inputs, arguments = call_of("full", heads=4, key_heads=2)
-    blocks, unit = 3, 2 * 37 * 48 * 4  # three blocks of 16 keys; two heads share them
-    for limit, most, programs in (
-        (10 * unit, 12, [12]),
-        (3 * unit, 9, [6, 6]),
-        (unit, 3, [3] * 4),
-        (unit - 1, 2, [2, 1] * 4),
-        (unit // 3, 1, [1] * 12),
-    ):
+WAVES = {
+    # keys, first and last row, multiprocessors
+    "some keys": (512, (-600, 600), 2),
+    "one head": (512, (-600, 600), 4),
+    "several heads": (128, (-600, 600), 8),
+    "band of several heads": (512, (-4, 6), 16),
+    "band of one head": (512, (-4, 6), 2),
+    "everything": (128, (-600, 600), 16),
+}
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_one_wave_is_in_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the heads are, by default as many programs run at once as keep the GPU busy: here eight a multiprocessor."""
+    num_keys, (first, last), multiprocessors = WAVES[name]
+    monkeypatch.setattr(workspace, "limit", lambda _, wave: wave)
+    inputs = make_inputs(4, 4, 40, num_keys, 8, num_rows=last - first + 1, dtype=torch.float16, seed=1)
+    plan = planned(inputs, {"positions": RelativePositions(first, last)}, TILES["twice"], multiprocessors)
+    programs = [part.stop_program - part.first_program for part in plan.parts]
+    at_once = 8 * multiprocessors
+    assert programs[0] >= at_once, plan
+    assert name == "band of one head" or set(programs) == {at_once}  # whose other half costs nothing
+    assert plan.layout.is_band == ("band" in name) and (len(plan.parts) == 1) == (name == "everything")
+
+
+def total_cost(count: int, size: int, programs: int, multiprocessors: int, at_once: int) -> int:
+    """What all parts cost: a start for each wave, and as much as a multiprocessor has programs in it."""
+    cost = 0
+    for first in range(0, count, size):
+        left = min(size, count - first) * programs
+        while left > 0:
+            cost += workspace.START_COST + cdiv(min(left, multiprocessors * at_once), multiprocessors)
+            left -= multiprocessors * at_once
+    return cost
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_size_of_parts_costs_least(seed: int) -> None:
+    """Of sizes that cost the same the one of fewest parts, and then the smallest."""
+    choose = random.Random(seed)
+    count, programs = choose.choice((1, 2, 7, 16, 24, 64, 150)), choose.choice((1, 1, 2, 8, 33, 128))
+    most, multiprocessors, at_once = choose.randint(1, count), choose.choice((1, 2, 7, 132)), choose.randint(1, 4)
+    found = workspace._part_size(count, most, programs, multiprocessors, at_once)
+    costs = {size: total_cost(count, size, programs, multiprocessors, at_once) for size in range(1, most + 1)}
+    ranks = {size: (cost, cdiv(count, size), size) for size, cost in costs.items()}
+    assert ranks[found] == min(ranks.values())
+
+
+def test_usual_sizes_of_parts() -> None:
+    """Equal parts, full waves; a part of few programs is no worse than a wave that it would make fuller."""
+    for (count, most, programs, multiprocessors, at_once), expected in {
+        (64, 64, 16, 132, 2): 64,  # everything
+        (64, 40, 16, 1, 2): 32,  # two equal parts
+        (16, 10, 33, 132, 1): 8,  # as many waves in all, and as many parts
+        (100, 99, 132, 132, 1): 50,
+        (12, 5, 66, 132, 2): 4,  # whole waves
+    }.items():
+        assert workspace._part_size(count, most, programs, multiprocessors, at_once) == expected, (count, most, programs)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_part_exceeds_the_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program of the dkv kernel is in one part, which has room for what it stores. Parts are whole heads if one fits, else
+    blocks of the keys of one key head; only a part of a single block may have more than the limit."""
+    choose = random.Random(seed)
+    key_heads, group = choose.choice((1, 2, 3)), choose.choice((1, 2))
+    shape: dict[str, Any] = {"heads": key_heads * group, "key_heads": key_heads, "batch": choose.choice((1, 3))}
+    shape |= {"rel_value": seed % 2 == 0, "rel_key": seed % 3 < 2 or seed % 2 == 1, "rel_bias": seed % 6 == 1}
+    shape |= {"num_keys": choose.choice((5, 43, 300)), "dtype": choose.choice((torch.float16, torch.float32))}
+    inputs, arguments = call_of(choose.choice(list(POSITIONS)), **shape)
+    if seed % 4 == 3:
+        inputs, arguments = named_call(choose.choice(list(PACKED_CALLS)), choose.choice(list(POSITIONS)))
+    tiles, multiprocessors = TILES[choose.choice(list(TILES))], choose.choice((1, 3, 20))
+    size, block_n = inputs.query.element_size(), tiles["dkv"].block_n
+    whole = planned(inputs, arguments, tiles, multiprocessors, 2**40)
+    (every,) = whole.parts
+    assert whole.has_ds == any(getattr(inputs, name) is not None for name in ("rel_key", "rel_bias", "rel_p2c"))
+    assert whole.has_probs == (inputs.rel_value is not None) and every.first_program == 0
+    of_unit = whole.pairs * size * whole.group // whole.items
+    for limit in (0, 1000, of_unit - 1, of_unit, *(choose.randint(1, 2 * whole.pairs * size) for _ in range(8))):
         monkeypatch.setenv(VARIABLE, str(limit))
-        plan = planned(inputs, **arguments)
-        assert plan is not None and [part.programs for part in plan.parts] == programs
-        assert plan.items * plan.rows * plan.columns * 4 <= limit
-        assert [part.first_program for part in plan.parts] == [sum(programs[:number]) for number in range(len(programs))]
-        covered = [
-            (item, key) for part in plan.parts for item in range(*part[2:4]) for key in range(part.first_key, part.stop_key, 16)
-        ]
-        assert sorted(covered) == [(item, key) for item in range(8) for key in range(0, 16 * blocks, 16)]
-        assert planned(inputs, most, **arguments) == plan
-        assert len(programs) == 1 or planned(inputs, most + 1, **arguments) is None
-    monkeypatch.setenv(VARIABLE, str(unit // 3 - 1))
-    assert planned(inputs, **arguments) is None
-    monkeypatch.setenv(VARIABLE, str(100 * unit))
-    assert planned(inputs, 1000, **arguments) is not None  # all of it at once
+        plan = planned(inputs, arguments, tiles, multiprocessors)
+        assert (plan.has_ds, plan.has_probs, plan.rows, plan.blocks) == (whole.has_ds, whole.has_probs, whole.rows, whole.blocks)
+        assert [program for part in plan.parts for program in range(*part)] == list(range(every.stop_program))
+        lengths = [part.stop_program - part.first_program for part in plan.parts]
+        if limit >= of_unit:
+            assert all(length % plan.blocks == 0 for length in lengths)
+            assert plan.columns == whole.columns and max(map(plan.items_of, plan.parts)) == plan.items
+        else:
+            assert plan.items == plan.group and plan.columns == max(lengths) * block_n and not plan.layout.is_band
+            assert all(part.first_program // plan.blocks == (part.stop_program - 1) // plan.blocks for part in plan.parts)
+        assert plan.pairs * size <= limit or set(lengths) == {1}
+
+
+# Memory that there is not.
+
+
+class Memory:
+    """So many bytes for workspaces: new_empty of workspace.py raises OutOfMemoryError if what is there takes more than that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room, self.used = room, 0
+        self.new_empty = torch.Tensor.new_empty
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda tensor, *sizes, **options: self.create(tensor, *sizes, **options))
+
+    def create(self, tensor: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+        is_workspace = sys._getframe(2).f_globals["__name__"] == workspace.__name__
+        count = math.prod(*sizes) * tensor.element_size() if is_workspace else 0
+        if self.used + count > self.room:
+            raise torch.OutOfMemoryError(f"tried to allocate {count} bytes")
+        created = self.new_empty(tensor, *sizes, **options)
+        if created.is_floating_point():
+            created.fill_(math.nan)
+        self.used += count
+        weakref.finalize(created, self.free, count)
+        return created
+
+    def free(self, count: int) -> None:
+        self.used -= count
+
+
+NO_MEMORY = r"no memory for a workspace of \d+ bytes; a smaller one is used, .* TRITON_RELATTN_WORKSPACE limits it"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "share", "steps", "limit"),
+    [
+        ("every_table", "clamp", 0.9, 1, "heads"),
+        ("bias_alone", "zero", 0.4, 2, "keys"),
+        ("rel_value", "full", 0.2, 2, "block"),
+        ("packed_offsets", "clamp", 0.3, 2, "heads"),
+    ],
+)
+def test_with_less_memory_the_workspace_is_smaller(
+    name: str, kind: str, share: float, steps: int, limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has half of the bytes, again and again, until there is room; with a warning each time. All gradients are right."""
+    inputs, arguments = named_call(name, kind)
+    size = inputs.query.element_size()
+    whole = planned(inputs, arguments, TILES["square"])
+    memory = Memory(monkeypatch, int(share * whole.pairs * size))
+    plans.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_call(inputs, arguments, TILES["square"])
+    texts = [str(each.message) for each in caught if each.category is RuntimeWarning]
+    assert len(texts) == steps and all(re.match(NO_MEMORY, text) for text in texts), texts
+    sizes = [plan.pairs * size for plan in plans[::2] if plan is not None]
+    assert [re.findall(r"\d+", text)[0] for text in texts] == [str(each) for each in sizes[:-1]]
+    assert all(after <= before // 2 for before, after in itertools.pairwise(sizes)) and sizes[-1] <= memory.room
+    check_parts(plans[-1], limit)
+
+
+def test_the_query_comes_from_the_dq_kernel_where_memory_is_short(
+    plans: list[Plan | None], guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is decided depends on the workspace that there is: some keys of a head are no whole gradient."""
+    inputs, arguments = named_call("plain", "full", dtype=torch.float16)
+    monkeypatch.setattr(residual, "FEWEST_QUERIES", 1)
+    whole = planned(inputs, arguments, TILES["square"])
+    Memory(monkeypatch, int(0.4 * whole.pairs * 2))
+    with pytest.warns(RuntimeWarning, match=NO_MEMORY):
+        check_call(inputs, arguments, TILES["square"])
+    names = Counter(launch.kernel for launch in guarded_kernels)
+    assert names["dq_kernel"] == 1 and names["delta_kernel"] == names["dq_from_ds_kernel"] == 0
+    check_parts(plans[-1], "keys")
+
+
+def test_with_too_little_memory_for_both_the_first_is_freed(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """dS found room and P did not: half of both must fit where dS alone was."""
+    inputs, arguments = named_call("rel_value", "zero")
+    whole = planned(inputs, arguments, TILES["twice"])
+    memory = Memory(monkeypatch, int(0.6 * whole.pairs * 4))
+    with pytest.warns(RuntimeWarning, match=NO_MEMORY) as caught:
+        check_call(inputs, arguments, TILES["twice"])
+    assert len(caught) == 1 and memory.used == 0
+    check_parts(plans[-1], "heads")
+
+
+@pytest.mark.parametrize("limit", ["", "0"])
+def test_without_memory_for_a_block_of_keys(limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that says how much is needed, and torch's own; the warnings before it come only if anything else was tried."""
+    inputs, arguments = named_call("rel_value_per_head", "clamp")
+    least = planned(inputs, arguments, TILES["twice"], most_bytes=0)
+    size = least.pairs * 4
+    assert size == 2 * 37 * 16 * 2 * 4  # two heads that share their keys, of dS and of P
+    memory = Memory(monkeypatch, size - 1)
+    monkeypatch.setenv(VARIABLE, limit)
+    text = f"the backward needs a workspace of {size} bytes at least, for 37 queries and one block of keys; tried to allocate "
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(torch.OutOfMemoryError, match=text) as raised:
+        warnings.simplefilter("always")
+        results_of(inputs, arguments, TILES["twice"])
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert bool(caught) == (limit == "") and all(re.match(NO_MEMORY, str(each.message)) for each in caught)
+    del raised  # with its frames
+    memory.room = size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_call(inputs, arguments, TILES["twice"])
+    check_parts(plans[-1], "block")
+
+
+def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where memory is short the workspace is made smaller."""
+    inputs, arguments = named_call("plain", "clamp")
+    memory = Memory(monkeypatch, 2**40)
+
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        if sys._getframe(2).f_globals["__name__"] == workspace.__name__:
+            raise RuntimeError("something else")
+        return memory.new_empty(*_, **__).fill_(math.nan)
+
+    monkeypatch.setattr(memory, "create", fail)
+    with pytest.raises(RuntimeError, match="something else"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results_of(inputs, arguments, TILES["twice"])

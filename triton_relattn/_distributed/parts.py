@@ -73,7 +73,7 @@ def forward(tensors: AttentionTensors, spec: AttentionSpec, implementation: str)
         from ..kernels.forward import forward
 
         with torch.cuda.device_of(tensors.query):
-            out, lse, softmax_stats = forward(tensors, spec, dtype=dtype)
+            out, lse, softmax_stats, _ = forward(tensors, spec, dtype=dtype)
         largest, log_sum = softmax_stats.unbind(2)
         return Result(out, largest.masked_fill(lse == -torch.inf, -torch.inf), log_sum * LN_2)
     largest = tensors.query.new_full(tensors.query.shape[:3], -torch.inf, dtype=dtype)

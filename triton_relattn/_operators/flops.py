@@ -38,7 +38,7 @@ def _forward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def _backward_flops(*arguments: Any, **_: Any) -> int:
-    scores, values, rel_scores, rel_values = _operations(arguments[5 : 5 + _NUM_TENSORS])
+    scores, values, rel_scores, rel_values = _operations(arguments[6 : 6 + _NUM_TENSORS])
     return 3 * scores + 2 * values + 3 * rel_scores + 2 * rel_values
 
 

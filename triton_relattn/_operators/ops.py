@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 
 from .._blockwise import attention as blockwise
 from .._core.dtypes import compute_dtype, gradient_like, new_like, without_autocast
+from .._core.residual import keeps_residual
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from .._core.tails import rows_of_tail, wants_tail
 from .._core.untraced import untraced
 from . import NAMESPACE, OPERATORS, flops, sharding
 
@@ -27,80 +27,82 @@ TENSORS = ", ".join(
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
-KEEPING = "blockwise keeping probabilities"
-"""The name of "blockwise" for calls in which it keeps the probabilities for the backward; it returns them as statistics."""
-KEEPING_TAIL = "triton keeping the tail of out"
-"""The name of "triton" for calls in which the statistics have what rounding takes from out, too (kernels/deltas.py)."""
-KERNELS = ("triton", KEEPING_TAIL)
-
 _library = torch.library.Library(NAMESPACE, "DEF")
 define = _library.define
-define(f"attention_forward({TENSORS}, {SCALARS}, str implementation) -> (Tensor, Tensor, Tensor)")
+# keeps: the forward returns what saves the backward work: "triton" the residual of out, "blockwise" the probabilities.
+define(f"attention_forward({TENSORS}, {SCALARS}, str implementation, bool keeps) -> (Tensor, Tensor, Tensor, Tensor)")
 define(
-    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? softmax_stats, {TENSORS}, {SCALARS}, "
-    f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
+    f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? softmax_stats, Tensor? kept, {TENSORS}, "
+    f"{SCALARS}, str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({_GRADIENTS})"
 )
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
 
 
-def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str]:
-    """Return tensors, scalars and implementation from arguments in the order of the schema."""
-    *scalars, implementation = arguments[_NUM_TENSORS:]
-    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), implementation
+def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str, Any]:
+    """Return tensors, scalars, implementation and the last argument from arguments in the order of a schema."""
+    *scalars, implementation, last = arguments[_NUM_TENSORS:]
+    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), implementation, last
 
 
 def _forward(*arguments):  # type: ignore[no-untyped-def]
-    tensors, spec, implementation = _split(arguments)
-    if implementation in KERNELS:
+    tensors, spec, implementation, keeps = _split(arguments)
+    if implementation == "triton":
         from ..kernels.forward import forward
 
         with torch.cuda.device_of(tensors.query):
-            return forward(tensors, spec, keeps_tail=implementation == KEEPING_TAIL)
+            out, lse, softmax_stats, residual = forward(tensors, spec, keeps_residual=keeps)
+        return out, lse, softmax_stats, tensors.query.new_empty(0) if residual is None else residual
     with without_autocast(tensors.query.device):
-        kept = _statistics(tensors, implementation)
-        return *blockwise.forward(tensors, spec, kept if implementation == KEEPING else None), kept
+        kept = _kept(tensors, implementation, keeps)
+        out, lse = blockwise.forward(tensors, spec, kept if keeps else None)
+    return out, lse, _statistics(tensors, implementation), kept
 
 
 def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
-    """Allocate the third result, which is kept for the backward: two numbers of each query for the kernels, with the tail of out
-    for KEEPING_TAIL; the probabilities for KEEPING; nothing for "blockwise". Probabilities of keys that the forward leaves out
-    for their sequences' lengths are 0: the backward, whose blocks depend on the number of threads at its time, may read them."""
-    query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
-    if implementation in KERNELS:
-        tail = rows_of_tail(tensors.value.shape[3]) if implementation == KEEPING_TAIL else 0
-        return query.new_empty((*query.shape[:2], 2 + tail, query.shape[2]), dtype=dtype)
-    if implementation == KEEPING:
-        has_gaps = tensors.key_lengths is not None
-        return (query.new_zeros if has_gaps else query.new_empty)((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)
-    return query.new_empty(0, dtype=dtype)
+    """Allocate the third result: two numbers of each query for the kernels, nothing for "blockwise"."""
+    query = tensors.query
+    if implementation == "blockwise":
+        return query.new_empty(0, dtype=compute_dtype(query.dtype))
+    return query.new_empty((*query.shape[:2], 2, query.shape[2]), dtype=compute_dtype(query.dtype))
+
+
+def _kept(tensors: AttentionTensors, implementation: str, keeps: bool) -> torch.Tensor:
+    """Allocate the fourth result. Probabilities of keys that the forward leaves out for their sequences' lengths are 0: the
+    backward, whose blocks depend on the number of threads at its time, may read them."""
+    query = tensors.query
+    if not keeps:
+        return query.new_empty(0)
+    if implementation == "triton":
+        return new_like(query, tensors.value.shape[-1])
+    has_gaps = tensors.key_lengths is not None
+    new = query.new_zeros if has_gaps else query.new_empty
+    return new((*query.shape[:3], tensors.key.shape[2]), dtype=compute_dtype(query.dtype))
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
-    tensors, spec, implementation = _split(arguments)
-    query = tensors.query
-    out = new_like(query, tensors.value.shape[-1])
+    tensors, spec, implementation, keeps = _split(arguments)
+    out = new_like(tensors.query, tensors.value.shape[-1])
     lse = blockwise.new_lse(tensors, spec)
-    return out, lse, _statistics(tensors, implementation)
+    return out, lse, _statistics(tensors, implementation), _kept(tensors, implementation, keeps)
 
 
-def _backward(d_out, d_lse, out, lse, softmax_stats, *arguments):  # type: ignore[no-untyped-def]
-    *arguments, wanted = arguments
-    tensors, spec, implementation = _split(arguments)
+def _backward(d_out, d_lse, out, lse, softmax_stats, kept, *arguments):  # type: ignore[no-untyped-def]
+    tensors, spec, implementation, wanted = _split(arguments)
     if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
         d_lse = d_lse.masked_fill(lse == -torch.inf, 0) if spec.with_lse else None
-    if implementation in KERNELS:
+    if implementation == "triton":
         from ..kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
-            gradients = backward(d_out, d_lse, out, softmax_stats, tensors, spec, wanted)
+            gradients = backward(d_out, d_lse, out, softmax_stats, tensors, spec, wanted, residual=kept)
     else:
         with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, softmax_stats)
+            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, kept)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, *arguments):  # type: ignore[no-untyped-def]
+def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, _kept, *arguments):  # type: ignore[no-untyped-def]
     query, wanted = arguments[0], arguments[-1]
     return tuple(
         query.new_empty(0) if tensor is None or not want else gradient_like(tensor)
@@ -109,25 +111,24 @@ def _backward_fake(_d_out, _d_lse, _out, _lse, _statistics, *arguments):  # type
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    out, lse, softmax_stats = output
-    ctx.implementation = inputs[-1]
+    out, lse, softmax_stats, kept = output
+    *scalars, ctx.implementation, keeps = inputs[_NUM_TENSORS:]
     ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
-    ctx.mark_non_differentiable(softmax_stats)
+    ctx.mark_non_differentiable(softmax_stats, kept)
     # blockwise computes delta from its blocks and does not need out.
-    needed_out = out if ctx.implementation in KERNELS else None
-    needed_statistics = None if ctx.implementation == "blockwise" else softmax_stats
-    ctx.save_for_backward(needed_out, lse, needed_statistics, *inputs[:_NUM_TENSORS])
-    ctx.scalars = inputs[_NUM_TENSORS:-1]
+    needed_out, needed_statistics = (out, softmax_stats) if ctx.implementation == "triton" else (None, None)
+    ctx.save_for_backward(needed_out, lse, needed_statistics, kept if keeps else None, *inputs[:_NUM_TENSORS])
+    ctx.scalars = scalars
 
 
-def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: checkpointing allows no more
-    _, _, _, query, _, value, *_ = saved
+    query, _, value = saved[4:7]
     if d_out is None:
         d_out = query.new_zeros(*query.shape[:3], value.shape[3])
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
     gradients = ATTENTION_BACKWARD(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
-    others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 1)
+    others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 2)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
@@ -202,7 +203,7 @@ def refusal(name: str, what: str) -> Callable[..., None]:
 
 
 class _Forward(Operator):
-    """out, lse, softmax_stats = f(tensors, scalars, ...); out and lse are differentiable in the tensors of DIFFERENTIABLE."""
+    """out, lse, softmax_stats, kept = f(tensors, scalars, ...); out and lse are differentiable in those of DIFFERENTIABLE."""
 
     operator = ATTENTION_FORWARD
     setup_context = staticmethod(_save_for_backward)
@@ -258,13 +259,13 @@ def relative_attention(
         with_lse: False if lse is not used; "blockwise" saves the time that it takes.
     """
     register_elsewhere()  # also here, since inference mode does not come through autograd
+    keeps = False
     if implementation == "blockwise":
         if not with_lse:
             spec = spec._replace(with_lse=False)
         # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
-        if not torch.compiler.is_compiling() and _is_differentiated(tensors) and blockwise.keeps_probs(tensors, spec):
-            implementation = KEEPING
-    elif wants_tail(tensors, spec) and _is_differentiated(tensors):
-        implementation = KEEPING_TAIL
-    out, lse, _ = ATTENTION_FORWARD(*tensors, *spec, implementation)
+        keeps = not torch.compiler.is_compiling() and _is_differentiated(tensors) and blockwise.keeps_probs(tensors, spec)
+    elif keeps_residual(tensors, spec):
+        keeps = _is_differentiated(tensors)
+    out, lse, *_ = ATTENTION_FORWARD(*tensors, *spec, implementation, keeps)
     return out, lse

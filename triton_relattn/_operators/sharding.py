@@ -74,15 +74,16 @@ def register() -> None:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
         ways = []
         for result, placements in kinds(tensors):
-            softmax_stats = Replicate() if others[-1] == "blockwise" else result
-            ways.append(([result, result, softmax_stats], [*of_tensors(tensors, placements), *(None for _ in others)]))
+            implementation, keeps = others[-2:]
+            results = [result, result, result if implementation == "triton" else Replicate(), result if keeps else Replicate()]
+            ways.append((results, [*of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
     def backward(
-        d_out: Any, d_lse: Any, out: Any, lse: Any, softmax_stats: Any, *arguments: Any
+        d_out: Any, d_lse: Any, out: Any, lse: Any, softmax_stats: Any, kept: Any, *arguments: Any
     ) -> list[tuple[list[Any], list[Any]]]:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
-        wanted, implementation = others[-1], others[-2]
+        wanted = others[-1]
         ways = []
         for result, placements in kinds(tensors):
             gradients = []
@@ -91,9 +92,7 @@ def register() -> None:
                 is_sum = name in TABLES and isinstance(placement, Replicate) and not isinstance(result, Replicate)
                 has_gradient = want and getattr(tensors, name) is not None
                 gradients.append(Replicate() if not has_gradient else Partial() if is_sum else placement)
-            of_results = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse)]
-            of_statistics = Replicate() if implementation == "blockwise" else result
-            saved = [*of_results, None if softmax_stats is None else of_statistics]
+            saved = [None if tensor is None else result for tensor in (d_out, d_lse, out, lse, softmax_stats, kept)]
             ways.append((gradients, [*saved, *of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 

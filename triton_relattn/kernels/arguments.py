@@ -78,15 +78,6 @@ class PerQuery(NamedTuple):
     far_key_sums: Strided | None = None  # (B, H, 2, Nk): of the dkv kernel, sums of dS over the queries beyond a clamped rel_p2c
 
 
-class TableGradients(NamedTuple):
-    """Partial sums of the tables' gradients; None: that gradient is not wanted."""
-
-    rel_key: Strided | None
-    rel_value: Strided | None
-    rel_bias: Strided | None
-    rel_p2c: Strided | None
-
-
 class Common(NamedTuple):
     """Arguments of all kernels besides numbers and constants: sequences, visible keys, dropout, scales."""
 
@@ -122,20 +113,11 @@ class Tile(NamedTuple):
     precision: str = "ieee"  # of products
     width: int = 0  # of rel_key
     block_width: int = 0  # width, padded
+    has_matrix: bool = False  # the table has rows that vectors are multiplied with
+    has_bias: bool = False  # and a bias
+    has_scale: bool = False  # products with rows are multiplied by a factor other than 1
     value_tile: Tile | None = None  # the same for rel_value; products are not rounded, as gradients may be too small for float16
     key_tile: Tile | None = None  # and for rel_p2c, whose tiles are those of N keys and N queries; see key_terms.py
-
-
-class TableRows(NamedTuple):
-    """How programs share the rows of the tables' gradients."""
-
-    per_head: bool  # there is a sum for each head
-    dq_block_m: int  # the dq kernel's tile, which decides which keys are near
-    dq_block_n: int
-    dkv_block_m: int  # the dkv kernel's tile, which decides it for rel_p2c
-    dkv_block_n: int
-    p2c_margin: int  # rows of rel_p2c's sums beyond either end of a clamped table, one for each distance
-    adds: bool = False  # programs add to the sums that are there
 
 
 class Dropout(NamedTuple):
@@ -389,15 +371,17 @@ class Call:
         fixed, shape, carry = self.fixed, self.shape, config.carry if walks_keys else None
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
         of_call = (carry, self.coverage, fixed.precision)
-        values = Tile(*of_config, False, *of_call, shape.value_dim, shape.block_dv)
+        inputs, has_scale = self.inputs, fixed.scaling.rel_scale is not None
+        values = Tile(*of_config, False, *of_call, shape.value_dim, shape.block_dv, has_matrix=True)
         keys = None
-        if self.inputs.rel_p2c is not None:
+        if inputs.rel_p2c is not None:
             in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
             square = (config.block_n, config.block_n, "registers" if in_registers else "gather", config.num_warps)
-            keys = Tile(
-                *square, fixed.round_terms, None if walks_keys else config.carry, *of_call[1:], shape.head_dim, shape.block_d
-            )
-        return Tile(*of_config, fixed.round_terms, *of_call, shape.rel_dim, shape.block_dr, values, keys)
+            of_keys = (None if walks_keys else config.carry, *of_call[1:], shape.head_dim, shape.block_d, True, False, has_scale)
+            keys = Tile(*square, fixed.round_terms, *of_keys)
+        has_terms = (inputs.rel_key is not None, inputs.rel_bias is not None, inputs.rel_key is not None and has_scale)
+        round_terms = fixed.round_terms and inputs.rel_key is not None  # a bias alone is not
+        return Tile(*of_config, round_terms, *of_call, shape.rel_dim, shape.block_dr, *has_terms, values, keys)
 
     def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
         """Return the configuration for one of configs.KERNELS: the given one, or else the one selected for this call.

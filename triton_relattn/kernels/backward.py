@@ -8,17 +8,14 @@ import torch
 
 from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .._core.tails import wants_tail
 from . import configs, table_sums, workspace
 from .arguments import SMALLEST_SCALE, Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_dkv import launch_dkv
 from .bwd_dp2c import launch_dp2c
-from .bwd_dp2c_words import launch_dp2c_words
 from .bwd_dq import launch_dq
-from .bwd_dq_words import launch_dq_words
+from .bwd_dq_from_ds import launch_dq_from_ds
 from .bwd_dtable import launch_dtable
-from .bwd_dtable_words import launch_dtable_words
-from .deltas import launch_delta, tails_of
+from .delta import launch_delta
 from .far_keys import launch_far_keys
 from .fitting import until_it_fits
 
@@ -33,6 +30,7 @@ def backward(
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
     tiles: Mapping[str, configs.TileConfig] | None = None,
     delta: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
 
@@ -41,9 +39,9 @@ def backward(
     - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value.
     - Each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits). Not if one
       program computes all of it.
-    - A workspace, unless workspace.py has a reason against it: 2 bytes (4 with float32 inputs) for each pair of a query and a
-      key, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
-      256 MiB, or as much as query, key and value take; 0 means no workspace.
+    - With tables a workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key, and as many more with
+      rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
+      256 MiB, or as much as query, key and value take, or what keeps the GPU busy (workspace.limit): linear in the length.
 
     Args:
         d_lse: None for zeros.
@@ -51,6 +49,7 @@ def backward(
         tiles: configurations by the names of kernels, in place of the selected ones.
         delta: given if the keys are a part of those that softmax_stats are of: ``rowsum(out * d_out) - d_lse`` of all of them.
             out and d_lse, which it stands for, are None then.
+        residual: as the forward returns it, if it was told to keep it.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
@@ -62,7 +61,7 @@ def backward(
     has_two_roles = given_rel_query is None and tensors.rel_query is not None
     if has_two_roles:
         wants["rel_query"] = wants["query"]
-    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, delta)
+    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, delta, residual)
     gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
     if (d_query := gradients["query"]) is not None:
         if scale_is_negative:
@@ -85,6 +84,7 @@ def _backward(
     wants: Mapping[str, bool],
     tiles: Mapping[str, configs.TileConfig] | None,
     delta: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
     gradients: dict[str, torch.Tensor | None] = {}
@@ -102,15 +102,15 @@ def _backward(
     others = (out, d_out, *(gradients[name] for name in ("query", "rel_query", "key", "value")))
     call = Call(tensors, spec, others)
     launch_far_keys(call, tensors.key)
-    has_words, has_p2c = workspace.why_not(call, tensors) is None, tensors.rel_p2c is not None
-    of_words = ("dtable_words", "dq_words", *["dp2c_words"] * has_p2c) if has_words else ()
-    kernels = ("dq", "dkv", "dtable", *["dp2c"] * has_p2c, *of_words)
+    kernels = ("dq", "dkv", "dtable", "dq_from_ds", *["dp2c"] * (tensors.rel_p2c is not None))
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
-    # The plan does not depend on whether a table's gradient is wanted, so that the other gradients do not either.
-    plan = workspace.plan(call, tensors, spec, tiles, configs.multiprocessors(query.device))
+    is_part = delta is not None
+    wants = {name: gradient is not None for name, gradient in gradients.items()}
+    (plan, query_from_ds), ds, probs = workspace.allocated(
+        call, tensors, spec, tiles, configs.multiprocessors(query.device), is_part or residual is not None, wants
+    )
 
     far = _far_sums(call, tensors)
-    is_part = delta is not None
     deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32) if delta is None else delta.contiguous()
     far_key_sums = None
     if call.inputs.far_keys is not None and gradients["rel_p2c"] is not None:
@@ -122,40 +122,34 @@ def _backward(
     )
     d_query, d_rel_query = gradients["query"], gradients["rel_query"]
     wants_query = d_query is not None or d_rel_query is not None
-    # Where delta is known without the dq kernel, and the workspace has all keys, words give the query's gradient, too.
-    tails = tails_of(softmax_stats)
-    query_from_words = (is_part or tails is not None) and wants_tail(tensors, spec) and plan is not None and plan.has_all_keys
     if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
-        if query_from_words:
+        if query_from_ds:
             if not is_part:
-                launch_delta(out, tails, d_out, d_lse, deltas, call.shape.block_dv)
+                launch_delta(out, residual, d_out, d_lse, deltas, call.shape.block_dv)
         elif spec.exact_query_grad and not is_part and wants_query:
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, None, None)
             launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)
         else:
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query, is_part)
 
+    sums = None
+    if plan is not None and any(gradients[name] is not None for name in TABLES):
+        sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan)
     of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
-    of_tables = {name for name in TABLES if gradients[name] is not None}
-    sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan) if of_tables else None
-    wants_p2c, wants_others = "rel_p2c" in of_tables, bool(of_tables - {"rel_p2c"})
-    if plan is None or (sums is None and not (query_from_words and wants_query)):
-        if gradients["key"] is not None or gradients["value"] is not None or far_key_sums is not None:
+    if ds is None and probs is None:
+        if gradients["key"] is not None or gradients["value"] is not None:
             launch_dkv(*of_keys)
-        if wants_others:
-            launch_dtable(call, tiles["dtable"], per_query, d_out, sums.arguments, sums.rows, sums.grid)
-        if wants_p2c:
-            launch_dp2c(call, tiles["dp2c"], per_query, d_out, sums.arguments, sums.rows)
     else:
-        words = query.new_empty(plan.shape)
         for part in plan.parts:  # always in this order, so that sums repeat
-            launch_dkv(*of_keys, words, part)
-            if wants_others:
-                launch_dtable_words(call, tiles["dtable_words"], words, sums.arguments, plan, part, sums.rows, sums.grid)
-            if query_from_words and wants_query:
-                launch_dq_words(call, tiles["dq_words"], words, d_query, d_rel_query, part)
-            if wants_p2c:
-                launch_dp2c_words(call, tiles["dp2c_words"], words, sums.arguments, plan, part, sums.rows)
+            launch_dkv(*of_keys, ds, probs, part)
+            if gradients["rel_key"] is not None or gradients["rel_bias"] is not None:
+                launch_dtable(call, tiles["dtable"], call.rel_query, ds, sums, plan, part, of_values=False)
+            if probs is not None:
+                launch_dtable(call, tiles["dtable"], d_out, probs, sums, plan, part, of_values=True)
+            if query_from_ds and wants_query:
+                launch_dq_from_ds(call, tiles["dq_from_ds"], ds, d_query, d_rel_query, plan, part)
+            if gradients["rel_p2c"] is not None:
+                launch_dp2c(call, tiles["dp2c"], ds, sums, plan, part)
     if sums is not None:
         sums.add_far(tensors.key, d_out, far[2], far[3], far_key_sums)
         sums.add_up()

@@ -14,9 +14,8 @@ the same way back.
 import triton
 import triton.language as tl
 
-from .quads import pack, rotate_rows, rotated_within, step_back_words, swap_elements, unpack
+from .quads import pack, rotate_rows, step_back_words, unpack
 from .table import table_block, table_rows
-from .tiles import key_order
 
 
 @triton.constexpr_function
@@ -30,12 +29,6 @@ def chunk_width(tile):
 def term_dtype(tile):
     """Return the dtype in which terms are rotated and carried. For the gather it is float32: block_of_rows has rounded them."""
     return tl.float16 if tile.round_terms and tile.rotation != "gather" else tl.float32
-
-
-@triton.constexpr_function
-def waiting_dtype(tile, dtype):
-    """Return the dtype in which gradients of scores wait for their table block to be complete."""
-    return tl.float32 if tile.rotation == "gather" else dtype
 
 
 @triton.jit
@@ -85,12 +78,6 @@ def rotate(parts, TILE: tl.constexpr, BACK: tl.constexpr = False):
         return (rotate_rows(parts[0], M, W, TILE.warps, BACK),)
     else:
         return rotate_rows(parts[0], M, W, TILE.warps, BACK), rotate_rows(parts[1], M, W, TILE.warps, BACK)
-
-
-@triton.jit
-def rotated_tile(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
-    """Return a tile [M, N] rotated, in DTYPE."""
-    return glued(rotate(cut(tile, TILE, DTYPE), TILE, BACK), TILE, DTYPE)
 
 
 @triton.jit
@@ -211,13 +198,13 @@ def blocks_before(
     relative_position,
     TILE: tl.constexpr,
 ):
-    """Compute the carried state that next_terms needs for the first tile of a walk, at this relative position."""
+    """Compute the carried state that next_terms needs for the first tile of a walk, at this relative position; not with carry
+    None."""
     carried = empty_band(TILE, term_dtype(TILE))
-    if TILE.carry is not None:
-        for ago in tl.static_range(TILE.block_m // TILE.block_n, 0, -1):
-            behind = relative_position - ago * TILE.block_n
-            block = table_block(query, table, behind, TILE)
-            _, carried = next_tile(block, carried, TILE)
+    for ago in tl.static_range(TILE.block_m // TILE.block_n, 0, -1):
+        behind = relative_position - ago * TILE.block_n
+        block = table_block(query, table, behind, TILE)
+        _, carried = next_tile(block, carried, TILE)
     return carried
 
 
@@ -240,28 +227,6 @@ def next_terms(
 
 
 @triton.jit
-def from_tiles(tile, carried, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """Collect the parts of one table block from the M / N + 1 tiles that its elements lie in. It is complete with the last tile.
-
-    Elements keep their tile's columns. Rotating back moves them to the block's columns; band_column says which these are.
-    """
-    return delayed(cut(tile, TILE, DTYPE), carried, TILE, BACK=True, ROTATED=True)
-
-
-@triton.jit
-def in_tiles(parts, TILE: tl.constexpr):
-    """Move the elements of a rotated block to the columns that from_tiles takes them from: its two chunks trade places where the
-    delay is an odd number of chunks. Not for the gather."""
-    W: tl.constexpr = chunk_width(TILE)
-    m = tl.arange(0, TILE.block_m)[:, None]
-    odd = (m // W % 2 == 1) ^ wraps_around(TILE)
-    if len(parts) == 1:
-        return (swap_elements(parts[0], odd),)
-    else:
-        return tl.where(odd, parts[1], parts[0]), tl.where(odd, parts[0], parts[1])
-
-
-@triton.jit
 def add_tile(
     acc,
     tile,
@@ -270,7 +235,7 @@ def add_tile(
     TILE: tl.constexpr,
 ):
     """Add the tile's elements, each times its table row, to acc [M, D]: one product for each of the M / N + 1 blocks that the
-    tile has elements in. That is one product more than if elements waited for their block, but nothing is carried."""
+    tile has elements in."""
     DTYPE: tl.constexpr = table.matrix[0].dtype.element_ty
     parts = rotate(cut(tile, TILE, DTYPE), TILE, BACK=True)
     carried = empty_band(TILE, DTYPE)
@@ -282,59 +247,3 @@ def add_tile(
         acc = tl.dot(glued(block, TILE, DTYPE), rows, acc, input_precision=TILE.precision)
         parts = cut(tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32), TILE, DTYPE)
     return acc
-
-
-@triton.jit
-def add_terms(
-    acc,
-    tile,
-    waiting,
-    table,
-    relative_position,
-    TILE: tl.constexpr,
-):
-    """Add the elements of the next tile of a walk along the keys, each times its table row, to acc [M, D]; return it and the
-    elements that wait.
-
-    With carry "both" elements wait until their block is complete, so that it is multiplied once. After the last tile M / N blocks
-    still wait: the caller passes tiles of zeros.
-    """
-    if TILE.carry == "both":
-        DTYPE: tl.constexpr = waiting_dtype(TILE, table.matrix[0].dtype.element_ty)
-        parts, waiting = from_tiles(tile, waiting, TILE, DTYPE)
-        block = glued(rotate(parts, TILE, BACK=True), TILE, DTYPE)
-        rows = table_rows(table, relative_position - TILE.block_m, TILE)
-        # [M, N] @ [N, D] -> [M, D]
-        acc = tl.dot(block.to(rows.dtype), rows, acc, input_precision=TILE.precision)
-    else:
-        acc = add_tile(acc, tile, table, relative_position, TILE)
-    return acc, waiting
-
-
-@triton.jit
-def add_waiting(acc, waiting, table, relative_position, TILE: tl.constexpr):
-    """Add the elements that wait after the last tile of a walk, each times its table row, to acc [M, D]. relative_position is
-    that of the tile that would come next."""
-    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    for ahead in tl.static_range(TILE.block_m // TILE.block_n):
-        acc, waiting = add_terms(acc, nothing, waiting, table, relative_position + ahead * TILE.block_n, TILE)
-    return acc
-
-
-@triton.jit
-def band_column(TILE: tl.constexpr):
-    """Return the column [M, N] that each element has in the table block after rotating back: its key is that many keys after the
-    first key of its query."""
-    W: tl.constexpr = chunk_width(TILE)
-    m = tl.arange(0, TILE.block_m)[:, None]
-    n = key_order(TILE)[None, :]
-    return n // W * W + (n - m + TILE.block_m) % W
-
-
-@triton.jit
-def band_within(low, high, TILE: tl.constexpr):
-    """Return the mask [M, N] of low <= band_column < high, for limits [M]."""
-    if TILE.rotation == "gather":
-        return (band_column(TILE) - low[:, None]).to(tl.uint32) < tl.maximum(high - low, 0)[:, None].to(tl.uint32)
-    else:
-        return rotated_within(low, high, key_order(TILE), chunk_width(TILE))

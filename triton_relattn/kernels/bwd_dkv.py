@@ -5,65 +5,62 @@ import triton
 import triton.language as tl
 
 from .arguments import Call, PerQuery, cdiv, strided
-from .band import add_waiting, blocks_before, empty_band, waiting_dtype, whole_tile
+from .band import blocks_before, whole_tile
 from .configs import TileConfig
 from .dropout import keep_mask
 from .key_terms import (
     add_end_rows_of_keys,
     add_far_queries,
-    far_key_terms,
     far_query_sums,
     in_natural_order,
-    mirrored,
     multiply_key_band,
     natural_keys,
-    near_limits,
-    next_key_terms,
     reached_by_keys,
     store_key_sums,
 )
-from .masking import exists, locate, visible
-from .scores import LN_2, apply_softcap_and_mask, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
-from .table import Table, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, side_vector, store_rows
+from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
+from .masking import exists, locate
+from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
+from .stored import key_of_column, near_limits, store_tile, stored_positions
+from .table import reached_table
+from .tiles import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .walk import FAR, NEAR, first_part, part_range, query_range, stop_part, walk_position
-from .words import key_of_column, store_words
 from .workspace import Part, Plan
 
 
-@triton.jit(do_not_specialize=["first_program", "lowest", "highest", "first", "last", "num_heads"])
+@triton.jit(do_not_specialize=["first_program", "first", "last", "num_heads"])
 def dkv_kernel(
     inputs,
     d_outs,
     d_keys,
     d_values,
     per_query,
-    words,
+    ds,
+    stored_probs,
     first_program,
-    lowest,
-    highest,
     call,
     first,
     last,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    SKEW: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Compute d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; per_query is as dq_kernel left it.
 
-    words [1, items, Nq, columns], or None: the workspace for gradients of scores, which dtable_words_kernel reads. It gets at
-    least those of relative positions from lowest to highest; see words.py for SKEW. With a clamped table, pairs at these
-    positions count as near. They do so even without words if lowest and highest are given, so that d_key has the same bits.
+    ds and stored_probs, [1, items, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps; see
+    stored.py. LAYOUT is None without tables. With a clamped table, pairs that the workspace has count as near. They do so even if
+    nothing is stored, so that d_key has the same bits.
 
-    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. With words
-    the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
+    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. If
+    something is stored, the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
     KEY_TILE: tl.constexpr = TILE.key_tile
     num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
     program = tl.program_id(0)
-    if words is not None:
+    STORES: tl.constexpr = ds is not None or stored_probs is not None
+    if STORES:
         program += first_program
     block = program % num_blocks
     key_head = program // num_blocks % (num_heads // SHAPE.group)
@@ -79,7 +76,7 @@ def dkv_kernel(
     valid_n = exists(offs_n, place, call.window)
     keys = head_matrix(inputs.key, place.entry, key_head, place.key_start, SHAPE.wide_index)
     key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-    WANTS_SCORES: tl.constexpr = d_keys is not None or words is not None or per_query.far_key_sums is not None
+    WANTS_SCORES: tl.constexpr = d_keys is not None or ds is not None or per_query.far_key_sums is not None
     if WANTS_SCORES:
         values = head_matrix(inputs.value, place.entry, key_head, place.key_start, SHAPE.wide_index)
         value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
@@ -90,13 +87,16 @@ def dkv_kernel(
 
     # Along the queries the relative position falls: keys in the future of the table come first.
     near_first, near_last = first, last
-    if lowest is not None and TILE.coverage == "clamp":  # far tiles leave no words
-        near_first, near_last = near_limits(first, last, lowest, highest, inputs.rel_p2c is not None, TILE)
+    if LAYOUT is not None:
+        lowest, highest = stored_positions(first, last, call.window, LAYOUT, TILE)
+        if TILE.coverage == "clamp":  # far tiles are not stored
+            near_first, near_last = near_limits(first, last, lowest, highest, LAYOUT)
     row_first, row_stop, near_start, near_stop = query_range(key_start, near_first, near_last, place, call.window, TILE)
 
-    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
+    HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    natural_key = key
     if inputs.rel_p2c is not None:
-        natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
+        natural_key = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
         key_lowest, key_highest = reached_by_keys(key_start, place, call.window, TILE)
     for member in range(SHAPE.group):
         head = key_head * SHAPE.group + member
@@ -105,61 +105,57 @@ def dkv_kernel(
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         if inputs.rel_query is not None:
             head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        term = Table(
-            None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
-            call.scaling.rel_scale,
-            None if inputs.rel_bias is None else head_vector(inputs.rel_bias, head),
-            call.scaling.bias_scale,
-            first,
-            last,
-        )
+        table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+        keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
         if inputs.rel_p2c is not None:
-            p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-            key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
-            matrix, reached_first, reached_last = reached_rows(key_table, key_lowest, key_highest, KEY_TILE)
-            reached = Table(matrix, None, None, None, reached_first, reached_last)  # makes the gradient of the key
+            reached = reached_table(keys_table, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
             far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         if inputs.rel_value is not None:
-            value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
+            values_table = value_table(inputs, head, first, last, SHAPE)
         scale = exponent_scale(call.scaling, mask)
-        if words is not None:
+        if STORES:
             item = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
-            head_words = head_matrix(words, 0, item, 0, False)
+            part_start = first_program % num_blocks * TILE.block_n
 
         for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
-            if PART == NEAR and inputs.rel_p2c is not None:
+            carried, keys_carried = 0, 0
+            if PART == NEAR and inputs.rel_p2c is not None and KEY_TILE.carry is not None:
                 relative = key_start - start - place.query_offset
-                carried = blocks_before(natural_key, key_table, -relative, KEY_TILE)
-                waiting = empty_band(KEY_TILE, waiting_dtype(KEY_TILE, key.dtype))
+                keys_carried = blocks_before(natural_key, keys_table, -relative, KEY_TILE)
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
                 row_start = walk_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
                 valid_m = offs_m < place.num_queries
                 relative = key_start - row_start - place.query_offset
                 query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
-                side = tl.where(row_start < near_start, 1, 0)
-                if PART == NEAR and HAS_TERM:
-                    rel_query = query
-                    if inputs.rel_query is not None:
-                        rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
-                    scores = whole_tile(rel_query, term, relative, TILE)
-                else:
-                    scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+                is_past = row_start >= near_start  # the tile's keys, as these queries see them
+                side = tl.where(is_past, 0, 1)
+                rel_query, far_term = query, 0
+                if PART == NEAR and inputs.rel_query is not None and HAS_TERM:
+                    rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
                 row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
-                    scores = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
-                if PART == NEAR and inputs.rel_p2c is not None:
-                    key_terms, carried = next_key_terms(natural_key, key_table, carried, relative, TILE)
-                    scores += key_terms
-                elif inputs.far_keys is not None:
-                    scores += far_key_terms(inputs.far_keys, place, head, side == 0, offs_n, valid_n)[None, :]
-                scores = tile_scores(query, key, scores, TILE)
-                # A query that does not exist is loaded as zeros; times a table row of NaN that would be NaN for all keys.
-                seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]
-                scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                queries, of_keys = Vectors(rel_query, offs_m, valid_m), Vectors(natural_key, offs_n, valid_n)
+                terms, carried, keys_carried = relative_terms(
+                    queries,
+                    of_keys,
+                    table,
+                    keys_table,
+                    carried,
+                    keys_carried,
+                    far_term,
+                    is_past,
+                    relative,
+                    place,
+                    head,
+                    inputs,
+                    PART,
+                    TILE,
+                )
+                scores, seen, slope = tile_logits(query, key, terms, queries, of_keys, mask, place, call, True, TILE)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
                 keep = None
                 if call.dropout.seed is not None:
@@ -167,7 +163,7 @@ def dkv_kernel(
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
                 if WANTS_SCORES:
                     if PART == NEAR and inputs.rel_value is not None:
-                        d_probs = whole_tile(d_out, value_table, relative, VALUE_TILE)
+                        d_probs = whole_tile(d_out, values_table, relative, VALUE_TILE)
                     elif inputs.rel_value is not None and TILE.coverage == "clamp":
                         far_term = side_vector(per_query.far_values, place.entry, head, side, place.query_start)
                         far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
@@ -175,44 +171,40 @@ def dkv_kernel(
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
+                if STORES and PART == NEAR:
+                    column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, LAYOUT)
+                kept_probs = (probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
+                if stored_probs is not None and PART == NEAR:
+                    matrix_of_probs = head_matrix(stored_probs, 0, item, 0, False)
+                    store_tile(matrix_of_probs, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                 # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
                 if d_values is not None:
-                    kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
                     # [N, M] @ [M, Dv] -> [N, Dv]
-                    d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
+                    d_value = tl.dot(tl.trans(kept_probs), d_out, d_value, input_precision=TILE.precision)
                 if WANTS_SCORES:
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
                     d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, inputs.rel_value is not None)
                     if call.scaling.softcap is not None:
                         d_scores *= slope
-                    d_words = d_scores.to(query.dtype)
-                    if words is not None and PART == NEAR:
-                        part_start = first_program % num_blocks * TILE.block_n
-                        column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, SKEW)
-                        store_words(head_words, d_words, row_start, tile_m, valid_m, column, TILE, SKEW)
+                    d_scores = d_scores.to(query.dtype)
+                    if ds is not None and PART == NEAR:
+                        store_tile(head_matrix(ds, 0, item, 0, False), d_scores, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                     if inputs.rel_p2c is not None:
-                        d_words = in_natural_order(d_words, TILE)
+                        d_scores = in_natural_order(d_scores, TILE)
                     if PART == FAR and inputs.far_keys is not None:
-                        far_sums = add_far_queries(far_sums, d_words, side == 0, TILE)
+                        far_sums = add_far_queries(far_sums, d_scores, is_past, TILE)
                     if d_keys is not None:
                         # [N, M] @ [M, D] -> [N, D]
-                        d_key = tl.dot(tl.trans(d_words), query, d_key, input_precision=TILE.precision)
+                        d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
                         if PART == NEAR and inputs.rel_p2c is not None:
-                            d_key, waiting = multiply_key_band(d_key, d_words, waiting, reached, relative, call.scaling, TILE)
-            if PART == NEAR and inputs.rel_p2c is not None and d_keys is not None and KEY_TILE.carry == "both":
-                behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_m) * TILE.block_m
-                key_sums = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
-                key_sums = add_waiting(key_sums, waiting, reached, behind + place.query_offset - key_start, KEY_TILE)
-                if call.scaling.rel_scale is not None:
-                    key_sums *= tl.cast(call.scaling.rel_scale, tl.float32)
-                d_key += key_sums
+                            d_key = multiply_key_band(d_key, d_scores, reached, relative, call.scaling, TILE)
         if inputs.far_keys is not None and WANTS_SCORES:
             past, future = far_query_sums(far_sums)
             if per_query.far_key_sums is not None:
                 store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
             if d_keys is not None:
-                d_key = add_end_rows_of_keys(d_key, past, future, key_table, key_lowest, key_highest, TILE)
+                d_key = add_end_rows_of_keys(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:
@@ -238,24 +230,23 @@ def launch_dkv(
     d_key: torch.Tensor | None,
     d_value: torch.Tensor | None,
     plan: Plan | None = None,
-    words: torch.Tensor | None = None,
+    ds: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
     part: Part | None = None,
 ) -> None:
-    """Launch dkv_kernel for all keys, or for a part of them that leaves words; see there."""
+    """Launch dkv_kernel for all keys, or for a part of them, whose pairs it stores; see there."""
     programs = cdiv(call.common.sequences.max_seqlen_k, tile.block_n) * call.num_sequences * call.key_heads
-    has_limits = plan is not None and (words is not None or call.coverage == "clamp")
     call.launch(
         "dkv",
         dkv_kernel,
         tile,
-        (programs if part is None else part.programs,),
+        (programs if part is None else part.stop_program - part.first_program,),
         d_outs=strided(d_out),
         d_keys=strided(d_key),
         d_values=strided(d_value),
         per_query=per_query,
-        words=strided(words),
+        ds=strided(ds),
+        stored_probs=strided(probs),
         first_program=None if part is None else part.first_program,
-        lowest=plan.lowest if has_limits else None,
-        highest=plan.highest if has_limits else None,
-        SKEW=0 if words is None else plan.skew,
+        LAYOUT=None if plan is None else plan.layout,
     )

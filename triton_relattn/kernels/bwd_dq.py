@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 from .arguments import Call, PerQuery, cdiv, strided
-from .band import add_terms, add_waiting, blocks_before, empty_band, next_terms, waiting_dtype
+from .band import add_tile, blocks_before, next_terms
 from .configs import TileConfig
 from .dropout import keep_mask
-from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
-from .masking import exists, locate_queries, visible
+from .key_terms import natural_keys
+from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
+from .masking import exists, locate_queries
 from .scores import (
     LN_2,
-    apply_softcap_and_mask,
     exponent_scale,
     load_softmax_stats,
     probabilities,
@@ -25,8 +25,8 @@ from .scores import (
     settled,
     tile_scores,
 )
-from .table import Table, add_end_rows, add_far_tile, far_terms, far_tile, reached_positions, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
+from .table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
+from .tiles import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
 
 
@@ -58,14 +58,6 @@ def first_delta(outs, d_out, d_lses, deltas, place, head, row_start, tile_m, val
         if d_lses is not None:
             delta -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
         return delta
-
-
-@triton.jit
-def multiply_band(acc, d_scores, waiting, reached, relative, scaling, IS_QUERY: tl.constexpr, TILE: tl.constexpr):
-    """Add a tile's dS times the rows of rel_key to acc, see add_terms. IS_QUERY: acc is d_query, whose unit is scale."""
-    if IS_QUERY and scaling.rel_scale is not None:
-        d_scores *= tl.cast(scaling.rel_scale, tl.float32)
-    return add_terms(acc, d_scores, waiting, reached, relative, TILE)
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -119,31 +111,21 @@ def dq_kernel(
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
     key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
 
-    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    term = Table(
-        None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
-        call.scaling.rel_scale,
-        None if inputs.rel_bias is None else head_vector(inputs.rel_bias, head),
-        call.scaling.bias_scale,
-        first,
-        last,
-    )
-    if inputs.rel_p2c is not None:
-        p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
+    HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+    keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
     zeros = tl.full([TILE.block_m], 0.0, tl.float32)
     past, past_sum, past_kept, future, future_sum, future_kept = zeros, zeros, zeros, zeros, zeros, zeros  # of far keys
     if HAS_TERM and TILE.coverage == "clamp":
-        far_past, far_future = far_terms(rel_query, term, TILE)
+        far_past, far_future = far_terms(rel_query, table, TILE)
         store_sides(per_query.far_scores, place, head, offs_m, valid_m, far_past, far_future)
     if inputs.rel_key is not None:  # its rows make the gradient of the query
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
-        matrix, reached_first, reached_last = reached_rows(term, lowest, highest, TILE)
-        reached = Table(matrix, None, None, None, reached_first, reached_last)
+        reached = reached_table(table, lowest, highest, TILE)
     if inputs.rel_value is not None:
-        value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
+        values_table = value_table(inputs, head, first, last, SHAPE)
     if inputs.rel_value is not None and TILE.coverage == "clamp":
-        past_value, future_value = far_terms(d_out, value_table, VALUE_TILE)
+        past_value, future_value = far_terms(d_out, values_table, VALUE_TILE)
         store_sides(per_query.far_values, place, head, offs_m, valid_m, past_value, future_value)
 
     WANTS_BAND: tl.constexpr = (
@@ -154,16 +136,17 @@ def dq_kernel(
     if inputs.rel_query is not None:
         rel_acc = tl.full([TILE.block_m, SHAPE.block_dr], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, mask)
+    queries = Vectors(rel_query, offs_m, valid_m)
 
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         relative = start - row_start - place.query_offset
-        if PART == NEAR and HAS_TERM:
-            carried = blocks_before(rel_query, term, relative, TILE)
-        if PART == NEAR and inputs.rel_value is not None:
-            values_carried = blocks_before(d_out, value_table, relative, VALUE_TILE)
-        if PART == NEAR and WANTS_BAND:
-            waiting = empty_band(TILE, waiting_dtype(TILE, inputs.rel_key[0].dtype.element_ty))
+        carried, keys_carried = 0, 0
+        if PART == NEAR and TILE.has_matrix and TILE.carry is not None:
+            carried = blocks_before(rel_query, table, relative, TILE)
+        values_carried = 0
+        if PART == NEAR and inputs.rel_value is not None and TILE.carry is not None:
+            values_carried = blocks_before(d_out, values_table, relative, VALUE_TILE)
 
         for position in tl.range(start, stop, TILE.block_n, disable_licm=TILE.rotation != "gather" and SHAPE.block_d > 64):
             key_start = walk_position(PART, position, near_start, near_stop, TILE)
@@ -171,29 +154,37 @@ def dq_kernel(
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset
             is_past = key_start < near_start
-            if PART == NEAR and HAS_TERM:
-                scores, carried = next_terms(rel_query, term, carried, relative, TILE)
-            else:
-                scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-            if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
-                scores = far_tile(far_past, far_future, is_past, TILE)
-            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            natural, far_term = query, 0
             if PART == NEAR and inputs.rel_p2c is not None:
-                natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
-                scores += key_terms(natural_key, key_table, relative, TILE)
-            elif inputs.far_keys is not None:
-                scores += far_key_terms(inputs.far_keys, place, head, is_past, offs_n, valid_n)[None, :]
-            scores = tile_scores(query, key, scores, TILE)
-            seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
-            if mask is not None:
-                seen = seen & valid_m[:, None]
-            scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                natural = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
+            if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
+                far_term = tl.where(is_past, far_past, far_future)
+            of_keys = Vectors(natural, offs_n, valid_n)
+            terms, carried, keys_carried = relative_terms(
+                queries,
+                of_keys,
+                table,
+                keys_table,
+                carried,
+                keys_carried,
+                far_term,
+                is_past,
+                relative,
+                place,
+                head,
+                inputs,
+                PART,
+                TILE,
+            )
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores, seen, slope = tile_logits(query, key, terms, queries, of_keys, mask, place, call, False, TILE)
             probs = probabilities(scores, seen, scale, row_max, log_sum)
 
             if PART == NEAR and inputs.rel_value is not None:
-                d_probs, values_carried = next_terms(d_out, value_table, values_carried, relative, VALUE_TILE)
+                d_probs, values_carried = next_terms(d_out, values_table, values_carried, relative, VALUE_TILE)
             elif inputs.rel_value is not None and TILE.coverage == "clamp":
-                d_probs = far_tile(past_value, future_value, is_past, TILE)
+                far_value = tl.where(is_past, past_value, future_value)
+                d_probs = tl.broadcast_to(far_value[:, None], (TILE.block_m, TILE.block_n))
             else:
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
@@ -218,17 +209,12 @@ def dq_kernel(
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
             if PART == NEAR and WANTS_BAND:
-                if inputs.rel_query is None:
-                    acc, waiting = multiply_band(acc, d_scores, waiting, reached, relative, call.scaling, True, TILE)
-                else:
-                    rel_acc, waiting = multiply_band(rel_acc, d_scores, waiting, reached, relative, call.scaling, False, TILE)
-
-        if PART == NEAR and WANTS_BAND and TILE.carry == "both":
-            behind = start + tl.cdiv(tl.maximum(stop - start, 0), TILE.block_n) * TILE.block_n - row_start - place.query_offset
-            if inputs.rel_query is None:
-                acc = add_waiting(acc, waiting, reached, behind, TILE)
-            else:
-                rel_acc = add_waiting(rel_acc, waiting, reached, behind, TILE)
+                if inputs.rel_query is not None:
+                    rel_acc = add_tile(rel_acc, d_scores, reached, relative, TILE)
+                else:  # acc is d_query, whose unit is scale
+                    if call.scaling.rel_scale is not None:
+                        d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)
+                    acc = add_tile(acc, d_scores, reached, relative, TILE)
 
     if IS_PART:
         correction = tl.full([TILE.block_m], 0.0, tl.float32)
@@ -247,7 +233,7 @@ def dq_kernel(
     unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
     if d_rel_queries is not None:
         if TILE.coverage == "clamp":
-            rel_acc = add_end_rows(rel_acc, past, future, term, lowest, highest, TILE)
+            rel_acc = add_end_rows(rel_acc, past, future, table, lowest, highest, TILE)
         d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
         rel_acc *= rel_unit(call.scaling)
         store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr)
@@ -256,7 +242,7 @@ def dq_kernel(
             if call.scaling.rel_scale is not None:
                 past *= tl.cast(call.scaling.rel_scale, tl.float32)
                 future *= tl.cast(call.scaling.rel_scale, tl.float32)
-            acc = add_end_rows(acc, past, future, term, lowest, highest, TILE)
+            acc = add_end_rows(acc, past, future, table, lowest, highest, TILE)
         d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
         store_rows(d_queries, row_start, tile_m, valid_m, acc * unit, SHAPE.head_dim, SHAPE.block_d)
 

@@ -1,258 +1,217 @@
-"""Backward, third kernel: a program owns a block of table rows and walks the diagonal band of pairs that use them.
+"""Backward, third kernel: the gradient of a table, from what the dkv kernel has stored of each pair.
 
-No two programs add to the same number, so there are no atomics and the result repeats bit for bit. Where there are fewer
-blocks of rows than a GPU can work on at once, several programs share a block, each with a partial sum of its own.
+    d_rel_key[r] = sum_i dS[i, i + r] q_i     d_rel_bias[r] = sum_i dS[i, i + r]     d_rel_value[r] = sum_i P[i, i + r] d_out_i
+
+A program owns a block of table rows and walks the queries. No two programs add to the same number, so there are no atomics and
+the result repeats bit for bit. Where there are fewer blocks of rows than a GPU can work on at once, several programs share a
+block, each with a partial sum of its own.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, PerQuery, TableGradients, TableRows, strided
-from .band import (
-    band_column,
-    band_within,
-    cut_terms,
-    empty_band,
-    from_tiles,
-    glued,
-    in_tiles,
-    rotate,
-    rotated_tile,
-    term_dtype,
-)
+from .arguments import Call, strided
 from .configs import TileConfig
-from .dropout import keep_mask
-from .key_terms import key_terms, mirrored, natural_keys
-from .masking import exists, locate, visible_band
-from .scores import (
-    apply_softcap_and_mask,
-    exponent_scale,
-    load_softmax_stats,
-    probabilities,
-    rel_unit,
-    score_gradients,
-    tile_scores,
+from .masking import locate
+from .scores import rel_unit
+from .stored import (
+    items_of,
+    key_of_column,
+    load_tile,
+    queries_apart,
+    rows_of_program,
+    stored_part,
+    stored_positions,
 )
-from .table import Table, block_of_rows, table_rows
-from .tiles import head_matrix, head_vector, key_order, load_rows, row_vector, store_rows
+from .table_sums import TableSums
+from .tiles import head_matrix, load_rows, row_vector, store_rows
 from .walk import clamp_margin, near_keys
+from .workspace import Part, Plan
 
 
 @triton.jit
-def band_terms(vectors, rows, table, relative, TILE: tl.constexpr):
-    """Multiply vectors with a block of table rows; return the terms [M, N] in the columns where from_tiles puts the pairs that
-    use them. For rotations in registers return them in the columns that from_tiles takes the pairs from: there they are the
-    accumulator of the pairs' products."""
-    TERM: tl.constexpr = term_dtype(TILE)
-    block = block_of_rows(vectors, rows, table, relative, TILE)
-    parts = rotate(cut_terms(block, TILE), TILE)
-    if TILE.rotation != "gather":
-        parts = in_tiles(parts, TILE)
-    return glued(parts, TILE, TERM).to(tl.float32)
+def queries_at(relative, query_offset, first_key, stop_key, APART: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (start, stop) of the queries that have a key of first_key .. stop_key at one of N successive relative positions;
+    start is a multiple of APART."""
+    start = tl.maximum(first_key - query_offset - relative - (BLOCK_N - 1), 0) // APART * APART
+    return start, tl.maximum(stop_key - query_offset - relative, 0)
 
 
-@triton.jit(do_not_specialize=["first", "last", "num_sequences", "num_heads"])
+@triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])
 def dtable_kernel(
     inputs,
-    d_outs,
-    d_tables,
-    per_query,
+    vectors,
+    stored,
+    d_rows,
+    d_biases,
+    first_program,
+    stop_program,
     call,
     first,
     last,
-    num_sequences,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    OF_VALUES: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """Compute partial sums of the gradients of BLOCK_N table rows: d_tables [splits, heads or 1, R, D], that of the bias
-    [splits, heads or 1, R]. Any may be None.
+    """Compute partial sums of the gradients of table rows: d_rows [splits, heads or 1, R, D], d_biases [splits, heads or 1, R].
+    Either may be None. ADDS: add to the sums that are there.
+
+    vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, items, Nq, columns]. OF_VALUES: vectors are
+    d_out, and stored is P. first_program, stop_program: the programs of the dkv kernel whose numbers the workspace has.
 
     Beyond a clamped table there are keys that dq_kernel, with tiles of its own, does not count as far. They are summed by
-    distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one more for
-    dtable_ends_kernel.
+    distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one more for the far keys
+    (table_sums.py).
 
-    Grid: (row blocks * table heads, splits), row blocks fastest. A program takes every splits-th sequence or, with tables that
-    the heads share (ROWS.per_head is false), every splits-th pair of sequence and head.
+    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all items
+    that use its table.
     """
-    VALUE_TILE: tl.constexpr = TILE.value_tile
-    MARGIN: tl.constexpr = clamp_margin(ROWS.dq_block_m, ROWS.dq_block_n) if TILE.coverage == "clamp" else 0
-    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_n)
+    TABLE: tl.constexpr = TILE.value_tile if OF_VALUES else TILE
+    APART: tl.constexpr = queries_apart(stored[0].dtype.element_ty.primitive_bitwidth)
+    MARGIN: tl.constexpr = clamp_margin(LAYOUT.dq_block_m, LAYOUT.dq_block_n) if TILE.coverage == "clamp" else 0
+    STEP: tl.constexpr = rows_of_program(TILE.block_n, APART)
+    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, STEP)
     block = tl.program_id(0) % num_blocks
-    table_head = tl.program_id(0) // num_blocks if ROWS.per_head else 0
+    table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
-
+    lowest_row = first - MARGIN + block * STEP
     tile_m = tl.arange(0, TILE.block_m)
-    tile_n = key_order(TILE)
-    relative = first - MARGIN + block * TILE.block_n
-    # Heads have tables of their own only where ROWS.per_head is true.
-    term = Table(
-        None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, table_head, 0, SHAPE.wide_index),
-        call.scaling.rel_scale,
-        None if inputs.rel_bias is None else head_vector(inputs.rel_bias, table_head),
-        call.scaling.bias_scale,
-        first,
-        last,
-    )
-    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    rows = None
-    if inputs.rel_key is not None:
-        rows = table_rows(term, relative, TILE)
-    if inputs.rel_value is not None:
-        value_table = Table(head_matrix(inputs.rel_value, 0, table_head, 0, SHAPE.wide_index), None, None, None, first, last)
-        value_rows = table_rows(value_table, relative, VALUE_TILE)
-    if d_tables.rel_key is not None:
-        acc = tl.full([TILE.block_n, SHAPE.block_dr], 0.0, tl.float32)
-    if d_tables.rel_value is not None:
-        value_acc = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
-    if d_tables.rel_bias is not None:
-        # Summed over the queries at the end only, because that sum goes across warps.
-        bias_acc = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    WANTS_SCORES: tl.constexpr = d_tables.rel_key is not None or d_tables.rel_bias is not None
-    HAS_VALUE_TERM: tl.constexpr = WANTS_SCORES and inputs.rel_value is not None
+    tile_n = tl.arange(0, TILE.block_n)
+    row_before = tl.maximum(tile_n - 1, 0)[:, None]
+    if d_rows is not None:
+        acc = tl.full([TILE.block_n, TABLE.block_width], 0.0, tl.float32)
+    if d_biases is not None:
+        # A product with ones, the narrowest that matrix units take, sums over the queries: all columns are alike.
+        bias_acc = tl.full([TILE.block_n, 16], 0.0, tl.float32)
+        ones = tl.full([TILE.block_m, 16], 1.0, stored[0].dtype.element_ty)
 
-    num_units = num_sequences if ROWS.per_head else num_sequences * num_heads
-    # Rotations in registers let tiles be so large that there is no register to spare. So terms are the accumulators of products,
-    # and addresses and masks are computed anew in each turn (as for some other calls that would spill).
-    IN_REGISTERS: tl.constexpr = TILE.rotation != "gather"
-    ANEW: tl.constexpr = IN_REGISTERS or (SHAPE.block_d > 64 and (inputs.rel_key is None or SHAPE.block_dr < SHAPE.block_d))
-    for unit in tl.range(split, num_units, num_splits, disable_licm=ANEW):
-        sequence = unit if ROWS.per_head else (tl.cast(unit, tl.uint32) // tl.cast(num_heads, tl.uint32)).to(tl.int32)
-        place = locate(call.sequences, call.window, sequence)
-        head = table_head if ROWS.per_head else unit - sequence * num_heads
-        head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
-        head_keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
-        head_values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
-        head_d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
-        if inputs.rel_query is not None:
-            head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        if inputs.rel_p2c is not None:
-            p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-            key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
-        mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
-        scale = exponent_scale(call.scaling, mask)
-
-        # The queries that have a key at one of these relative positions.
-        start = tl.maximum(-place.query_offset - relative - (TILE.block_n - 1), 0) // TILE.block_m * TILE.block_m
-        stop = tl.minimum(place.num_queries, place.num_keys - place.query_offset - relative)
+    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
+    first_key = first_key // APART * APART  # which it is; so the compiler knows
+    stop_key = tl.minimum(stop_key, call.sequences.max_seqlen_k)
+    item_start, item_step = items_of(table_head, first_item, num_heads, PER_HEAD)
+    num_items = tl.cdiv(tl.maximum(stop_item - item_start, 0), item_step)
+    lowest, highest = stored_positions(first, last, call.window, LAYOUT, TILE)
+    for before in tl.range(APART):  # so many rows of the tile stand for positions before lowest_row
+        relative = lowest_row - before
+        # In each turn but the first, when all sums are zero, every position moves on by a row.
+        if d_rows is not None:
+            acc = tl.gather(acc, tl.broadcast_to(row_before, acc.shape), axis=0)
+        if d_biases is not None:
+            bias_acc = tl.gather(bias_acc, tl.broadcast_to(row_before, bias_acc.shape), axis=0)
+        # How many queries of an item have a key of the workspace at one of these positions, at most.
+        if call.sequences.query_offsets is None:
+            start, stop = queries_at(relative, call.sequences.query_offset, first_key, stop_key, APART, TILE.block_n)
+            span = tl.minimum(stop, call.sequences.max_seqlen_q) - start
+        else:
+            span = tl.minimum(call.sequences.max_seqlen_q, stop_key - first_key + TILE.block_n + APART)
         if call.window[1] is not None:
-            stop = tl.where(relative > call.window[1], 0, stop)
+            span = tl.where(relative > call.window[1], 0, span)
         if call.window[0] is not None:
-            stop = tl.where(relative + (TILE.block_n - 1) < -call.window[0], 0, stop)
-        for row_start in tl.range(start, stop, TILE.block_m, disable_licm=ANEW):
-            offs_m = row_start + tile_m
+            span = tl.where(relative + (TILE.block_n - 1) < -call.window[0], 0, span)
+        per_item = tl.cdiv(tl.maximum(span, 0), TILE.block_m * APART)
+        for position in tl.range(split, num_items * per_item, num_splits):
+            item = item_start + position // tl.maximum(per_item, 1) * item_step
+            place = locate(call.sequences, call.window, item // num_heads)
+            shift = place.query_offset + relative
+            start, _ = queries_at(relative, place.query_offset, first_key, stop_key, APART, TILE.block_n)
+            row_start = start + position % tl.maximum(per_item, 1) * (TILE.block_m * APART)
+            first_query = -shift & (APART - 1)  # whose numbers at this position begin at a multiple of 16 bytes
+            offs_m = row_start + first_query + tile_m * APART
             valid_m = offs_m < place.num_queries
-            query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
-            d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
-            key_start = row_start + place.query_offset + relative
-            rel_query = query
-            if inputs.rel_query is not None:
-                rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
-            nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-            terms, value_terms = nothing, nothing
-            if IN_REGISTERS and HAS_TERM:
-                terms = band_terms(rel_query, rows, term, relative, TILE)
-            if IN_REGISTERS and HAS_VALUE_TERM:
-                value_terms = band_terms(d_out, value_rows, value_table, relative, VALUE_TILE)
-            scores_carried, d_probs_carried = empty_band(TILE, tl.float32), empty_band(TILE, tl.float32)
-            for ahead in tl.static_range(TILE.block_m // TILE.block_n + 1):
-                first_key = key_start + ahead * TILE.block_n
-                valid_n = exists(first_key + tile_n, place, call.window)
-                key = load_rows(head_keys, first_key, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-                scores = tile_scores(query, key, terms, TILE)
-                if inputs.rel_p2c is not None:
-                    natural_key = natural_keys(key, head_keys, first_key, place, call.window, TILE, SHAPE)
-                    scores += key_terms(natural_key, key_table, relative + ahead * TILE.block_n, TILE)
-                scores, scores_carried = from_tiles(scores, scores_carried, TILE, tl.float32)
-                if WANTS_SCORES:
-                    value = load_rows(head_values, first_key, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
-                    d_probs = tile_scores(d_out, value, value_terms, TILE)
-                    d_probs, d_probs_carried = from_tiles(d_probs, d_probs_carried, TILE, tl.float32)
-            scores = glued(scores, TILE, tl.float32)
-            if not IN_REGISTERS and HAS_TERM:
-                scores += band_terms(rel_query, rows, term, relative, TILE)
-            first_keys = offs_m + (place.query_offset + relative)
-            low, high = visible_band(offs_m, first_keys, relative, place, call.window)
+            # Numbers of hidden pairs may never have been stored. Those of far keys do not count: the dq kernel has summed them.
+            key_low, key_high = first_key, tl.cdiv(tl.minimum(place.num_keys, stop_key), APART) * APART
             if TILE.coverage == "clamp":
-                rows_start = offs_m // ROWS.dq_block_m * ROWS.dq_block_m
+                rows_start = (offs_m // LAYOUT.dq_block_m * LAYOUT.dq_block_m)[:, None]
                 near_start, near_stop = near_keys(
-                    rows_start, first, last, place.query_offset, ROWS.dq_block_m, ROWS.dq_block_n, TILE
+                    rows_start, first, last, place.query_offset, LAYOUT.dq_block_m, LAYOUT.dq_block_n, TILE
                 )
-                low, high = tl.maximum(low, near_start - first_keys), tl.minimum(high, near_stop - first_keys)
-            # Queries that do not exist are excluded here. As rows of zeros, they would turn a table row of NaN into NaN for all.
-            seen = band_within(low, high, TILE)
-            offs_n = first_keys[:, None] + band_column(TILE)
-            scores, seen, slope = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n, mask, call.scaling)
-            row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
-            probs = probabilities(scores, seen, scale, row_max, log_sum)
-            keep = None
-            if call.dropout.seed is not None:
-                keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n)
+                key_low, key_high = tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)
+            if LAYOUT.is_band:  # numbers of other positions may lie before the workspace's first or behind its last
+                first_stored = (offs_m + (place.query_offset + lowest)) // APART * APART
+                stop_stored = tl.cdiv(offs_m + (place.query_offset + highest + 1), APART) * APART
+                key_low = tl.maximum(key_low, first_stored[:, None])
+                key_high = tl.minimum(key_high, stop_stored[:, None])
+            column_keys = key_of_column(offs_m, place.query_offset, first_key, lowest, LAYOUT)
+            matrix = head_matrix(stored, 0, item - first_item, 0, False)
+            key_high = tl.where(valid_m[:, None], key_high, 0)
+            band = load_tile(matrix, offs_m, offs_m + shift, column_keys, key_low, key_high, TILE.block_n)
+            if d_biases is not None:
+                # [N, M] @ [M, 16] -> [N, 16]
+                bias_acc = tl.dot(tl.trans(band), ones, bias_acc, input_precision="ieee")
+            if d_rows is not None:
+                head_vectors = head_matrix(vectors, place.entry, item % num_heads, place.query_start, SHAPE.wide_index)
+                rows = first_query + tile_m * APART
+                of_queries = load_rows(head_vectors, row_start, rows, valid_m, TABLE.width, TABLE.block_width)
+                # [N, M] @ [M, D] -> [N, D]
+                acc = tl.dot(tl.trans(band), of_queries, acc, input_precision=TILE.precision)
 
-            if d_tables.rel_value is not None:
-                kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
-                kept_band = rotated_tile(kept_probs, TILE, query.dtype, BACK=True)
-                # [N, M] @ [M, Dv] -> [N, Dv]
-                value_acc = tl.dot(tl.trans(kept_band), d_out, value_acc, input_precision=TILE.precision)
-            if WANTS_SCORES:
-                d_probs = glued(d_probs, TILE, tl.float32)
-                if not IN_REGISTERS and HAS_VALUE_TERM:
-                    d_probs += band_terms(d_out, value_rows, value_table, relative, VALUE_TILE)
-                delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
-                delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, HAS_VALUE_TERM)
-                if call.scaling.softcap is not None:
-                    d_scores *= slope
-                # Rotating 16 bits takes half the shuffles. With a bias it is float32: its gradient is summed before rounding.
-                d_band = rotated_tile(d_scores, TILE, query.dtype if d_tables.rel_bias is None else tl.float32, BACK=True)
-                if d_tables.rel_bias is not None:
-                    bias_acc += d_band
-                if d_tables.rel_key is not None:
-                    # [N, M] @ [M, Dr] -> [N, Dr]
-                    acc = tl.dot(tl.trans(d_band.to(query.dtype)), rel_query, acc, input_precision=TILE.precision)
-
-    row = relative - first + MARGIN
-    valid = relative + tile_n <= last + MARGIN
+    # What hidden positions add to their own rows may be anything.
+    position = lowest_row - (APART - 1) + tile_n
+    seen = position >= lowest_row
+    if call.window[1] is not None:
+        seen = seen & (position <= call.window[1])
+    if call.window[0] is not None:
+        seen = seen & (position >= -call.window[0])
+    row = lowest_row - (APART - 1) - first + MARGIN
+    valid = (position >= lowest_row) & (position < lowest_row + STEP) & (position <= last + MARGIN)
     row = row + 1 if TILE.coverage == "clamp" else row
-    if d_tables.rel_key is not None:
-        store_rows(
-            head_matrix(d_tables.rel_key, split, table_head, 0, SHAPE.wide_index),
-            row,
-            tile_n,
-            valid,
-            acc * rel_unit(call.scaling),
-            SHAPE.rel_dim,
-            SHAPE.block_dr,
-        )
-    if d_tables.rel_value is not None:
-        if call.dropout.seed is not None:
-            value_acc *= tl.cast(call.dropout.keep_scale, tl.float32)
-        d_rel_values = head_matrix(d_tables.rel_value, split, table_head, 0, SHAPE.wide_index)
-        store_rows(d_rel_values, row, tile_n, valid, value_acc, SHAPE.value_dim, SHAPE.block_dv)
-    if d_tables.rel_bias is not None:
-        tl.store(row_vector(d_tables.rel_bias, split, table_head, row) + tile_n, tl.sum(bias_acc, axis=0), mask=valid)
+    if d_rows is not None:
+        unit = rel_unit(call.scaling)
+        if OF_VALUES:
+            unit = 1.0 if call.dropout.seed is None else tl.cast(call.dropout.keep_scale, tl.float32)
+        acc = tl.where(seen[:, None], acc * unit, 0.0)
+        d_rows = head_matrix(d_rows, split, table_head, 0, SHAPE.wide_index)
+        if ADDS:
+            acc += load_rows(d_rows, row, tile_n, valid, TABLE.width, TABLE.block_width)
+        store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width)
+    if d_biases is not None:
+        bias = tl.where(seen, tl.max(bias_acc, axis=1), 0.0)
+        pointers = row_vector(d_biases, split, table_head, row) + tile_n
+        if ADDS:
+            bias += tl.load(pointers, mask=valid, other=0.0)
+        tl.store(pointers, bias, mask=valid)
+
+
+def fitted(tile: TileConfig, num_queries: int, bits: int) -> TileConfig:
+    """Return the configuration for a call with so many queries: of a block of queries, which are spread over
+    queries_apart times as many, no half is empty."""
+    block_m, apart = tile.block_m, queries_apart(bits)
+    while block_m > 16 and block_m // 2 * apart >= num_queries:
+        block_m //= 2
+    return tile if block_m == tile.block_m else replace(tile, block_m=block_m)
 
 
 def launch_dtable(
     call: Call,
     tile: TileConfig,
-    per_query: PerQuery,
-    d_out: torch.Tensor,
-    d_tables: TableGradients,
-    rows: TableRows,
-    grid: tuple[int, int],
+    vectors: torch.Tensor,
+    stored: torch.Tensor,
+    sums: TableSums,
+    plan: Plan,
+    part: Part,
+    of_values: bool,
 ) -> None:
-    """Launch dtable_kernel; see there."""
+    """Launch dtable_kernel for a part of the workspace: for rel_value with P, or for rel_key and rel_bias with dS."""
     call.launch(
         "dtable",
         dtable_kernel,
-        tile,
-        grid,
-        d_outs=strided(d_out),
-        d_tables=d_tables,
-        per_query=per_query,
-        num_sequences=call.num_sequences,
-        ROWS=rows,
+        fitted(tile, call.common.sequences.max_seqlen_q, 8 * stored.element_size()),
+        sums.grid,
+        vectors=strided(vectors),
+        stored=strided(stored),
+        d_rows=sums.partial("rel_value" if of_values else "rel_key"),
+        d_biases=None if of_values else sums.partial("rel_bias"),
+        first_program=part.first_program,
+        stop_program=part.stop_program,
+        LAYOUT=plan.layout,
+        OF_VALUES=of_values,
+        PER_HEAD=sums.per_head,
+        ADDS=sums.adds,
     )

@@ -1,14 +1,12 @@
-"""The choice of a launch configuration for a call: a timed one, if a profile has it (profiles.py), or else a default.
+"""The choice of a launch configuration for a call: the first row that fits it, of the profiles and then of defaults.csv.
 
-Defaults are the rows of defaults.csv. The first row that fits a call is used; a blank stands for anything. A model of the cycles
-of compiled kernels chose the rows that rotate in registers, and those for sm_80 and sm_90 without a table (bench/cycles,
-bfloat16; float16 agrees); tests/compile holds the kernels to its cycles. The others were chosen by compiling, so that no
-registers are spilled. None was timed.
+profiles.py reads these tables. Of the defaults, a model of the cycles of compiled kernels chose the rows that rotate in
+registers, and those for sm_80 and sm_90 without a table (bench/cycles, bfloat16; float16 agrees); tests/compile holds the kernels
+to its cycles. The others were chosen by compiling, so that no registers are spilled. None was timed.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 from pathlib import Path
@@ -18,13 +16,11 @@ import torch
 
 from . import profiles
 from .architectures import architecture_of
+from .profiles import Conditions, Row
 from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
 from .tile_config import KERNELS as KERNELS
-from .tile_config import OF_WORDS as OF_WORDS
 
-DEFAULTS = Path(__file__).parent / "defaults.csv"
-CALL_COLUMNS = ("kernel", "precision", "unit", "width", "term_set", "coverage")
-"""Columns of defaults.csv that describe a call. The others have the fields of a TileConfig."""
+DEFAULTS, PACKAGE_FOLDER = Path(__file__).parent / "defaults.csv", Path(__file__).parent / "tuned"
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
@@ -90,23 +86,6 @@ class Kind(NamedTuple):
     term_set: str | None
 
 
-def profile_key(
-    kernel: str,
-    arch: str,
-    dtype: torch.dtype,
-    width: int,
-    coverage: str,
-    is_causal: bool,
-    term_set: str | None,
-    length: int,
-) -> profiles.Key:
-    """Return the properties that select depends on, as a profile stores them. Arguments as of select."""
-    precision = input_precision(dtype, arch)
-    dtype_name = str(dtype).removeprefix("torch.") if precision == "ieee" else precision
-    bucket = profiles.length_bucket(length)
-    return profiles.Key(kernel, arch, dtype_name, padded_width(width, LEAST_WIDTH), coverage, is_causal, term_set, bucket)
-
-
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
     """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores, if float16 holds them.
 
@@ -130,7 +109,7 @@ def float16_holds_terms(scale: float) -> bool:
 
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
-    carries = {"forward": ("scores", None), "dq": ("both", "scores", None)} if has_table else {}
+    carries = {"forward": ("scores", None), "dq": ("scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
     # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
     limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
@@ -159,33 +138,44 @@ def select(
             "rel_bias" if that is the only term; else None.
         length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
     """
-    if length is not None and profiles.exist(arch):
-        tuned = profiles.find(profile_key(kernel, arch, dtype, width, coverage, is_causal, term_set, length))
-        if tuned is not None:
-            return tuned
-    precision = input_precision(dtype, arch) if dtype == torch.float32 else "16 bits"
-    return _default(kernel, precision, architecture_of(arch).unit, width, term_set, coverage)
+    return _first(arch, conditions(kernel, Kind(arch, dtype, width, coverage, is_causal, term_set), length))
+
+
+def conditions(kernel: str, kind: Kind, length: int | None) -> Conditions:
+    """Return what rows know of a call, each column filled in; length stays blank if it is None."""
+    precision = input_precision(kind.dtype, kind.arch) if kind.dtype == torch.float32 else "16 bits"
+    return _conditions(kernel, kind, precision, "" if length is None else str(profiles.length_bucket(length)))
 
 
 @functools.cache
-def _default(kernel: str, precision: str, unit: str, width: int, term_set: str | None, coverage: str) -> TileConfig:
-    """Return the configuration of the first row of defaults.csv that fits a call."""
-    if coverage not in COVERAGES:
-        raise ValueError(f"coverage must be one of {COVERAGES}, got {coverage!r}")
-    padded = str(padded_width(width, LEAST_WIDTH))
-    call = dict(zip(CALL_COLUMNS, (kernel, precision, unit, padded, term_set or "none", coverage), strict=True))
-    return next(config for wanted, config in _defaults() if wanted.items() <= call.items())
+def _conditions(kernel: str, kind: Kind, precision: str, length: str) -> Conditions:
+    if kind.coverage not in COVERAGES:
+        raise ValueError(f"coverage must be one of {COVERAGES}, got {kind.coverage!r}")
+    width, dtype = str(padded_width(kind.width, LEAST_WIDTH)), str(kind.dtype).removeprefix("torch.")
+    of_defaults = (kernel, precision, architecture_of(kind.arch).unit, width, kind.term_set or "none", kind.coverage)
+    return Conditions(*of_defaults, dtype, str(kind.is_causal), length)
 
 
 @functools.cache
-def _defaults() -> list[tuple[dict[str, str], TileConfig]]:
-    """Load the rows of defaults.csv: by its columns what a call must have, and the configuration that it gets then."""
-    rows = []
-    with open(DEFAULTS, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            sizes = (int(row[name]) for name in ("block_m", "block_n", "num_warps", "num_stages"))
-            carry = None if row["carry"] == "none" else row["carry"]
-            limit = int(row["max_registers"]) if row["max_registers"] else None
-            config = TileConfig(*sizes, carry, row["rotation"], limit)
-            rows.append(({name: row[name] for name in CALL_COLUMNS if row[name]}, config))
-    return rows
+def _first(arch: str, call: Conditions) -> TileConfig:
+    rows = itertools.chain(_tuned(arch) if call.length else (), defaults())
+    return next(row.config for row in rows if row.conditions.fit(call))
+
+
+@functools.cache
+def _tuned(arch: str) -> list[Row]:
+    """Return the rows of the user's profile of an architecture, and then of the package's."""
+    paths = (profiles.user_profile_path(arch), PACKAGE_FOLDER / f"{arch}.csv")
+    return [row for path in paths if path is not None for row in profiles.load(path, arch)]
+
+
+@functools.cache
+def defaults() -> list[Row]:
+    """Return the rows of defaults.csv."""
+    return profiles.parse(DEFAULTS.read_bytes())
+
+
+def forget() -> None:
+    """Forget the profiles that were read: they are read again when they are next needed."""
+    _tuned.cache_clear()
+    _first.cache_clear()

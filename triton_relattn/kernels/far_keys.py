@@ -6,9 +6,9 @@ import triton.language as tl
 
 from .arguments import Call, cdiv, strided
 from .configs import TileConfig
-from .key_terms import mirrored
+from .logits import key_table
 from .masking import exists, locate
-from .table import Table, far_terms
+from .table import far_terms
 from .tiles import head_matrix, load_rows, side_vector
 
 CONFIG = TileConfig(64, 64, 4, 1)
@@ -31,10 +31,8 @@ def far_keys_kernel(inputs, far_keys, call, first, last, num_heads, SHAPE: tl.co
     valid_n = exists(offs_n, place, call.window)
     keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
     key = load_rows(keys, key_start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
-    matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-    # The table as seen from the keys: what comes first there is the last row.
-    key_table = Table(mirrored(matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
-    future, past = far_terms(key, key_table, KEY_TILE)
+    # As seen from the keys, what comes first is the last row.
+    future, past = far_terms(key, key_table(inputs, call, head, first, last, SHAPE, TILE), KEY_TILE)
     tl.store(side_vector(far_keys, place.entry, head, 0, place.key_start) + offs_n, past, mask=valid_n)
     tl.store(side_vector(far_keys, place.entry, head, 1, place.key_start) + offs_n, future, mask=valid_n)
 

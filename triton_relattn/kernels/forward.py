@@ -6,20 +6,20 @@ import triton.language as tl
 
 from .._core.dtypes import new_like
 from .._core.spec import AttentionSpec, AttentionTensors
-from .._core.tails import rows_of_tail
 from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
-from .band import add_tile, blocks_before, next_terms
+from .band import add_tile, blocks_before
 from .configs import TileConfig
-from .deltas import tail_of, tails_of
+from .delta import RESIDUAL_SCALE
 from .dropout import keep_mask
 from .far_keys import launch_far_keys
 from .fitting import until_it_fits
 from .key_splits import launch_merge, number_of_splits, split_range
-from .key_terms import far_key_terms, key_terms, mirrored, natural_keys
-from .masking import exists, locate_queries, visible
-from .scores import LN_2, apply_softcap_and_mask, exponent_scale, softmax_update, tile_scores
-from .table import Table, add_end_rows, add_far_tile, far_terms, far_tile, reached_positions, reached_rows
-from .tiles import head_matrix, head_vector, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
+from .key_terms import natural_keys
+from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
+from .masking import exists, locate_queries
+from .scores import LN_2, exponent_scale, softmax_update
+from .table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
+from .tiles import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
 
 
@@ -29,20 +29,22 @@ def forward_kernel(
     outs,
     lses,
     softmax_stats,
-    tails,
+    residuals,
     call,
     first,
     last,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS_KEYS: tl.constexpr,
 ):
     """Compute out and lse of BLOCK_M queries of one head, and the softmax_stats [B, H, 2, Nq] from which the backward computes
     probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
-    Grid: (query blocks * batch * heads,), query blocks fastest. If lses is None, the grid has a second dimension, whose programs
-    share the keys; outs and softmax_stats hold the results of each as those of further heads (key_splits.py merges them).
-    tails, [B, H, Nq, Dv] or None: what rounding takes from out; see deltas.py.
+    Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: the grid has a second dimension, whose programs
+    share the keys; outs and softmax_stats hold the results of each as those of further heads (key_splits.py merges them), and
+    lses is None.
+    residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
     row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
@@ -62,71 +64,70 @@ def forward_kernel(
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
     key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
     out_head = head
-    if lses is None:
+    if SPLITS_KEYS:
         out_head = head + tl.program_id(1) * num_heads
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
-    HAS_TERM: tl.constexpr = inputs.rel_key is not None or inputs.rel_bias is not None
-    term = Table(
-        None if inputs.rel_key is None else head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index),
-        call.scaling.rel_scale,
-        None if inputs.rel_bias is None else head_vector(inputs.rel_bias, head),
-        call.scaling.bias_scale,
-        first,
-        last,
-    )
-    if inputs.rel_p2c is not None:
-        p2c_matrix = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
-        key_table = Table(mirrored(p2c_matrix, first, last), call.scaling.rel_scale, None, None, -last, -first)
+    HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+    keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
     if HAS_TERM and TILE.coverage == "clamp":
-        far_past, far_future = far_terms(rel_query, term, TILE)
+        far_past, far_future = far_terms(rel_query, table, TILE)
     if inputs.rel_value is not None:
-        value_table = Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), None, None, None, first, last)
+        values_table = value_table(inputs, head, first, last, SHAPE)
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
-        matrix, reached_first, reached_last = reached_rows(value_table, lowest, highest, TILE)
-        reached = Table(matrix, None, None, None, reached_first, reached_last)
+        reached = reached_table(values_table, lowest, highest, TILE)
 
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
-    if tails is not None:
+    if residuals is not None:
         # A product with ones, the narrowest that matrix units take, sums the rounded probabilities: all columns are alike.
         ones = tl.full([TILE.block_n, 16], 1.0, values[0].dtype.element_ty)
         rounded_sum = tl.full([TILE.block_m, 16], 0.0, tl.float32)
     past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, mask)
+    queries = Vectors(rel_query, offs_m, valid_m)
 
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
-        if PART == NEAR and HAS_TERM:
-            relative = start - row_start - place.query_offset
-            carried = blocks_before(rel_query, term, relative, TILE)
+        carried, keys_carried = 0, 0
+        if PART == NEAR and TILE.has_matrix and TILE.carry is not None:
+            carried = blocks_before(rel_query, table, start - row_start - place.query_offset, TILE)
 
         for position in tl.range(start, stop, TILE.block_n):
             key_start = walk_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset
-            if PART == NEAR and HAS_TERM:
-                scores, carried = next_terms(rel_query, term, carried, relative, TILE)
-            else:
-                scores = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-            if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
-                scores = far_tile(far_past, far_future, key_start < near_start, TILE)
-            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            is_past = key_start < near_start
+            natural, far_term = query, 0
             if PART == NEAR and inputs.rel_p2c is not None:
-                natural_key = natural_keys(key, keys, key_start, place, call.window, TILE, SHAPE)
-                scores += key_terms(natural_key, key_table, relative, TILE)
-            elif inputs.far_keys is not None:
-                scores += far_key_terms(inputs.far_keys, place, head, key_start < near_start, offs_n, valid_n)[None, :]
-            scores = tile_scores(query, key, scores, TILE)
-            seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)
-            if mask is not None:
-                seen = seen & valid_m[:, None]
-            scores, seen, _ = apply_softcap_and_mask(scores, seen, offs_m[:, None], offs_n[None, :], mask, call.scaling)
+                natural = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
+            if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
+                far_term = tl.where(is_past, far_past, far_future)
+            of_keys = Vectors(natural, offs_n, valid_n)
+            terms, carried, keys_carried = relative_terms(
+                queries,
+                of_keys,
+                table,
+                keys_table,
+                carried,
+                keys_carried,
+                far_term,
+                is_past,
+                relative,
+                place,
+                head,
+                inputs,
+                PART,
+                TILE,
+            )
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores, seen, _ = tile_logits(query, key, terms, queries, of_keys, mask, place, call, False, TILE)
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
-            if tails is not None:
+            if residuals is not None:
                 # [M, N] @ [N, 16] -> [M, 16]
                 rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None])
             if call.dropout.seed is not None:
@@ -140,12 +141,12 @@ def forward_kernel(
                 if PART == NEAR:
                     acc = add_tile(acc, probs, reached, relative, VALUE_TILE)
                 elif TILE.coverage == "clamp":
-                    past, future = add_far_tile(past, future, probs, key_start < near_start)
+                    past, future = add_far_tile(past, future, probs, is_past)
 
     if inputs.rel_value is not None and TILE.coverage == "clamp":
-        acc = add_end_rows(acc, past, future, value_table, lowest, highest, VALUE_TILE)
+        acc = add_end_rows(acc, past, future, values_table, lowest, highest, VALUE_TILE)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max
-    if tails is not None:
+    if residuals is not None:
         rounded_sum = tl.max(rounded_sum, axis=1)
         exact_by_out = row_sum / tl.where(rounded_sum == 0.0, 1.0, rounded_sum)
     acc /= row_sum[:, None]
@@ -153,12 +154,12 @@ def forward_kernel(
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
-    if tails is not None:
-        tails = head_matrix(tails, place.entry, out_head, place.query_start, SHAPE.wide_index)
-        tail = tail_of(acc * exact_by_out[:, None], acc.to(outs[0].dtype.element_ty))
-        store_rows(tails, row_start, tile_m, valid_m, tail, SHAPE.value_dim, SHAPE.block_dv)
+    if residuals is not None:
+        residuals = head_matrix(residuals, place.entry, out_head, place.query_start, SHAPE.wide_index)
+        residual = acc * exact_by_out[:, None] - acc.to(outs[0].dtype.element_ty).to(tl.float32)
+        store_rows(residuals, row_start, tile_m, valid_m, residual * RESIDUAL_SCALE, SHAPE.value_dim, SHAPE.block_dv)
     log_sum = tl.log2(row_sum)
-    if lses is not None:
+    if not SPLITS_KEYS:
         lse = row_vector(lses, place.entry, head, place.query_start)
         tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
         row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
@@ -171,21 +172,21 @@ def forward(
     spec: AttentionSpec,
     config: TileConfig | None = None,
     dtype: torch.dtype | None = None,
-    keeps_tail: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return out (B, H, Nq, Dv) in query's memory order and dtype, or the one given, lse (B, H, Nq) float32, and statistics for
-    the backward.
+    keeps_residual: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return out (B, H, Nq, Dv) in query's memory order and dtype, or the one given, lse (B, H, Nq) float32, and for the backward
+    statistics and the residual of out.
 
     The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
-    lse, which is both in one number, has no digits left for the sum where logits are large. keeps_tail: they have further rows,
-    which hold the tail of out; see deltas.py.
+    lse, which is both in one number, has no digits left for the sum where logits are large. The residual is like out, and None
+    unless it is to be kept; see delta.py.
     """
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
     out = new_like(query, tensors.value.shape[-1], dtype)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    rows = 2 + (rows_of_tail(out.shape[3]) if keeps_tail else 0)
-    softmax_stats = query.new_empty(query.shape[0], heads, rows, seqlen_q, dtype=torch.float32)
+    softmax_stats = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
+    residual = torch.empty_like(out) if keeps_residual else None
     if out.numel() > 0:
         tensors, spec = with_positive_scale(tensors, spec)
         tensors = with_aligned_operands(tensors)
@@ -193,18 +194,24 @@ def forward(
         launch_far_keys(call, tensors.key)
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
-        splits = number_of_splits(spec, tile, programs, query.device)
-        if splits == 1:
-            statistics, tails = softmax_stats, None
-            if keeps_tail:
-                statistics, tails = softmax_stats[:, :, :2], tails_of(softmax_stats)
-            results, grid = (out, lse, statistics, tails), (programs,)
-        else:
+        splits = 1 if keeps_residual else number_of_splits(spec, tile, programs, query.device)
+        results, grid = (out, lse, softmax_stats, residual), (programs,)
+        if splits > 1:
             parts = query.new_empty(query.shape[0], splits * heads, seqlen_q, out.shape[3], dtype=torch.float32)
             part_statistics = query.new_empty(query.shape[0], splits * heads, 2, seqlen_q, dtype=torch.float32)
             results, grid = (parts, None, part_statistics, None), (programs, splits)
-        outs, lses, all_statistics, tails = map(strided, results)
-        call.launch("forward", forward_kernel, tile, grid, outs=outs, lses=lses, softmax_stats=all_statistics, tails=tails)
+        outs, lses, all_statistics, residuals = map(strided, results)
+        call.launch(
+            "forward",
+            forward_kernel,
+            tile,
+            grid,
+            outs=outs,
+            lses=lses,
+            softmax_stats=all_statistics,
+            residuals=residuals,
+            SPLITS_KEYS=splits > 1,
+        )
         if splits > 1:
             launch_merge(call, parts, part_statistics, out, lse, softmax_stats)
-    return out, lse, softmax_stats
+    return out, lse, softmax_stats, residual

@@ -9,28 +9,18 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .band import add_terms, next_terms, whole_tile
+from .band import add_tile, next_terms
 from .masking import exists
 from .table import add_end_rows
 from .tiles import key_order, load_rows, side_vector
-from .walk import clamp_margin, near_keys
+from .walk import near_keys
 
 
 @triton.jit
-def mirrored(matrix, first, last):
-    """Return a table's matrix upside down: its rows, of first to last, are then those of -last to -first."""
-    pointer, row_stride, column_stride = matrix
-    return pointer + tl.cast(last - first, tl.int64) * row_stride, -row_stride, column_stride
-
-
-@triton.jit
-def natural_keys(key, keys, key_start, place, window, TILE: tl.constexpr, SHAPE: tl.constexpr):
-    """Return a tile's keys [N, D] in their natural order: those given, if they are in it, or else loaded once more."""
-    if TILE.rotation == "gather":
-        return key
-    else:
-        rows = tl.arange(0, TILE.block_n)
-        return load_rows(keys, key_start, rows, exists(key_start + rows, place, window), SHAPE.head_dim, SHAPE.block_d)
+def natural_keys(keys, key_start, place, window, TILE: tl.constexpr, SHAPE: tl.constexpr):
+    """Load a tile's keys [N, D] in their natural order."""
+    rows = tl.arange(0, TILE.block_n)
+    return load_rows(keys, key_start, rows, exists(key_start + rows, place, window), SHAPE.head_dim, SHAPE.block_d)
 
 
 @triton.jit
@@ -74,53 +64,39 @@ def whole(halves, TILE: tl.constexpr):
 
 
 @triton.jit
-def key_terms(key, table, relative_position, TILE: tl.constexpr):
-    """Compute the terms [M, N] of a tile's keys in their natural order, [N, D], without carried state; table: a mirrored one."""
-    KEY_TILE: tl.constexpr = TILE.key_tile
-    DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
-    halves = ()
-    for half in tl.static_range(TILE.block_m // TILE.block_n):
-        terms = whole_tile(key, table, half * TILE.block_n - relative_position, KEY_TILE)
-        halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005 - Triton's compiler has no starred elements in tuples
-    return whole(halves, TILE).to(tl.float32)
-
-
-@triton.jit
 def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
-    """Return the same of the next tile of a walk along the queries, and the state to carry on."""
+    """Return the terms [M, N] of the next tile of a walk, and the state to carry on. key: the tile's keys in their natural order,
+    [N, D]; table: a mirrored one. Only a walk along the queries carries anything."""
     KEY_TILE: tl.constexpr = TILE.key_tile
-    DTYPE: tl.constexpr = tl.float16 if TILE.round_terms else tl.float32
+    DTYPE: tl.constexpr = tl.float16 if KEY_TILE.round_terms else tl.float32
     halves = ()
     for half in tl.static_range(TILE.block_m // TILE.block_n):
         terms, carried = next_terms(key, table, carried, half * TILE.block_n - relative_position, KEY_TILE)
-        halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005
+        halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005 - Triton's compiler has no starred elements in tuples
     return whole(halves, TILE).to(tl.float32), carried
 
 
 @triton.jit
-def add_key_rows(acc, tile, waiting, table, relative_position, TILE: tl.constexpr):
-    """Add the elements of the next tile of a walk along the queries, each times its row of a mirrored table, to acc [N, D];
-    return it and the elements that wait. Keys are in their natural order. After the last tile the caller adds zeros."""
+def add_key_rows(acc, tile, table, relative_position, TILE: tl.constexpr):
+    """Add the elements of a tile, each times its row of a mirrored table, to acc [N, D]. Keys are in their natural order."""
     KEY_TILE: tl.constexpr = TILE.key_tile
     if TILE.block_m == TILE.block_n:
-        acc, waiting = add_terms(acc, turned_back(tile, TILE).to(tl.float32), waiting, table, -relative_position, KEY_TILE)
+        acc = add_tile(acc, turned_back(tile, TILE).to(tl.float32), table, -relative_position, KEY_TILE)
     else:
         first, second = tl.split(tl.permute(tl.reshape(tile, (2, TILE.block_n, TILE.block_n)), (1, 2, 0)))
-        acc, waiting = add_terms(acc, turned_back(first, TILE).to(tl.float32), waiting, table, -relative_position, KEY_TILE)
-        behind = TILE.block_n - relative_position
-        acc, waiting = add_terms(acc, turned_back(second, TILE).to(tl.float32), waiting, table, behind, KEY_TILE)
-    return acc, waiting
+        acc = add_tile(acc, turned_back(first, TILE).to(tl.float32), table, -relative_position, KEY_TILE)
+        acc = add_tile(acc, turned_back(second, TILE).to(tl.float32), table, TILE.block_n - relative_position, KEY_TILE)
+    return acc
 
 
 @triton.jit
-def multiply_key_band(d_key, tile, waiting, table, relative_position, scaling, TILE: tl.constexpr):
+def multiply_key_band(d_key, tile, table, relative_position, scaling, TILE: tl.constexpr):
     """Add rel_scale times what add_key_rows adds to d_key [N, D]."""
     if scaling.rel_scale is None:
-        d_key, waiting = add_key_rows(d_key, tile, waiting, table, relative_position, TILE)
+        return add_key_rows(d_key, tile, table, relative_position, TILE)
     else:  # in float32, since float16 may not hold rel_scale * dS
-        key_sums, waiting = add_key_rows(tl.zeros_like(d_key), tile, waiting, table, relative_position, TILE)
-        d_key += key_sums * tl.cast(scaling.rel_scale, tl.float32)
-    return d_key, waiting
+        key_sums = add_key_rows(tl.zeros_like(d_key), tile, table, relative_position, TILE)
+        return d_key + key_sums * tl.cast(scaling.rel_scale, tl.float32)
 
 
 @triton.jit
@@ -148,13 +124,13 @@ def far_key_terms(far_keys, place, head, is_past, offs_n, valid_n):
 
 
 @triton.jit
-def add_far_queries(sums, d_words, is_past, TILE: tl.constexpr):
+def add_far_queries(sums, d_scores, is_past, TILE: tl.constexpr):
     """Add dS of a tile's far queries to sums [N, 16], column 0 for keys of the past, 1 for those of the future: a product, since
     a sum along the queries would go across warps."""
     side = tl.where(is_past, 0, 1)
     columns = tl.broadcast_to(tl.where(tl.arange(0, 16) == side, 1.0, 0.0)[None, :], (TILE.block_m, 16))
     # [N, M] @ [M, 16] -> [N, 16]
-    return tl.dot(tl.trans(d_words), columns.to(d_words.dtype), sums, input_precision=TILE.precision)
+    return tl.dot(tl.trans(d_scores), columns.to(d_scores.dtype), sums, input_precision=TILE.precision)
 
 
 @triton.jit
@@ -178,7 +154,7 @@ def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.c
     """Return d_key [N, D] with the part of far queries. table: a mirrored one, whose first row is that of keys of the future;
     lowest, highest: as of reached_by_keys."""
     KEY_TILE: tl.constexpr = TILE.key_tile
-    if table.scale is not None:
+    if KEY_TILE.has_scale:
         past *= tl.cast(table.scale, tl.float32)
         future *= tl.cast(table.scale, tl.float32)
     return add_end_rows(d_key, future, past, table, lowest, highest, KEY_TILE)
@@ -209,32 +185,9 @@ def rotate_columns(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def near_queries(offs_n, near_first, near_last, place, ROWS: tl.constexpr, TILE: tl.constexpr):
+def near_queries(offs_n, near_first, near_last, place, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table from near_first to
     near_last."""
-    key_start = offs_n // ROWS.dkv_block_n * ROWS.dkv_block_n
-    start, stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, ROWS.dkv_block_n, ROWS.dkv_block_m, TILE)
+    key_start = offs_n // LAYOUT.dkv_block_n * LAYOUT.dkv_block_n
+    start, stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, LAYOUT.dkv_block_n, LAYOUT.dkv_block_m, TILE)
     return start, tl.minimum(stop, place.num_queries)
-
-
-@triton.jit
-def near_limits(first, last, lowest, highest, HAS_P2C: tl.constexpr, TILE: tl.constexpr):
-    """Return (first, last) of a clamped table for the dkv kernel: pairs within are near. It leaves words of near pairs alone, so
-    that those that are wanted, of relative positions from lowest to highest, must be.
-
-    With rel_p2c, words of all near pairs are wanted, and near tiles reach beyond the limits. These are that much closer then.
-    """
-    SLACK: tl.constexpr = clamp_margin(TILE.block_m, TILE.block_n) if HAS_P2C else 0
-    return tl.minimum(first, lowest - 1 + SLACK), tl.maximum(last, highest + 1 - SLACK)
-
-
-@triton.jit
-def wanted_limits(first, last, window, ROWS: tl.constexpr):
-    """Return what near_limits returned to the dkv kernel that left the words of a call with rel_p2c; see workspace.plan."""
-    MARGIN: tl.constexpr = clamp_margin(ROWS.dq_block_m, ROWS.dq_block_n)
-    lowest, highest = first - MARGIN, last + MARGIN
-    if window[0] is not None:
-        lowest = tl.maximum(lowest, -window[0])
-    if window[1] is not None:
-        highest = tl.minimum(highest, window[1])
-    return tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)

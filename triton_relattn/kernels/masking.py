@@ -86,19 +86,6 @@ def visible(offs_m, offs_n, place, window):
 
 
 @triton.jit
-def visible_band(offs_m, first_keys, relative_position, place, window):
-    """Return (low, high), each [M]: a query sees the keys first_keys + c, at relative_position + c, for low <= c < high. A query
-    that does not exist sees none."""
-    low = -first_keys
-    high = tl.where(offs_m < place.num_queries, place.num_keys - first_keys, 0)
-    if window[1] is not None:
-        high = tl.minimum(high, window[1] + 1 - relative_position)
-    if window[0] is not None:
-        low = tl.maximum(low, -window[0] - relative_position)
-    return low, high
-
-
-@triton.jit
 def first_key(first_query, place, window, BLOCK_N: tl.constexpr):
     """Return the first key that any query from first_query on may see, rounded down to a multiple of BLOCK_N."""
     if window[0] is None:

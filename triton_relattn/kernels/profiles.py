@@ -1,62 +1,83 @@
-"""Profiles: files of launch configurations that were timed, shipped with the package or in the user's cache folder.
+"""Tables of launch configurations: defaults.csv, and profiles, whose configurations were timed on a GPU of one architecture.
 
-A profile is a JSON object with "format", "version", the origin of its entries (device, versions, date, ...) and "entries". An
-entry has the fields of a Key, "config" (a TileConfig), "timed", "milliseconds" and "default_milliseconds" (null: not measured).
+A row has what a call must be (Conditions), the configuration that such a call gets, and in a profile the times. The first row
+that fits a call is used; a blank stands for anything. Profiles may say where their rows come from, in lines that begin with #.
 A file is used whole or not at all.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-import json
-import math
+import csv
+import io
 import os
 import warnings
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import triton
 
 from .._core.cache import cache_folder
-from .tile_config import KERNELS, TileConfig
+from .architectures import architecture_of
+from .tile_config import COVERAGES, KERNELS, TileConfig
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl = None
 
-FORMAT, VERSION = "triton_relattn profile", 2
-PACKAGE_FOLDER = Path(__file__).parent / "tuned"
 LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 
 
-@dataclass(frozen=True)
-class Key:
-    """Properties of a call that configs.select depends on; configs.profile_key makes one from a call."""
+class Conditions(NamedTuple):
+    """Columns that a call must agree with, as text; configs.conditions makes those of a call. The last three are of profiles."""
 
-    kernel: str
-    arch: str
-    dtype: str  # "bfloat16", ...; "tf32": float32 whose products are computed so
-    width: int  # of the tile: 64, 128 or 256
-    coverage: str
-    is_causal: bool
-    term_set: str | None
-    length_bucket: int
+    kernel: str = ""
+    precision: str = ""  # of products: "16 bits", "ieee" or "tf32"
+    unit: str = ""  # see Architecture
+    width: str = ""  # of the tile: 64, 128 or 256
+    term_set: str = ""
+    coverage: str = ""
+    dtype: str = ""  # kernels for bfloat16 and float16 round differently
+    is_causal: str = ""
+    length: str = ""  # one of LENGTH_BUCKETS
+
+    def fit(self, call: Conditions) -> bool:
+        """Return whether a call meets these conditions."""
+        for wanted, found in zip(self, call, strict=True):
+            if wanted and wanted != found:
+                return False
+        return True
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A configuration, with the times of the kernel in this and in the default configuration; load skips entries not timed."""
+class Row(NamedTuple):
+    """A row of a table. milliseconds: of the kernel in this configuration, and in the default one."""
 
+    conditions: Conditions
     config: TileConfig
-    timed: bool
     milliseconds: float | None = None
     default_milliseconds: float | None = None
 
+    def cells(self) -> list[str]:
+        """Return the text of the columns, as _row reads it."""
+        config = asdict(self.config) | {"carry": self.config.carry or "none"}
+        values = (*self.conditions, *config.values(), self.milliseconds, self.default_milliseconds)
+        return ["" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
 
-_TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int), "None": (type(None),), "TileConfig": (dict,)}
+
+CONDITIONS, TIMES = Conditions._fields, Row._fields[2:]
+COLUMNS = (*CONDITIONS, *(field.name for field in fields(TileConfig)), *TIMES)
+OF_DEFAULTS = set(COLUMNS) - {"dtype", "is_causal", "length", *TIMES}
+KNOWN = {
+    "kernel": KERNELS,
+    "coverage": COVERAGES,
+    "dtype": ("bfloat16", "float16", "float32"),
+    "is_causal": ("True", "False"),
+    "length": tuple(map(str, LENGTH_BUCKETS)),
+}
+"""What a column may have besides a blank. A row with anything else would never be used, and nobody would know."""
 
 
 def length_bucket(length: int) -> int:
@@ -70,83 +91,55 @@ def user_profile_path(arch: str) -> Path | None:
     Times depend on the version of Triton, so each minor version has a profile of its own.
     """
     folder, version = cache_folder(), ".".join(triton.__version__.split(".")[:2])
-    return None if folder is None else folder / f"profile-{arch}-triton-{version}.json"
+    return None if folder is None else folder / f"profile-{arch}-triton-{version}.csv"
 
 
-def _values(kind: type, data: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass (of this module, or TileConfig) from a JSON object; ValueError if any is missing or
-    wrong."""
-    if type(data) is not dict:
-        raise ValueError(f"{data!r:.100} is not an object")
-    for field in fields(kind):
-        if field.name not in data:
-            raise ValueError(f"{field.name} is missing from {data!r:.200}")
-        value = data[field.name]
-        allowed = [python_type for name in str(field.type).split(" | ") for python_type in _TYPES[name]]
-        if type(value) not in allowed or (type(value) is float and not math.isfinite(value)):
-            raise ValueError(f"{field.name} must be {field.type}, got {value!r:.100}")
-    return {field.name: data[field.name] for field in fields(kind)}
+def _row(cells: dict[str, str], arch: str | None) -> Row:
+    """Return a row; ValueError if no call has its conditions, or if the configuration is not valid for all that have them."""
+    conditions = Conditions(*(cells.get(name, "") for name in CONDITIONS))
+    for name, known in (KNOWN if arch is None else KNOWN | {"unit": (architecture_of(arch).unit,)}).items():
+        if cells.get(name) and cells[name] not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {cells[name]!r}")
+    sizes = (int(cells[name]) for name in ("block_m", "block_n", "num_warps", "num_stages"))
+    limit = int(cells["max_registers"]) if cells["max_registers"] else None
+    config = TileConfig(*sizes, None if cells["carry"] == "none" else cells["carry"], cells["rotation"], limit)
+    reason = arch and config.why_invalid(arch, conditions.coverage != "no table", conditions.kernel or None)
+    if reason:
+        raise ValueError(reason)
+    return Row(conditions, config, *(float(cells[name]) if cells.get(name) else None for name in TIMES))
 
 
-def _parse(content: bytes) -> dict[Key, Entry]:
-    """Return the entries of a profile; ValueError says what is wrong with it."""
-    document = json.loads(content)
-    if type(document) is not dict or document.get("format") != FORMAT:
-        raise ValueError(f'it is not an object whose format is "{FORMAT}"')
-    if type(document.get("version")) is not int or document["version"] != VERSION:
-        raise ValueError(f"its version is {document.get('version')!r:.100}, not {VERSION}")
-    if type(document.get("entries")) is not list:
-        raise ValueError("entries is not a list")
-    entries = {}
-    for data in document["entries"]:
-        key, values = Key(**_values(Key, data)), _values(Entry, data)
-        config = TileConfig(**_values(TileConfig, values["config"]))
-        if key.kernel not in KERNELS or key.length_bucket not in LENGTH_BUCKETS:
-            raise ValueError(f"no call has the kernel and the length bucket of {key}")
-        if reason := config.why_invalid(key.arch, key.coverage != "no table", key.kernel):
-            raise ValueError(f"{config} for {key}: {reason}")
-        entries[key] = Entry(**{**values, "config": config})
-    return entries
+def parse(content: bytes, arch: str | None = None) -> list[Row]:
+    """Return the rows of a table; ValueError says in which line something is wrong with it.
 
-
-def _read(path: Path) -> dict[Key, Entry]:
-    """Return the entries of a file. If anything is wrong with it, warn and return none; if it does not exist, return none."""
+    arch: the architecture of a profile. None: defaults.csv, whose rows are for several.
+    """
+    lines = content.decode("utf-8-sig").splitlines()  # spreadsheets write a mark first
+    reader = csv.reader("" if line.startswith("#") else line for line in lines)
     try:
-        return _parse(path.read_bytes())
+        table = filter(None, reader)
+        header = next(table, [])
+        if not OF_DEFAULTS <= set(header) <= set(COLUMNS):
+            raise ValueError(f"the columns must be {','.join(COLUMNS)}")
+        rows = []
+        for cells in table:
+            if len(cells) != len(header):
+                raise ValueError(f"{len(cells)} cells for {len(header)} columns")
+            rows.append(_row(dict(zip(header, cells, strict=True)), arch))
+        return rows
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"line {reader.line_num}: {error}"[:500]) from None
+
+
+def load(path: Path, arch: str) -> list[Row]:
+    """Return the rows of a profile. If anything is wrong with it, warn and return none; if it does not exist, return none."""
+    try:
+        return parse(path.read_bytes(), arch)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"{path} is ignored: {error}", RuntimeWarning, stacklevel=3)
-    return {}
-
-
-def load(path: Path) -> dict[Key, TileConfig]:
-    """Return the timed configurations of a file. If anything is wrong with it, warn and return none."""
-    return {key: entry.config for key, entry in _read(path).items() if entry.timed}
-
-
-@functools.cache
-def _profiles(arch: str) -> dict[Key, TileConfig]:
-    paths = (PACKAGE_FOLDER / f"{arch}.json", user_profile_path(arch))
-    return {key: config for path in paths if path is not None for key, config in load(path).items()}
-
-
-def exist(arch: str) -> bool:
-    """Return whether there is any timed configuration for an architecture."""
-    return bool(_profiles(arch))
-
-
-def find(key: Key) -> TileConfig | None:
-    """Return the timed configuration for calls with this key, the user's before the package's; None if there is none.
-
-    Files are read at an architecture's first call.
-    """
-    return _profiles(key.arch).get(key)
-
-
-def forget() -> None:
-    """Forget the files that were read: they are read again when they are next needed."""
-    _profiles.cache_clear()
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is ignored: {error}", RuntimeWarning, stacklevel=2)
+    return []
 
 
 def _not_through_a_link(path: str, flags: int) -> int:
@@ -167,24 +160,32 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def save(path: Path, entries: dict[Key, Entry], **provenance: str | None) -> None:
-    """Add entries to a file, in place of those it has under the same keys; find knows them after forget.
+def save(path: Path, arch: str, rows: Iterable[Row], **provenance: str | None) -> None:
+    """Add rows to a profile, above those that it has, in place of those with the same conditions.
 
-    If the system has file locks, processes that save at the same time do not lose each other's entries.
+    configs.select knows them after configs.forget. If the system has file locks, processes that save at the same time do not
+    lose each other's rows.
 
     Args:
-        provenance: where these entries come from: device, torch, triton, package, commit, date.
+        provenance: where these rows come from: device, torch, triton, package, commit, date. It takes the place of all comments.
 
     Raises:
         OSError: the folder cannot be made or written, or the lock file is a link.
-        ValueError: an entry is one that load would not take; nothing is written.
+        ValueError: a row is one that load would not take; nothing is written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "ab", opener=_not_through_a_link) as lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        rows = [{**asdict(key), **asdict(entry)} for key, entry in {**_read(path), **entries}.items()]
-        document = {"format": FORMAT, "version": VERSION, **provenance, "entries": rows}
-        content = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
-        _parse(content)
+        merged: dict[Conditions, Row] = {}
+        for row in (*rows, *load(path, arch)):
+            merged.setdefault(row.conditions, row)
+        text = io.StringIO()
+        if provenance:
+            text.write(f"# {', '.join(f'{name}: {value}' for name, value in provenance.items())}\n")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(row.cells() for row in merged.values())
+        content = text.getvalue().encode()
+        parse(content, arch)
         _replace(path, content)

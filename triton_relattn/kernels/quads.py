@@ -20,7 +20,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NEW = tl.constexpr(0x3210)
 HALF_NEW = tl.constexpr(0x1076)
 OLD = tl.constexpr(0x7654)
-SWAPPED = tl.constexpr(0x1032)
 
 
 @triton.constexpr_function
@@ -38,6 +37,21 @@ def step(registers, where, DISTANCE: tl.constexpr):
     for k in tl.static_range(K):
         stepped = stepped + (tl.where(where, registers[(k + DISTANCE) % K], registers[k]),)
     return stepped
+
+
+@triton.jit
+def chunk_of_registers(registers, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr):
+    """Put a chunk [M, W] together from its registers, each of (warps, 8 rows, 4 lanes): those of a row side by side, as in
+    rotate_rows."""
+    REPEATS: tl.constexpr = BLOCK_M // (16 * WARPS)
+    K: tl.constexpr = WIDTH // 4
+    for _ in tl.static_range(len(registers_shape(BLOCK_M, WIDTH, WARPS)) - 3):
+        joined = ()
+        for i in tl.static_range(len(registers) // 2):
+            joined = joined + (tl.join(registers[i], registers[i + len(registers) // 2]),)
+        registers = joined
+    chunk = tl.permute(tl.reshape(registers[0], (WARPS, 8, 4, REPEATS, 2, K)), (3, 0, 4, 1, 5, 2))
+    return tl.reshape(chunk, (BLOCK_M, WIDTH))
 
 
 @triton.jit
@@ -78,13 +92,43 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
         for k in tl.static_range(K):
             rotated = rotated + (tl.gather(of_row[k], (lane + (by if BACK else 4 - by)) % 4, axis=2),)
 
-    for _ in tl.static_range(len(SHAPE) - 3):
-        joined = ()
-        for i in tl.static_range(len(rotated) // 2):
-            joined = joined + (tl.join(rotated[i], rotated[i + len(rotated) // 2]),)
-        rotated = joined
-    chunk = tl.permute(tl.reshape(rotated[0], (WARPS, 8, 4, REPEATS, 2, K)), (3, 0, 4, 1, 5, 2))
-    return tl.reshape(chunk, (BLOCK_M, WIDTH))
+    return chunk_of_registers(rotated, BLOCK_M, WIDTH, WARPS)
+
+
+# A tile whose elements depend on n - m alone, n its key and m its query. A register of row
+# 16 (warps * repeat + warp) + 8 half + row that holds column 4 k + lane of a chunk has
+# n - m = lane - row - 16 warp + 4 (k + chunk * N / 8 - 2 half - 4 warps * repeat). What stands in brackets is the number of a
+# diagonal. A thread has N / 4 + 2 of them for each repeat, for N elements.
+
+
+@triton.jit
+def diagonal_offsets(WARPS: tl.constexpr):
+    """Return n - m on diagonal 0 of each thread, (warps, 8 rows, 4 lanes); from one diagonal to the next it grows by 4."""
+    warp = tl.arange(0, WARPS)[:, None, None]
+    row = tl.arange(0, 8)[None, :, None]
+    lane = tl.arange(0, 4)[None, None, :]
+    return lane - row - 16 * warp
+
+
+@triton.constexpr_function
+def first_diagonal(block_m, warps):
+    """Return the lowest number of a diagonal; the highest one is N / 4 - 1."""
+    return -2 - 4 * warps * (block_m // (16 * warps) - 1)
+
+
+@triton.jit
+def tile_of_diagonals(diagonals, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Put a tile [M, N] together from the values on its diagonals, each of (warps, 8 rows, 4 lanes), from first_diagonal on."""
+    K: tl.constexpr = BLOCK_N // 8
+    FIRST: tl.constexpr = first_diagonal(BLOCK_M, WARPS)
+    low, high = (), ()
+    for repeat in tl.static_range(BLOCK_M // (16 * WARPS)):
+        for half in tl.static_range(2):
+            for k in tl.static_range(-2 * half - 4 * WARPS * repeat, K - 2 * half - 4 * WARPS * repeat):
+                low, high = low + (diagonals[k - FIRST],), high + (diagonals[k + K - FIRST],)
+    low = chunk_of_registers(low, BLOCK_M, BLOCK_N // 2, WARPS)
+    high = chunk_of_registers(high, BLOCK_M, BLOCK_N // 2, WARPS)
+    return tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
 
 
 @triton.constexpr_function
@@ -129,38 +173,3 @@ def step_back_words(words, before, once, twice):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, before, selector], dtype=tl.uint32, is_pure=True, pack=1
         )
-
-
-@triton.jit
-def swap_elements(words, where):
-    """Exchange the two elements of each word where the mask is set."""
-    if INTERPRETED:
-        return tl.where(where, (words << 16) | (words >> 16), words)
-    else:
-        selector = tl.where(where, SWAPPED, NEW)
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, selector], dtype=tl.uint32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def rotated_within(low, high, columns, WIDTH: tl.constexpr):
-    """Return the mask [M, N] of ``low <= WIDTH chunk + (n - m) mod WIDTH < high``, for limits [M] and the keys that columns stand
-    for, WIDTH chunk + n.
-
-    A lane has every fourth column of a row, in an order that is rotated from row to row. One number with a bit for each of them
-    is rotated as a whole, which takes fewer instructions and registers than their indices would. WIDTH is at most 64.
-    """
-    WORDS: tl.constexpr = WIDTH // 4
-    m = tl.arange(0, low.shape[0])[:, None]
-    by = (columns[None, :] % 4 - m) & (WIDTH - 1)
-    chunk = columns[None, :] // WIDTH
-    start = (low[:, None] - by % 4 + 3 >> 2) - chunk * WORDS
-    stop = (high[:, None] - by % 4 + 3 >> 2) - chunk * WORDS
-    stop = tl.minimum(tl.maximum(stop, 0), WORDS)
-    start = tl.minimum(tl.maximum(start, 0), stop)
-    one = tl.full(start.shape, 1, tl.uint32)
-    bits = (one << stop.to(tl.uint32)) - (one << start.to(tl.uint32))
-    by = (by // 4).to(tl.uint32)
-    bits = (bits >> by) | (bits << (WORDS - by))
-    return (bits >> (columns % WIDTH // 4).to(tl.uint32)[None, :]) & 1 != 0

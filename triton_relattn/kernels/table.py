@@ -9,27 +9,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .quads import pack, unpack
+from .quads import diagonal_offsets, first_diagonal, pack, tile_of_diagonals, unpack
 from .tiles import key_order, load_rows
 
 
 class Table(NamedTuple):
     """One head's table: the matrix that queries, or rows of d_out, are multiplied with, its bias, and its positions."""
 
-    matrix: Any  # (pointer, row stride, column stride) of rel_key or rel_value, or None
-    scale: Any  # factor of the product, or None for 1
-    bias: Any  # (pointer, row stride) of rel_bias, or None
+    matrix: Any  # (pointer, row stride, column stride) of rel_key or rel_value, if TILE.has_matrix
+    scale: Any  # factor of the product, if TILE.has_scale
+    bias: Any  # (pointer, row stride) of rel_bias, if TILE.has_bias
     bias_scale: Any  # factor of the bias
     first: Any  # relative position of row 0
     last: Any  # relative position of the last row
 
 
 @triton.jit
-def row_indices(table, relative_position, TILE: tl.constexpr):
-    """Return (start, rows [N], exists [N]): the row ``start + rows`` of each of N successive relative positions, and whether
-    there is one."""
+def row_indices(table, relative_position, offsets, TILE: tl.constexpr):
+    """Return (start, rows, exists): the row ``start + rows`` of the relative positions ``relative_position + offsets``, and
+    whether there is one."""
     start = relative_position - table.first
-    rows = key_order(TILE)
+    rows = offsets
     if TILE.coverage == "clamp":
         rows = tl.minimum(tl.maximum(start + rows, 0), table.last - table.first)
         start = 0
@@ -46,7 +46,7 @@ def table_rows(
     TILE: tl.constexpr,
 ):
     """Load the table rows [N, D] of N successive relative positions. Beyond first and last: the end row, or zeros."""
-    start, rows, exists = row_indices(table, relative_position, TILE)
+    start, rows, exists = row_indices(table, relative_position, key_order(TILE), TILE)
     return load_rows(table.matrix, start, rows, exists, TILE.width, TILE.block_width)
 
 
@@ -58,28 +58,48 @@ def rounded(terms):
 
 
 @triton.jit
+def bias_at(table, relative_position, offsets, TILE: tl.constexpr):
+    """Load the bias of the relative positions ``relative_position + offsets``, as terms in float32; 0 where there is no row."""
+    start, rows, exists = row_indices(table, relative_position, offsets, TILE)
+    pointers = table.bias[0] + (start + rows) * table.bias[1]
+    return tl.load(pointers, mask=exists, other=0.0).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
+
+
+@triton.jit
+def bias_terms(table, relative_position, TILE: tl.constexpr):
+    """Load the terms [M, N] of a tile whose only term is a bias: query m and key n have ``bias[relative_position + n - m]``.
+
+    They are float32 in all kernels, and never rounded. In the accumulator of NVIDIA's matrix units a thread's elements lie on few
+    diagonals, each of them one load; see quads.py. A load of the whole tile, which is right for any layout, would go through
+    shared memory there.
+    """
+    if TILE.rotation == "gather":
+        queries = tl.arange(0, TILE.block_m)[:, None]
+        return bias_at(table, relative_position, key_order(TILE)[None, :] - queries, TILE)
+    else:
+        offsets = diagonal_offsets(TILE.warps)
+        diagonals = ()
+        for each in tl.static_range(first_diagonal(TILE.block_m, TILE.warps), TILE.block_n // 4):
+            diagonals = diagonals + (bias_at(table, relative_position, offsets + 4 * each, TILE),)  # noqa: RUF005
+        return tile_of_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
+
+
+@triton.jit
 def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
     """Multiply the queries with the given table rows and add the bias of the same relative positions: a block [M, N].
 
-    For the gather, terms are rounded here as rotations in registers round them, which pack two terms in a word. A bias without
-    a matrix is rounded while it is still a vector.
+    For the gather, terms are rounded here as rotations in registers round them, which pack two terms in a word.
     """
-    ROUND: tl.constexpr = TILE.rotation == "gather" and TILE.round_terms
-    if table.matrix is not None:
+    if TILE.has_matrix:
         # [M, D] @ [D, N] -> [M, N]
         block = tl.dot(query, tl.trans(rows), input_precision=TILE.precision)
-        if table.scale is not None:
+        if TILE.has_scale:
             block *= tl.cast(table.scale, tl.float32)
     else:
         block = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    if table.bias is not None:
-        start, rows, exists = row_indices(table, relative_position, TILE)
-        bias = tl.load(table.bias[0] + (start + rows) * table.bias[1], mask=exists, other=0.0).to(tl.float32)
-        bias *= tl.cast(table.bias_scale, tl.float32)
-        if ROUND and table.matrix is None:
-            bias = rounded(bias)
-        block += bias[None, :]
-    if ROUND and table.matrix is not None:
+    if TILE.has_bias:
+        block += bias_at(table, relative_position, key_order(TILE), TILE)[None, :]
+    if TILE.rotation == "gather" and TILE.round_terms:
         low, high = tl.split(tl.reshape(block, (TILE.block_m, TILE.block_n // 2, 2)))
         low, high = unpack(pack(low, high, tl.float16, True), tl.float16)
         block = tl.reshape(tl.join(low, high), (TILE.block_m, TILE.block_n)).to(tl.float32)
@@ -94,7 +114,7 @@ def table_block(
     TILE: tl.constexpr,
 ):
     """Compute the terms [M, N] of the queries at N successive relative positions."""
-    if table.matrix is not None:
+    if TILE.has_matrix:
         rows = table_rows(table, relative_position, TILE)
     else:
         rows = None
@@ -105,7 +125,7 @@ def table_block(
 def far_terms(query, table, TILE: tl.constexpr):
     """Return two [M]: the terms of the queries with the first and the last table row, which all keys beyond a clamped table
     have."""
-    if table.matrix is not None:
+    if TILE.has_matrix:
         column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
         rows = tl.where(column == 0, 0, table.last - table.first)
         ends = load_rows(table.matrix, 0, rows, rows >= 0, TILE.width, TILE.block_width)
@@ -113,25 +133,19 @@ def far_terms(query, table, TILE: tl.constexpr):
         terms = tl.dot(query, tl.trans(ends), input_precision=TILE.precision)
         past = tl.sum(tl.where((column == 0)[None, :], terms, 0.0), axis=1)
         future = tl.sum(tl.where((column == 1)[None, :], terms, 0.0), axis=1)
-        if table.scale is not None:
+        if TILE.has_scale:
             past *= tl.cast(table.scale, tl.float32)
             future *= tl.cast(table.scale, tl.float32)
     else:
         past = tl.full([TILE.block_m], 0.0, tl.float32)
         future = past
-    if table.bias is not None:
+    if TILE.has_bias:
         last = (table.last - table.first) * table.bias[1]
         past += tl.load(table.bias[0]).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
         future += tl.load(table.bias[0] + last).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
     if TILE.round_terms:
         past, future = rounded(past), rounded(future)
     return past, future
-
-
-@triton.jit
-def far_tile(past, future, is_past, TILE: tl.constexpr):
-    """Return the terms [M, N] of a tile of far keys: one number for each query, [M], that of the past or that of the future."""
-    return tl.broadcast_to(tl.where(is_past, past, future)[:, None], (TILE.block_m, TILE.block_n))
 
 
 @triton.jit
@@ -155,8 +169,8 @@ def reached_positions(first_query, last_query, place, window):
 
 
 @triton.jit
-def reached_rows(table, lowest, highest, TILE: tl.constexpr):
-    """Return (matrix, first, last) of the part of a table that pairs at relative positions from lowest to highest use.
+def reached_table(table, lowest, highest, TILE: tl.constexpr):
+    """Return the part of a table that pairs at relative positions from lowest to highest use, without its bias.
 
     The other rows must not be multiplied: 0 times a row of NaN is NaN.
     """
@@ -172,7 +186,7 @@ def reached_rows(table, lowest, highest, TILE: tl.constexpr):
         new_first = tl.where(start <= new_last, start, 2**30)
         new_last = tl.where(start <= new_last, new_last, 2**30)
     part = (matrix[0] + tl.cast(start - first, tl.int64) * matrix[1], matrix[1], matrix[2])
-    return part, new_first, new_last
+    return Table(part, table.scale, 0, table.bias_scale, new_first, new_last)
 
 
 @triton.jit

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from .._core.dtypes import without_autocast
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from . import configs
-from .arguments import Call, TableGradients, TableRows, cdiv, strided
-from .bwd_dtable_ends import launch_ends
+from .arguments import Call, Strided, cdiv, strided
+from .stored import queries_apart, rows_of_program
 from .walk import clamp_margin
-from .words import queries_apart, rows_of_program
 from .workspace import Plan
 
 
@@ -22,7 +22,10 @@ class TableSums:
     near keys one for each distance (the margins), all far keys one more at either end.
 
     Attributes:
-        arguments, rows, grid: passed to the kernels that compute the sums.
+        per_head: there is a sum for each head.
+        adds: programs add to the sums that are there.
+        margins: rows beyond either end of each clamped table, one for each distance.
+        grid: of the dtable kernel.
     """
 
     def __init__(
@@ -32,47 +35,44 @@ class TableSums:
         spec: AttentionSpec,
         gradients: Mapping[str, torch.Tensor | None],
         tiles: Mapping[str, configs.TileConfig],
-        plan: Plan | None,
+        plan: Plan,
     ) -> None:
         self.call, self.spec, self.gradients = call, spec, gradients
         # If any table has a matrix for each head, all get a sum for each head, also those that the heads share.
         tables = {name: table for name in TABLES if (table := getattr(tensors, name)) is not None}
-        per_head = any(is_per_head(name, table) for name, table in tables.items())
-        table_heads = call.heads if per_head else 1
+        self.per_head = any(is_per_head(name, table) for name, table in tables.items())
+        table_heads = call.heads if self.per_head else 1
         self.num_rows = spec.last - spec.first + 1
-        is_clamped = call.coverage == "clamp"
-        margin = clamp_margin(tiles["dq"].block_m, tiles["dq"].block_n) if is_clamped else 0
-        of_dkv = tiles["dkv"].block_m, tiles["dkv"].block_n
-        p2c_margin = clamp_margin(*of_dkv) + (0 if plan is None else margin) if is_clamped else 0
-        self.padding = {name: (p2c_margin if name == "rel_p2c" else margin) + is_clamped for name in TABLES}
-        device = tensors.query.device
-        if plan is None:
-            row_blocks = cdiv(self.num_rows + 2 * margin, tiles["dtable"].block_n)
-            units = call.num_sequences * call.heads // table_heads
-            splits = configs.table_splits(device, row_blocks * table_heads, units)
-        else:
-            tile, apart = tiles["dtable_words"], queries_apart(8 * tensors.query.element_size())
-            row_blocks = cdiv(self.num_rows + 2 * margin, rows_of_program(tile.block_n, apart))
-            units = cdiv(tensors.query.shape[2], tile.block_m * apart) * cdiv(plan.items, table_heads)
-            # Programs of heads that are not in the workspace have no work.
-            splits = configs.table_splits(device, row_blocks * min(table_heads, plan.items), units)
-        adds = plan is not None and len(plan.parts) > 1
-        self.rows = TableRows(per_head, tiles["dq"].block_m, tiles["dq"].block_n, *of_dkv, p2c_margin, adds)
+        is_clamped, layout = call.coverage == "clamp", plan.layout
+        margin = clamp_margin(layout.dq_block_m, layout.dq_block_n) if is_clamped else 0
+        of_dkv = clamp_margin(layout.dkv_block_m, layout.dkv_block_n) if is_clamped else 0
+        self.margins = {name: margin + (of_dkv if name == "rel_p2c" else 0) for name in TABLES}
+        self.padding = {name: each + is_clamped for name, each in self.margins.items()}
+        tile, apart = tiles["dtable"], queries_apart(8 * tensors.query.element_size())
+        row_blocks = cdiv(self.num_rows + 2 * margin, rows_of_program(tile.block_n, apart))
+        units = cdiv(spec.max_seqlen_q, tile.block_m * apart) * cdiv(plan.items, table_heads)
+        # Programs of heads that are not in the workspace have no work.
+        splits = configs.table_splits(tensors.query.device, row_blocks * min(table_heads, plan.items), units)
+        self.adds = len(plan.parts) > 1
         self.grid = row_blocks * table_heads, splits
 
-        sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name in tables:
             gradient = gradients[name]
             if gradient is None:
                 continue
+            is_own = is_per_head(name, gradient) == self.per_head
             width = gradient.shape[1 + is_per_head(name, gradient) :]  # rel_bias has none
-            if splits == 1 and not is_clamped and is_per_head(name, gradient) == per_head and not adds:
-                sums[name] = gradient.view(1, table_heads, self.num_rows, *width)  # there is nothing to add up afterwards
+            if splits == 1 and not is_clamped and is_own and not self.adds:
+                self.sums[name] = gradient.view(1, table_heads, self.num_rows, *width)  # there is nothing to add up afterwards
             else:
                 shape = (splits, table_heads, self.num_rows + 2 * self.padding[name], *width)
-                new = gradient.new_zeros if adds else gradient.new_empty
-                sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
-        self.arguments = TableGradients(*(strided(sums.get(name)) for name in TABLES))
+                new = gradient.new_zeros if self.adds else gradient.new_empty
+                self.sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
+
+    def partial(self, name: str) -> Strided | None:
+        """Return the partial sums of a table as kernels take them; None if its gradient is not wanted."""
+        return strided(self.sums.get(name))
 
     def add_far(
         self,
@@ -82,26 +82,32 @@ class TableSums:
         far_kept: torch.Tensor | None,
         far_key_sums: torch.Tensor | None,
     ) -> None:
-        """Fill the end rows of a clamped table's partial sums from the dq kernel's sums over far keys, and the dkv kernel's."""
+        """Fill the end rows of a clamped table's partial sums from the dq kernel's sums over far keys, and the dkv kernel's over
+        far queries."""
         if self.call.coverage != "clamp":
             return
-        per_head, wide_index = self.rows.per_head, self.call.shape.wide_index
-        ends = (
-            ("rel_key", self.call.rel_query, far_sums, self.spec.rel_scale),
-            ("rel_value", d_out, far_kept, self.call.fixed.keep_scale),
-        )
-        for name, vectors, sums, factor in ends:
-            if name in self.partials:
-                launch_ends(vectors, sums, self.partials[name], factor, per_head, wide_index)
-        if "rel_p2c" in self.partials:
-            ends_of_keys = (key, far_key_sums, self.partials["rel_p2c"], self.spec.rel_scale, per_head, wide_index)
-            launch_ends(*ends_of_keys, self.call.heads // self.call.key_heads)
-        if "rel_bias" in self.partials:
-            partial = self.partials["rel_bias"]
-            both = far_sums.sum((0, 3)) if per_head else far_sums.sum((0, 1, 3))[None]
-            for side in (0, -1):  # not [0, -1], a tensor that would have to be copied to the GPU
-                partial[1:, :, side] = 0
-                partial[0, :, side] = both[:, side]
+        with without_autocast(key.device):
+            if "rel_key" in self.partials:
+                self._fill_ends("rel_key", far_sums, self.call.rel_query, self.spec.rel_scale)
+            if "rel_value" in self.partials:
+                self._fill_ends("rel_value", far_kept, d_out, self.call.fixed.keep_scale)
+            if "rel_bias" in self.partials:
+                self._fill_ends("rel_bias", far_sums, None, 1.0)
+            if "rel_p2c" in self.partials:
+                # A key that no query sees may be NaN; its sums are 0.
+                is_far = (far_key_sums != 0).any(2).unflatten(1, (key.shape[1], -1)).any(2)
+                keys = key.masked_fill(~is_far[..., None], 0).repeat_interleave(self.call.heads // key.shape[1], 1)
+                self._fill_ends("rel_p2c", far_key_sums, keys, self.spec.rel_scale)
+
+    def _fill_ends(self, name: str, sums: torch.Tensor, vectors: torch.Tensor | None, factor: float) -> None:
+        """Fill the first and the last row with ``factor * sum_i sums_i vectors_i``, sums [B, H, 2, N], vectors [B, H, N, D]."""
+        partial = self.partials[name]
+        ends = sums.sum((0, 3)) if vectors is None else torch.einsum("bhsn,bhnd->hsd", sums, vectors.float()) * factor
+        if not self.per_head:
+            ends = ends.sum(0, keepdim=True)
+        for side in (0, -1):  # not [0, -1], a tensor that would have to be copied to the GPU
+            partial[1:, :, side] = 0
+            partial[0, :, side] = ends[:, side]
 
     def add_up(self) -> None:
         """Write the gradients: add up the partial sums, and add the rows beyond a clamped table to its end rows."""
@@ -114,4 +120,4 @@ class TableSums:
                 inner[:, -1] += total[:, stop:].sum(1)
             gradient = self.gradients[name]
             shared = gradient.dim() == partial.dim() - 2
-            gradient.copy_(inner[0] if shared and not self.rows.per_head else inner.sum(0) if shared else inner)
+            gradient.copy_(inner[0] if shared and not self.per_head else inner.sum(0) if shared else inner)

@@ -6,16 +6,8 @@ from dataclasses import dataclass, replace
 
 from .architectures import architecture_of
 
-KERNELS = ("forward", "dq", "dkv", "dtable", "dtable_words", "dp2c", "dp2c_words", "dq_words")
-OF_TABLES = KERNELS[3:7]
-"""Kernels that own rows of a table, and see nothing beyond it."""
-OF_P2C = KERNELS[5:7]
-"""Kernels of rel_p2c alone."""
-OF_WORDS = ("dtable_words", "dp2c_words")
-"""Kernels that read a workspace, in place of those named before."""
-OF_QUERY = KERNELS[7]
-"""The kernel that reads a workspace in place of the dq kernel, in long calls that _core/tails.py names."""
-WITHOUT_BANDS = ("dtable_words", OF_QUERY)
+KERNELS = ("forward", "dq", "dq_from_ds", "dkv", "dtable", "dp2c")
+WITHOUT_BANDS = ("dtable", "dq_from_ds")
 """Kernels whose tiles have any ratio of queries to keys."""
 COVERAGES = ("no table", "full", "clamp", "zero")
 """The pairs that a table has rows for; see AttentionSpec.coverage."""
@@ -30,8 +22,7 @@ class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
     carry: the state that kernels which walk along the keys, forward and dq, keep for the next tile. "scores": rotated table
-    blocks; "both": in the dq kernel also gradients of scores; None: nothing, which takes more products and fewer registers (see
-    band.py).
+    blocks; None: nothing, which takes more products and fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
     quads.py).
     max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; the rest is spilled. None:
@@ -76,8 +67,8 @@ class TileConfig:
             return f"num_warps must be at most {MAX_THREADS // known.warp}, got {self.num_warps}"
         if not 1 <= self.num_stages <= MAX_STAGES:
             return f"num_stages must lie in [1, {MAX_STAGES}], got {self.num_stages}"
-        if self.carry not in (None, "scores", "both"):
-            return f'carry must be None, "scores" or "both", got {self.carry!r}'
+        if self.carry not in (None, "scores"):
+            return f'carry must be None or "scores", got {self.carry!r}'
         if self.rotation not in ("gather", "registers"):
             return f'rotation must be "gather" or "registers", got {self.rotation!r}'
         if self.max_registers is not None and (not known.is_nvidia or not 32 <= self.max_registers <= 255):

@@ -1,62 +1,116 @@
-"""The workspace of a backward: whether a call uses one, how large it is, and in which parts it is filled.
+"""The workspace of a backward: which pairs the dkv kernel stores, and in which parts; and what follows from it for other kernels.
 
-The dkv kernel stores the gradients of its scores there ("words"), rounded to the inputs' dtype as it multiplies them. From these
-the dtable_words kernel computes the gradient of the table with one product, where the dtable kernel has six. Words take 2 bytes a
-pair, so the dkv kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
+The dkv kernel stores dS, and with rel_value P, of each pair, rounded to the inputs' dtype as it multiplies them (stored.py). From
+these the dtable and dp2c kernels compute the gradients of tables with one product. dS takes 2 bytes a pair, so the dkv kernel's
+programs run in parts, one part after the other through the same workspace, in a fixed order.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+
+from .._core.residual import keeps_residual
 from .._core.spec import AttentionSpec, AttentionTensors
-from .architectures import architecture_of
 from .arguments import Call, cdiv
+from .stored import ALIGNMENT, Layout
 from .tile_config import TileConfig
 from .walk import clamp_margin
-from .words import ALIGNMENT
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
-"""The environment variable that limits the workspace, in bytes; with 0 there is none, and the dtable kernel is used."""
+"""The environment variable that limits the workspace, in bytes. It never has less than one block of keys of one head."""
 USUAL_LIMIT = 256 * 2**20
-MOST_WORDS = 2**30
-"""Largest workspace in words, which kernels address in 32 bits."""
+MOST_PAIRS = 2**30
+"""Largest number of pairs of an item, which kernels address in 32 bits."""
+START_COST = 6
+"""What a wave of the dkv kernel's programs costs beside the programs themselves, in programs of a multiprocessor. One, two and
+three programs at once take 4,081, 4,428 and 5,163 cycles for a tile each at D 64, and one and two 5,191 and 6,138 at D 128, by
+the model of bench/cycles: a program that runs alone leaves a multiprocessor idle most of the time."""
 
 
 class Part(NamedTuple):
-    """One launch of the dkv kernel: its programs, and the pairs whose words they leave in the workspace."""
+    """One launch of the dkv kernel: some of its programs, in the numbering of a launch for all keys."""
 
-    first_program: int  # number in the launch for all keys
-    programs: int
-    first_item: int  # an item is a batch entry and head, numbered entry * heads + head
-    stop_item: int
-    first_key: int
-    stop_key: int
+    first_program: int
+    stop_program: int
 
 
 class Plan(NamedTuple):
-    """A workspace: its sizes, and the parts in which it is filled."""
+    """A workspace: its sizes, what it holds, and the parts in which it is filled. An item is a sequence and head."""
 
     items: int
     rows: int
     columns: int
-    skew: int  # see words.py
-    lowest: int  # the lowest relative position that is wanted
-    highest: int
-    has_all_keys: bool  # whether each part has the words of all pairs of its items
+    blocks: int  # of the dkv kernel's keys
+    group: int  # heads that share one of the key
+    layout: Layout
+    has_ds: bool  # there are tables for the scores
+    has_probs: bool  # there is a table for the values
     parts: list[Part]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, self.items, self.rows, self.columns
 
+    @property
+    def pairs(self) -> int:
+        """Return for how many pairs there is room, of dS and of P."""
+        return self.items * self.rows * self.columns * (self.has_ds + self.has_probs)
 
-def limit(tensors: AttentionTensors) -> int:
-    """Return the largest workspace in bytes: TRITON_RELATTN_WORKSPACE or, if it is not set, 256 MiB or as much as query, key and
-    value take, whichever is more.
+    @property
+    def has_all_keys(self) -> bool:
+        """Return whether each part has all pairs of its items."""
+        return not self.layout.is_band and self.columns >= self.blocks * self.layout.dkv_block_n
+
+    def items_of(self, part: Part) -> int:
+        """Return how many items a part has."""
+        return (cdiv(part.stop_program, self.blocks) - part.first_program // self.blocks) * self.group
+
+
+class Route(NamedTuple):
+    """How a backward computes its gradients, decided once."""
+
+    plan: Plan | None  # the workspace; None without tables
+    query_from_ds: bool
+    """d_query and d_rel_query come from the workspace, and delta from out and its residual; else both from the dq kernel."""
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Return the names of the kernels, of configs.KERNELS, that run if all gradients are wanted, first to last."""
+        if self.plan is None:
+            return "dq", "dkv"
+        of_scores = ("dp2c",) if self.plan.layout.has_p2c else ()
+        return (*("dq",) * (not self.query_from_ds), "dkv", "dtable", *("dq_from_ds",) * self.query_from_ds, *of_scores)
+
+
+def route(
+    call: Call,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    tiles: Mapping[str, TileConfig],
+    multiprocessors: int,
+    has_delta: bool,
+    most_bytes: int | None = None,
+) -> Route:
+    """Return the route of a call. It does not depend on which gradients are wanted, so that a gradient has the same bits alone.
+
+    Args:
+        has_delta: whether delta, or the residual of out, is there.
+        most_bytes: as of plan.
+    """
+    planned = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
+    from_ds = has_delta and planned is not None and planned.has_all_keys and keeps_residual(tensors, spec)
+    return Route(planned, from_ds)
+
+
+def limit(tensors: AttentionTensors, wave: int) -> int:
+    """Return the largest workspace in bytes: TRITON_RELATTN_WORKSPACE or, if it is not set, 256 MiB, or as much as query, key and
+    value take, or one wave of the dkv kernel's programs needs, whichever is most.
 
     Raises:
         ValueError: the variable is not a whole number.
@@ -66,106 +120,135 @@ def limit(tensors: AttentionTensors) -> int:
         if not given.strip().isdecimal():
             raise ValueError(f"{VARIABLE} must be a number of bytes, such as 268435456, got {given!r}")
         return int(given)
-    return max(USUAL_LIMIT, sum(each.numel() * each.element_size() for each in (tensors.query, tensors.key, tensors.value)))
-
-
-def why_not(call: Call, tensors: AttentionTensors) -> str | None:
-    """Return the reason why a call needs the dtable kernel, whatever the workspace; None if there is none.
-
-    The reason must not depend on which gradients are wanted, so that a gradient has the same bits with others and alone.
-    """
-    if tensors.rel_key is None and tensors.rel_bias is None and tensors.rel_p2c is None:
-        return "there is no table for the scores"
-    if tensors.rel_value is not None:
-        return "a table for the values needs probabilities by relative position"
-    if tensors.cu_seqlens_q is not None:
-        return "sequences are packed: a rectangle for each would be mostly empty"
-    if tensors.query_offsets is not None:
-        return "sequences have relative positions of their own"
-    if not architecture_of(call.arch).is_nvidia:
-        return "nobody has looked at how words are read on AMD's GPUs"
-    return None
+    return max(USUAL_LIMIT, wave, sum(each.numel() * each.element_size() for each in (tensors.query, tensors.key, tensors.value)))
 
 
 def plan(
-    call: Call, tensors: AttentionTensors, spec: AttentionSpec, tiles: Mapping[str, TileConfig], multiprocessors: int
+    call: Call,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    tiles: Mapping[str, TileConfig],
+    multiprocessors: int,
+    most_bytes: int | None = None,
 ) -> Plan | None:
-    """Return how a call uses a workspace; None if it does not, because of why_not or because too little of the call fits.
+    """Return the workspace of a call; None if it has no tables.
 
-    Too little fits if a part has fewer programs of the dkv kernel than there are multiprocessors, half of those that run at once.
+    Args:
+        most_bytes: instead of ``limit``. A workspace for one block of keys of one head may have more.
     """
-    if why_not(call, tensors) is not None:
+    has_ds = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
+    has_probs = tensors.rel_value is not None
+    if not has_ds and not has_probs:
         return None
-    most_words = min(limit(tensors) // tensors.query.element_size(), MOST_WORDS)
-    rows, block_n = tensors.query.shape[2], tiles["dkv"].block_n
-    blocks = cdiv(tensors.key.shape[2], block_n)
+    dq, dkv = tiles["dq"], tiles["dkv"]
+    layout = Layout(dq.block_m, dq.block_n, dkv.block_m, dkv.block_n, tensors.rel_p2c is not None)
+    rows, block_n = spec.max_seqlen_q, dkv.block_n
+    blocks = cdiv(spec.max_seqlen_k, block_n)
     units = call.num_sequences * call.key_heads
     group = call.heads // call.key_heads
 
-    # Columns: all keys, or if that is fewer a band: the relative positions that both the table, with the margin of keys that the
-    # dq kernel takes for near, and the window have.
-    margin = clamp_margin(tiles["dq"].block_m, tiles["dq"].block_n) if call.coverage == "clamp" else 0
-    lowest, highest = spec.first - margin, spec.last + margin
-    left, right = spec.window_left, spec.window_right
-    lowest, highest = lowest if left < 0 else max(lowest, -left), highest if right < 0 else min(highest, right)
-    if call.coverage == "clamp" and tensors.rel_p2c is not None:  # whose near pairs are those of the dkv kernel's near tiles
-        slack = clamp_margin(tiles["dkv"].block_m, tiles["dkv"].block_n)
-        lowest, highest = lowest - slack, highest + slack
-    skew = tiles["dkv"].block_m
-    band = cdiv(max(highest - lowest + 1, 1) + skew - 1 + ALIGNMENT.value - 1, 64) * 64
-    columns = blocks * block_n
-    if band < columns:
-        columns = band
-    else:
-        skew = 0
+    # Columns: all keys, or if that is fewer a band of relative positions.
+    lowest, highest = _stored_positions(call, spec, layout)
+    band = cdiv(max(highest - lowest + 1, 1) + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64
+    columns = min(band, blocks * block_n)
+    slots = multiprocessors * dkv.programs_at_once
+    bytes_of_pair = tensors.query.element_size() * (has_ds + has_probs)
+    if most_bytes is None:
+        most_bytes = limit(tensors, slots * group * rows * min(block_n, cdiv(columns, blocks)) * bytes_of_pair)
+    most_pairs = most_bytes // bytes_of_pair
 
-    most_units, most_blocks = most_words // (group * rows * columns), 0
-    if most_units == 0 and skew == 0:
-        most_blocks = most_words // (group * rows * block_n)
-    if max(min(most_units, units) * blocks, most_blocks) < max(1, min(multiprocessors, units * blocks)):
-        return None
-    slots = multiprocessors * tiles["dkv"].programs_at_once
+    most_units = min(units, most_pairs // (group * rows * columns)) if rows * columns <= MOST_PAIRS else 0
     if most_units > 0:
-        at_once = _part_size(units, min(most_units, units), blocks, slots)
-        items, step, part_of_unit = at_once * group, at_once * blocks, blocks
-    else:
-        step = part_of_unit = _part_size(blocks, most_blocks, 1, slots)
-        items, columns = group, part_of_unit * block_n
-    has_all_keys = skew == 0 and part_of_unit == blocks
-    parts = _parts(units, blocks, group, block_n, step, part_of_unit)
-    return Plan(items, rows, columns, skew, lowest, highest, has_all_keys, parts)
+        at_once = _part_size(units, most_units, blocks, multiprocessors, dkv.programs_at_once)
+        step, items = at_once * blocks, at_once * group
+        layout = layout._replace(is_band=columns < blocks * block_n)
+        starts = [(first, min(first + step, units * blocks)) for first in range(0, units * blocks, step)]
+    else:  # some blocks of keys of one unit at a time
+        most_blocks = max(1, min(most_pairs // group, MOST_PAIRS) // (rows * block_n))
+        step = _part_size(blocks, min(blocks, most_blocks), 1, multiprocessors, dkv.programs_at_once)
+        items, columns = group, step * block_n
+        starts = [
+            (unit * blocks + block, unit * blocks + min(block + step, blocks))
+            for unit in range(units)
+            for block in range(0, blocks, step)
+        ]
+    return Plan(items, rows, columns, blocks, group, layout, has_ds, has_probs, [Part(*each) for each in starts])
+
+
+def _stored_positions(call: Call, spec: AttentionSpec, layout: Layout) -> tuple[int, int]:
+    """Return the (lowest, highest) relative position that is wanted; stored.stored_positions does the same."""
+    is_clamped = call.coverage == "clamp"
+    margin = clamp_margin(layout.dq_block_m, layout.dq_block_n) if is_clamped else 0
+    lowest, highest = spec.first - margin, spec.last + margin
+    if spec.window_left >= 0:
+        lowest = max(lowest, -spec.window_left)
+    if spec.window_right >= 0:
+        highest = min(highest, spec.window_right)
+    slack = clamp_margin(layout.dkv_block_m, layout.dkv_block_n) if is_clamped and layout.has_p2c else 0
+    return lowest - slack, highest + slack
 
 
 @functools.lru_cache(maxsize=256)
-def _part_size(count: int, most: int, programs: int, slots: int) -> int:
+def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_once: int) -> int:
     """Return how many of count things, of so many programs each, make a part, at most ``most``.
 
-    All parts together should take as few waves as possible, where a wave is as many programs as there are slots. Of sizes with
-    as few waves, take one with the fewest parts, and of those the smallest: then parts are about equally large.
+    A wave of programs takes START_COST and as much as a multiprocessor has programs in it. All parts together should cost as
+    little as possible; of sizes that cost the same, take one with the fewest parts, and of those the smallest: then parts are
+    about equally large.
     """
+    slots = multiprocessors * at_once
 
-    if most >= count:  # with one part there are as few waves as possible
-        return count
+    def cost_of_part(size: int) -> int:
+        waves, rest = divmod(size * programs, slots)
+        return waves * (START_COST + at_once) + (START_COST + cdiv(rest, multiprocessors) if rest else 0)
 
-    def waves_and_parts(size: int) -> tuple[int, int]:
+    def cost_and_parts(size: int) -> tuple[int, int]:
         parts, rest = divmod(count, size)
-        return parts * cdiv(size * programs, slots) + cdiv(rest * programs, slots), parts + (rest > 0)
+        return parts * cost_of_part(size) + cost_of_part(rest), parts + (rest > 0)
 
-    return min(range(1, most + 1), key=waves_and_parts)
+    return min(range(1, most + 1), key=cost_and_parts)
 
 
-def _parts(units: int, blocks: int, group: int, block_n: int, step: int, part_of_unit: int) -> list[Part]:
-    """Return parts of ``step`` programs each: several whole units (a batch entry and a head of the keys), or some blocks of keys
-    of one unit."""
-    parts = []
-    if part_of_unit == blocks:
-        for first in range(0, units * blocks, step):
-            stop = min(first + step, units * blocks)
-            parts.append(Part(first, stop - first, first // blocks * group, stop // blocks * group, 0, blocks * block_n))
-    else:
-        for unit in range(units):
-            for block in range(0, blocks, step):
-                stop = min(block + step, blocks)
-                items = unit * group, (unit + 1) * group
-                parts.append(Part(unit * blocks + block, stop - block, *items, block * block_n, stop * block_n))
-    return parts
+def allocated(
+    call: Call,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    tiles: Mapping[str, TileConfig],
+    multiprocessors: int,
+    has_delta: bool,
+    wants: Mapping[str, bool],
+) -> tuple[Route, torch.Tensor | None, torch.Tensor | None]:
+    """Return the route of a call and its workspace: dS and P, each None if no gradient that is wanted needs it.
+
+    Where torch has no memory for it, the workspace is made smaller, with a warning: sums of other parts have other last bits.
+
+    Raises:
+        OutOfMemoryError: there is no memory for one block of keys of one head.
+    """
+    query, most_bytes = tensors.query, None
+    while True:
+        found = route(call, tensors, spec, tiles, multiprocessors, has_delta, most_bytes)
+        planned = found.plan
+        if planned is None:
+            return found, None, None
+        of_query = found.query_from_ds and (wants["query"] or wants["rel_query"])
+        needs_ds = of_query or any(wants[name] for name in ("rel_key", "rel_bias", "rel_p2c"))
+        try:
+            ds = query.new_empty(planned.shape) if needs_ds else None
+            probs = query.new_empty(planned.shape) if wants["rel_value"] else None
+            return found, ds, probs
+        except torch.OutOfMemoryError as error:
+            size = planned.pairs * query.element_size()
+            most_bytes = size // 2
+            smaller = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
+            if smaller is None or smaller.pairs >= planned.pairs:
+                text = (
+                    f"the backward needs a workspace of {size} bytes at least, for {planned.rows} queries and one block of keys"
+                )
+                raise torch.OutOfMemoryError(f"{text}; {error}") from error
+            warnings.warn(
+                f"no memory for a workspace of {size} bytes; a smaller one is used, with which sums may differ in their last "
+                f"bits. {VARIABLE} limits it from the beginning.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -15,7 +15,7 @@ from .key_terms import OF_KEY_TERMS
 from .launchers import OF_LAUNCHERS
 from .mirror import OF_MIRROR
 from .models import OF_MODELS
-from .query_words import OF_QUERY_WORDS
+from .query_from_ds import OF_QUERY_FROM_DS
 from .tiles import OF_BAND, OF_MASKS, OF_QUADS
 from .use import OF_USE
 from .workspace import OF_WORKSPACE
@@ -29,7 +29,7 @@ FAULTS: tuple[Fault, ...] = (
     *OF_COLUMNS,
     *OF_TABLE,
     *OF_WORKSPACE,
-    *OF_QUERY_WORDS,
+    *OF_QUERY_FROM_DS,
     *OF_KEY_TERMS,
     *OF_KEY_SPLITS,
     *OF_LAUNCHERS,

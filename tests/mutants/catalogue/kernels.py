@@ -10,6 +10,7 @@ from .places import (
     DQ,
     DTABLE,
     FORWARD,
+    LOGITS,
     MASKING,
     ON_BACKWARD,
     ON_BACKWARD_EDGES,
@@ -22,6 +23,7 @@ from .places import (
     ON_ROTATIONS,
     ROWS_OF_TABLE,
     SCORES,
+    STORED,
     WALK,
 )
 
@@ -234,20 +236,20 @@ OF_ROWS = (
         (
             Change(
                 DQ,
-                "    if IS_QUERY and scaling.rel_scale is not None:",
-                "    if False:",
+                "if call.scaling.rel_scale is not None:\n                        d_scores *=",
+                "if False:\n                        d_scores *=",
             ),
         ),
     ),
     Fault(
-        "waiting-gradients-lost",
-        "after the last tile of a walk one block of gradients too few is multiplied with the table",
+        "gradients-of-the-last-block-lost",
+        "of the blocks of rows that a tile's gradients lie in, the last is not multiplied with them",
         (f"{ON_FEATURES}::test_shapes_and_scales[-width_40]",),
         (
             Change(
                 BAND,
+                "for ahead in tl.static_range(TILE.block_m // TILE.block_n + 1):",
                 "for ahead in tl.static_range(TILE.block_m // TILE.block_n):",
-                "for ahead in tl.static_range(TILE.block_m // TILE.block_n - 1):",
             ),
         ),
     ),
@@ -274,13 +276,7 @@ OF_COLUMNS = (
             f"{ON_FEATURES}::test_nan_that_no_query_sees[-lengths]",
             f"{ON_BACKWARD_EDGES}::test_nan_in_rows_that_no_visible_pair_has",
         ),
-        (
-            Change(
-                DKV,
-                "seen = visible(offs_m[:, None], offs_n[None, :], place, call.window) & valid_m[:, None]",
-                "seen = visible(offs_m[:, None], offs_n[None, :], place, call.window)",
-            ),
-        ),
+        (Change(LOGITS, "if CHECKS_QUERIES or mask is not None:", "if mask is not None:"),),
     ),
     Fault(
         "columns-read-behind-the-queries",
@@ -316,7 +312,7 @@ OF_COLUMNS = (
         "columns-sides-swapped",
         "keys beyond a clamped table take the term of the other end",
         (f"{ON_BACKWARD}::test_tables[default-wholly_past-clamp]",),
-        (Change(DKV, "side = tl.where(row_start < near_start, 1, 0)", "side = tl.where(row_start < near_start, 0, 1)"),),
+        (Change(DKV, "side = tl.where(is_past, 0, 1)", "side = tl.where(is_past, 1, 0)"),),
     ),
     Fault(
         "columns-limits-not-turned-round",
@@ -342,85 +338,45 @@ OF_COLUMNS = (
             ),
         ),
     ),
+    Fault(
+        "columns-slope-of-the-softcap",
+        "the derivative of the softcap is missing in d_key and the gradients of tables",
+        (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_softcap]",),
+        (Change(DKV, "                        d_scores *= slope\n", "                        d_scores *= 1.0\n"),),
+    ),
+    Fault(
+        "columns-dropout-by-entry",
+        "in a packed batch keys and tables get the gradients of what the first sequence keeps",
+        (f"{ON_FEATURES}::test_packed[full-0.4]",),
+        (Change(DKV, "keep_mask(call.dropout, place.batch, head", "keep_mask(call.dropout, place.entry, head"),),
+    ),
 )
 
 
 OF_TABLE = (
     Fault(
-        "key-lengths-ignored-by-the-table",
-        "the gradient of a table counts keys beyond key_lengths",
-        (f"{ON_BACKWARD}::test_tables[default-exact-zero]",),
-        (
-            Change(DTABLE, "from .masking import exists", "from .masking import Place, exists"),
-            Change(
-                DTABLE,
-                "        head = table_head if ROWS.per_head else unit - sequence * num_heads\n        head_queries",
-                "        head = table_head if ROWS.per_head else unit - sequence * num_heads\n"
-                "        batch, entry, query_row, key_row, num_queries, key_rows, first_key, _, offset = place\n"
-                "        place = Place(batch, entry, query_row, key_row, num_queries, key_rows, first_key, key_rows, offset)\n"
-                "        head_queries",
-            ),
-        ),
-    ),
-    Fault(
-        "hidden-keys-are-read",
-        "keys beyond key_lengths are multiplied by 0: NaN if they hold NaN",
-        (f"{ON_BACKWARD_EDGES}::test_nan_in_storage_and_hidden_keys[False-zero]",),
-        (
-            Change(
-                DTABLE,
-                "valid_n = exists(first_key + tile_n, place, call.window)",
-                "valid_n = (first_key + tile_n).to(tl.uint32) < call.sequences.max_seqlen_k.to(tl.uint32)",
-            ),
-        ),
-    ),
-    Fault(
-        "table-slope-of-the-softcap",
-        "the derivative of the softcap is missing in the gradients of tables",
-        (f"{ON_FEATURES}::test_shapes_and_scales[-negative_scale_softcap]",),
-        (Change(DTABLE, "                    d_scores *= slope\n", "                    d_scores *= 1.0\n"),),
-    ),
-    Fault(
-        "table-dropout-by-entry",
-        "in a packed batch the gradient of a table drops what the first sequence drops",
-        (f"{ON_FEATURES}::test_packed[full-0.4]",),
-        (Change(DTABLE, "keep_mask(call.dropout, place.batch, head", "kept(call.dropout, place.entry, head"),),
-    ),
-    Fault(
         "shared-table-of-the-first-heads",
         "the gradient of a table that heads share is not summed over them",
         (f"{ON_BACKWARD_EDGES}::test_number_of_splits[False-clamp]",),
-        (
-            Change(
-                DTABLE,
-                "num_units = num_sequences if ROWS.per_head else num_sequences * num_heads",
-                "num_units = num_sequences",
-            ),
-        ),
+        (Change(STORED, "        return first_item, 1\n", "        return first_item, num_heads\n"),),
     ),
     Fault(
         "table-walk-begins-late",
         "queries that meet only the last rows of a block of rows are left out",
         (f"{ON_BACKWARD}::test_lengths[15-17]",),
-        (Change(DTABLE, "-place.query_offset - relative - (TILE.block_n - 1), 0)", "-place.query_offset - relative, 0)"),),
+        (Change(DTABLE, "query_offset - relative - (BLOCK_N - 1), 0)", "query_offset - relative, 0)"),),
     ),
     Fault(
         "table-loses-the-diagonal",
         "a block of rows that begins at the edge of the window is skipped",
         (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_a_window",),
-        (Change(DTABLE, "tl.where(relative > call.window[1], 0, stop)", "tl.where(relative >= call.window[1], 0, stop)"),),
-    ),
-    Fault(
-        "far-keys-counted-twice",
-        "the first key behind the near tiles is counted by the dq kernel and by the table's",
-        (f"{ON_BACKWARD}::test_tiles_of_rows_and_table_kernel[False-rows1-table1]",),
-        (Change(DTABLE, "near_stop - first_keys)", "near_stop + 1 - first_keys)"),),
+        (Change(DTABLE, "tl.where(relative > call.window[1], 0, span)", "tl.where(relative >= call.window[1], 0, span)"),),
     ),
     Fault(
         "race-of-table-splits",
         "all programs that share a block of rows write their sum to the same place",
         (f"{ON_BACKWARD_EDGES}::test_number_of_splits[True-full]",),
-        (Change(DTABLE, "head_matrix(d_tables.rel_key, split, table_head", "head_matrix(d_rel_keys, 0, table_head"),),
+        (Change(DTABLE, "head_matrix(d_rows, split, table_head", "head_matrix(d_rows, 0, table_head"),),
     ),
     Fault(
         "race-of-table-rows",
@@ -429,8 +385,8 @@ OF_TABLE = (
         (
             Change(
                 DTABLE,
-                "valid = relative + tile_n <= last + MARGIN",
-                "valid = relative + tile_n <= last + MARGIN + 1",
+                "(position <= last + MARGIN)",
+                "(position <= last + MARGIN + 1)",
             ),
         ),
     ),
@@ -438,10 +394,6 @@ OF_TABLE = (
         "race-of-bias-heads",
         "all heads write the gradient of rel_bias to the first head's",
         (f"{ON_FEATURES}::test_shapes_and_scales[-groups_of_3]",),
-        (
-            Change(
-                DTABLE, "row_vector(d_tables.rel_bias, split, table_head, row)", "row_vector(d_tables.rel_bias, split, 0, row)"
-            ),
-        ),
+        (Change(DTABLE, "row_vector(d_biases, split, table_head, row)", "row_vector(d_biases, split, 0, row)"),),
     ),
 )

@@ -6,28 +6,26 @@ from ..fault import Change, Fault
 from .places import (
     DKV,
     DP2C,
-    DP2C_WORDS,
-    FAR_KEYS,
-    FORWARD,
     KEY_TERMS,
+    LOGITS,
     MASKING,
     ON_KEY_TERMS,
     ON_WORKSPACE,
-    TABLE_ENDS,
+    STORED,
     TABLE_SUMS,
     WORKSPACE,
 )
 
 RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
 FAR = (f"{ON_KEY_TERMS}::test_far_tiles",)
-WORDS = (f"{ON_WORKSPACE}::test_calls",)
+CALLS = (f"{ON_WORKSPACE}::test_calls",)
 
 OF_KEY_TERMS = (
     Fault(
         "key-terms-of-the-next-rows",
         "the table that is turned upside down is off by one row",
         RANDOM,
-        (Change(FORWARD, "None, None, -last, -first)", "None, None, 1 - last, 1 - first)"),),
+        (Change(LOGITS, "bias_scale, -last, -first)", "bias_scale, 1 - last, 1 - first)"),),
     ),
     Fault(
         "key-terms-of-queries-in-another-order",
@@ -39,19 +37,25 @@ OF_KEY_TERMS = (
         "key-terms-of-the-first-half-alone",
         "the second half of a tile's queries has the terms of the first",
         RANDOM,
-        (Change(KEY_TERMS, "whole_tile(key, table, half * TILE.block_n - relative", "whole_tile(key, table, -relative"),),
+        (
+            Change(
+                KEY_TERMS,
+                "next_terms(key, table, carried, half * TILE.block_n - relative",
+                "next_terms(key, table, carried, -relative",
+            ),
+        ),
     ),
     Fault(
         "key-terms-without-rel-scale-in-the-gradient",
         "d_key has k . F's part as if rel_scale were scale",
         RANDOM,
-        (Change(KEY_TERMS, "d_key += key_sums * tl.cast(scaling.rel_scale, tl.float32)", "d_key += key_sums"),),
+        (Change(KEY_TERMS, "return d_key + key_sums * tl.cast(scaling.rel_scale, tl.float32)", "return d_key + key_sums"),),
     ),
     Fault(
         "key-terms-of-rows-that-no-pair-has",
         "d_key is NaN where a row is that no query reaches",
         (f"{ON_KEY_TERMS}::test_nan_that_no_query_sees",),
-        (Change(DKV, "key_table, key_lowest, key_highest, KEY_TILE", "key_table, -last, -first, KEY_TILE"),),
+        (Change(DKV, "reached = reached_table(keys_table, key_lowest, key_highest, KEY_TILE)", "reached = keys_table"),),
     ),
     Fault(
         "key-terms-of-rows-for-no-keys",
@@ -78,41 +82,22 @@ OF_KEY_TERMS = (
         (Change(DKV, "rows = tl.arange(0, TILE.block_n)", "rows = tile_n"),),
     ),
     Fault(
-        "key-terms-still-wait-at-the-end",
-        "the last elements that wait for their rows are forgotten",
-        RANDOM,
-        (Change(DKV, 'd_keys is not None and KEY_TILE.carry == "both"', "d_keys is not None and False"),),
-    ),
-    Fault(
-        "p2c-gradient-of-both-tiles-everywhere",
-        "each pair of a row and a key counts for two queries",
-        RANDOM,
-        (
-            Change(DP2C, "place, call.window) & valid_m[:, None] & belongs", "place, call.window) & valid_m[:, None]"),
-            Change(DP2C, "tl.where(belongs, d_scores, d_tile)", "d_tile + d_scores"),
-        ),
-    ),
-    Fault(
         "p2c-gradient-begins-a-tile-late",
         "the first keys that a block of rows meets are left out",
-        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16", *WORDS),
+        (f"{ON_KEY_TERMS}::test_table_gradient_in_float16", *CALLS),
         (Change(KEY_TERMS, "place.query_offset - (TILE.block_m - 1), ", "place.query_offset, "),),
     ),
     Fault(
-        "p2c-words-of-the-wrong-tile",
+        "p2c-gradient-of-the-wrong-tile",
         "on the diagonal, a pair of a row and a key is the query one tile on",
-        WORDS,
-        (
-            Change(
-                DP2C_WORDS, "tile_m[:, None] < tile_n[None, :], TILE.block_m", "tile_m[:, None] <= tile_n[None, :], TILE.block_m"
-            ),
-        ),
+        CALLS,
+        (Change(DP2C, "tile_m[:, None] < tile_n[None, :], TILE.block_m", "tile_m[:, None] <= tile_n[None, :], TILE.block_m"),),
     ),
     Fault(
-        "p2c-words-of-the-last-part-alone",
+        "p2c-gradient-of-the-last-part-alone",
         "the parts of a workspace do not add up",
-        WORDS,
-        (Change(DP2C_WORDS, "    if ROWS.adds:\n        acc += load_rows", "    if False:\n        acc += load_rows"),),
+        CALLS,
+        (Change(DP2C, "    if ADDS:\n        acc += load_rows", "    if False:\n        acc += load_rows"),),
     ),
     Fault(
         "far-keys-of-the-other-end",
@@ -125,16 +110,16 @@ OF_KEY_TERMS = (
         ),
     ),
     Fault(
-        "far-keys-without-rel-scale",
-        "beyond the table k . F is not multiplied by rel_scale",
-        FAR,
-        (Change(FAR_KEYS, "call.scaling.rel_scale, None", "None, None"),),
+        "key-terms-without-rel-scale",
+        "k . F is not multiplied by rel_scale",
+        (*FAR, *RANDOM),
+        (Change(LOGITS, "        if TILE.key_tile.has_scale:\n", "        if False:\n"),),
     ),
     Fault(
-        "far-keys-of-the-first-head",
-        "heads that share a key share its terms beyond the table, too",
-        FAR,
-        (Change(FAR_KEYS, "head_matrix(inputs.rel_p2c, 0, head, 0", "head_matrix(inputs.rel_p2c, 0, 0, 0"),),
+        "key-terms-of-the-first-head",
+        "all heads have the first head's rel_p2c",
+        (*FAR, *RANDOM),
+        (Change(LOGITS, "head_matrix(inputs.rel_p2c, 0, head, 0", "head_matrix(inputs.rel_p2c, 0, 0, 0"),),
     ),
     Fault(
         "far-queries-of-the-other-end",
@@ -172,48 +157,55 @@ OF_KEY_TERMS = (
         ),
     ),
     Fault(
-        "p2c-ends-of-the-first-key-head",
+        "p2c-ends-of-another-key-head",
         "the gradient of the ends has the keys of another head",
         FAR,
-        (Change(TABLE_ENDS, "head if GROUP is None else head // GROUP", "head if GROUP is None else 0"),),
+        (
+            Change(
+                TABLE_SUMS,
+                ".repeat_interleave(self.call.heads // key.shape[1], 1)",
+                ".repeat(1, self.call.heads // key.shape[1], 1, 1)",
+            ),
+        ),
     ),
     Fault(
         "p2c-ends-read-keys-that-nobody-sees",
         "the gradient of the ends is NaN where padding is",
         (f"{ON_KEY_TERMS}::test_nan_of_an_end_that_no_pair_reaches",),
-        (Change(TABLE_ENDS, "if GROUP is not None:", "if False:"),),
+        (Change(TABLE_SUMS, "key.masked_fill(~is_far[..., None], 0).", "key."),),
     ),
     Fault(
         "p2c-near-pairs-count-twice",
         "rows of the gradient near the ends have pairs that the dkv kernel has summed as far",
         FAR,
-        (Change(DP2C, '                if TILE.coverage == "clamp":\n', "                if False:\n"),),
-    ),
-    Fault(
-        "p2c-near-words-count-twice",
-        "the same of the words of far pairs, which are beside near ones or of another call",
-        FAR,
-        (Change(DP2C_WORDS, '            if TILE.coverage == "clamp":\n', "            if False:\n"),),
+        (Change(DP2C, '            if TILE.coverage == "clamp":\n', "            if False:\n"),),
     ),
     Fault(
         "p2c-near-pairs-of-other-limits",
-        "with a workspace, pairs just beyond the table are taken for far by the reader, and for near by the writer of words",
-        (*WORDS, *FAR),
-        (Change(KEY_TERMS, "return tl.minimum(first, lowest - 1), tl.maximum(last, highest + 1)\n", "return first, last\n"),),
+        "pairs just beyond the table are taken for far by the reader of dS, and for near by its writer",
+        (*CALLS, *FAR),
+        (
+            Change(
+                DP2C,
+                "near_first, near_last = near_limits(first, last, lowest, highest_stored, LAYOUT)",
+                "near_first, near_last = first, last",
+            ),
+        ),
     ),
     Fault(
-        "p2c-words-beyond-the-band",
-        "the workspace lacks words of near pairs, and the reader has those of other pairs",
-        (f"{ON_KEY_TERMS}::test_band_of_words",),
+        "p2c-pairs-beyond-the-band",
+        "the workspace lacks near pairs of tiles that reach beyond its band, and the reader has other pairs",
+        (f"{ON_KEY_TERMS}::test_band",),
         (
-            Change(WORKSPACE, "lowest, highest = lowest - slack, highest + slack", "pass"),
-            Change(KEY_TERMS, "if HAS_P2C else 0", "if False else 0"),
+            Change(WORKSPACE, "if is_clamped and layout.has_p2c else 0", "if False else 0"),
+            Change(STORED, 'if TILE.coverage == "clamp" and LAYOUT.has_p2c:', "if False:"),
+            Change(STORED, "if LAYOUT.has_p2c else 0", "if False else 0"),
         ),
     ),
     Fault(
         "p2c-margin-too-narrow",
         "pairs beyond the table that are not far for their key have no row to be summed in",
         FAR,
-        (Change(TABLE_SUMS, "p2c_margin = clamp_margin(*of_dkv)", "p2c_margin = 0"),),
+        (Change(TABLE_SUMS, 'margin + (of_dkv if name == "rel_p2c" else 0)', "margin"),),
     ),
 )

@@ -8,7 +8,6 @@ from .places import (
     BACKWARD,
     CONFIGS,
     DKV,
-    DP2C,
     DQ,
     DTABLE,
     FORWARD,
@@ -65,7 +64,7 @@ OF_LAUNCHERS = (
         (f"{ON_LAUNCHING}::test_no_field_is_hidden_by_an_attribute_of_tritons_tuple",),
         (
             Change(ARGUMENTS, "value_tile: Tile | None", "values: Tile | None"),
-            *(Change(file, "TILE.value_tile", "TILE.values") for file in (FORWARD, DQ, DKV, DTABLE, DP2C)),
+            *(Change(file, "TILE.value_tile", "TILE.values") for file in (FORWARD, DQ, DKV, DTABLE)),
         ),
     ),
     Fault(
@@ -108,7 +107,13 @@ OF_LAUNCHERS = (
         "end-rows-scaled-as-the-query",
         "far keys' part of the end rows' gradients has scale for rel_scale",
         (f"{ON_KERNEL_SURVIVORS}::test_far_keys[scale-query]",),
-        (Change(TABLE_SUMS, "far_sums, self.spec.rel_scale)", "far_sums, self.spec.scale)"),),
+        (Change(TABLE_SUMS, "self.call.rel_query, self.spec.rel_scale)", "self.call.rel_query, self.spec.scale)"),),
+    ),
+    Fault(
+        "end-rows-exchanged",
+        "the gradient of a clamped table's first row has the keys of the far future, that of its last row those of the far past",
+        (f"{ON_BACKWARD}::test_tables[default-shorter-clamp]",),
+        (Change(TABLE_SUMS, "partial[0, :, side] = ends[:, side]", "partial[0, :, side] = ends[:, -1 - side]"),),
     ),
     Fault(
         "shared-table-beside-tables-of-heads",
@@ -117,7 +122,7 @@ OF_LAUNCHERS = (
         (
             Change(
                 TABLE_SUMS,
-                "inner[0] if shared and not self.rows.per_head else inner.sum(0) if shared else inner",
+                "inner[0] if shared and not self.per_head else inner.sum(0) if shared else inner",
                 "inner[0] if shared else inner",
             ),
         ),
@@ -129,8 +134,8 @@ OF_LAUNCHERS = (
         (Change(TABLE_SUMS, "                inner[:, -1] += total[:, stop:].sum(1)\n", ""),),
     ),
     Fault(
-        "bias-without-an-end-row",
-        "far keys are missing in the gradient of rel_bias at one end, which memory that nothing has written takes",
+        "one-end-row-unfilled",
+        "far keys are missing in the gradients of tables at one end, which memory that nothing has written takes",
         (f"{ON_FEATURES}::test_one_table_alone[clamp-rel_bias]",),
         (Change(TABLE_SUMS, "for side in (0, -1):", "for side in (0,):"),),
     ),

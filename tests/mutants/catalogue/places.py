@@ -23,13 +23,10 @@ BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TIL
         "dropout",
     )
 )
-DTABLE_WORDS, WORDS, WORKSPACE, TABLE_SUMS, TABLE_ENDS = (
-    f"{OF_KERNELS}/{name}.py" for name in ("bwd_dtable_words", "words", "workspace", "table_sums", "bwd_dtable_ends")
+STORED, WORKSPACE, TABLE_SUMS, DQ_FROM_DS, DELTA, LOGITS = (
+    f"{OF_KERNELS}/{name}.py" for name in ("stored", "workspace", "table_sums", "bwd_dq_from_ds", "delta", "logits")
 )
-DQ_WORDS, DELTAS = (f"{OF_KERNELS}/{name}.py" for name in ("bwd_dq_words", "deltas"))
-KEY_TERMS, KEY_SPLITS, DP2C, DP2C_WORDS, FAR_KEYS = (
-    f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c", "bwd_dp2c_words", "far_keys")
-)
+KEY_TERMS, KEY_SPLITS, DP2C = (f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c"))
 BLOCKWISE, BLOCKS, STACKS, BANDS, MIRROR = (
     f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "stacks", "bands", "mirror")
 )
@@ -47,7 +44,7 @@ ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
 ON_KEY_TERMS = "tests/interpreter/test_key_terms.py"
 ON_KEY_SPLITS = "tests/interpreter/test_key_splits.py"
 ON_WORKSPACE = "tests/interpreter/test_workspace.py"
-ON_QUERY_WORDS = "tests/interpreter/test_query_words.py"
+ON_QUERY_FROM_DS = "tests/interpreter/test_query_from_ds.py"
 (
     ON_BLOCKWISE,
     ON_SCALE,

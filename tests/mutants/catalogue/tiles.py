@@ -57,16 +57,10 @@ OF_QUADS = (
         (Change(BAND, "> n // 4 * 4  #", ">= n // 4 * 4  #"),),
     ),
     Fault(
-        "quads-limits-off-by-one",
-        "of the columns of a band, one more than lies below the limit counts, in some rows",
-        (f"{ON_ROTATIONS}::test_limits_in_the_band",),
-        (Change(QUADS, "stop = (high[:, None] - by % 4 + 3 >> 2)", "stop = (high[:, None] - by % 4 + 4 >> 2)"),),
-    ),
-    Fault(
-        "terms-in-the-other-chunk",
-        "in the dtable kernel terms are added to the products of keys W away, in every other group of W queries",
+        "bias-diagonals-forget-the-warp",
+        "the bias of a tile that is rotated in registers is that of the first warp's rows",
         (f"{ON_ROTATIONS}::test_kernels",),
-        (Change(BAND, "odd = (m // W % 2 == 1) ^ wraps_around(TILE)", "odd = wraps_around(TILE)"),),
+        (Change(QUADS, "return lane - row - 16 * warp", "return lane - row - 0 * warp"),),
     ),
     Fault(
         "gradients-in-float16",
@@ -121,8 +115,8 @@ OF_BAND = (
         (
             Change(
                 BAND,
-                "TILE.block_n, 0, -1):\n            behind = relative_position - ago * TILE.block_n",
-                "TILE.block_n, 0, -1):\n            behind = relative_position - (ago - 1) * TILE.block_n",
+                "TILE.block_n, 0, -1):\n        behind = relative_position - ago * TILE.block_n",
+                "TILE.block_n, 0, -1):\n        behind = relative_position - (ago - 1) * TILE.block_n",
             ),
         ),
     ),

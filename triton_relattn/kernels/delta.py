@@ -1,11 +1,11 @@
-"""delta, rowsum(out * d_out) - d_lse, of each query from out and its tail: what rounding to 16 bits took from it.
+"""delta, rowsum(out * d_out) - d_lse, of each query, from out and its residual: what rounding to 16 bits took from it.
 
 The gradient of a score is dS = P * (dP - delta). If delta is off, all dS of a query are off by P times the same number. In the
 gradient of a table that adds up. The dq kernel finds delta as the sum of P * dP. A backward that does not begin with that kernel
 takes it from out, which two roundings have changed:
 
-* out was rounded. The forward keeps the tail, 8 bits of what that took.
-* P was rounded, to P', for the product with the values. So the tail is that of sum P' v / sum P', whose delta is off by
+* out was rounded. The forward keeps the residual in a tensor of its own.
+* P was rounded, to P', for the product with the values. So the residual is that of sum P' v / sum P', whose delta is off by
   sum (P - P') * (dP - delta) / sum P', no more than rounding dS changes its sum. Divided by sum P instead, as out is, it would be
   off by as many times more as delta is larger than dP - delta: 17 times in a call with sharp attention.
 """
@@ -21,39 +21,14 @@ from .launching import description, launch
 from .tiles import head_matrix, load_rows, row_vector
 
 BLOCK_M = 64
+RESIDUAL_SCALE = tl.constexpr(2048.0)
+"""Residuals are stored times this, which is at most out itself. Else those of small outs would be below float16's range."""
 
 
-def tails_of(softmax_stats: torch.Tensor) -> torch.Tensor | None:
-    """Return the tails (B, H, Nq, Dv, padded) in int8 that softmax_stats (B, H, 2 + rows, Nq) hold; None if they hold none."""
-    batch, heads, rows, num_queries = softmax_stats.shape
-    if rows == 2:
-        return None
-    return softmax_stats[:, :, 2:].view(torch.int8).flatten(2).view(batch, heads, num_queries, 4 * (rows - 2))
-
-
-@triton.jit
-def tail_step(rounded):
-    """Return the step of each number's tail as the bits of a float32: a 128th of its unit in the last place."""
-    HALF: tl.constexpr = rounded.dtype == tl.float16
-    DIGITS: tl.constexpr = 10 if HALF else 7
-    LEAST: tl.constexpr = 127 - 14 if HALF else 127 - 100  # exponent: numbers below it have its step
-    exponent = rounded.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(exponent, LEAST << 23) - ((DIGITS + 7) << 23)
-
-
-@triton.jit
-def tail_of(exact, rounded):
-    """Return exact - rounded in steps, from -128 to 127: both differ by a unit in the last place at most, nearly always."""
-    inverse = ((254 << 23) - tail_step(rounded)).to(tl.float32, bitcast=True)
-    steps = (exact - rounded.to(tl.float32)) * inverse
-    positive = tl.minimum(tl.maximum(steps, -128.0), 127.0) + 128.5  # whose conversion rounds to the nearest
-    return (positive.to(tl.int32) - 128).to(tl.int8)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def delta_kernel(
     outs,
-    tails,
+    residuals,
     d_outs,
     d_lses,
     deltas,
@@ -72,9 +47,9 @@ def delta_kernel(
     offs_m = row_start + tile_m
     valid_m = offs_m < num_queries
     out = load_rows(head_matrix(outs, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
-    tail = load_rows(head_matrix(tails, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
+    residual = load_rows(head_matrix(residuals, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
     d_out = load_rows(head_matrix(d_outs, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
-    exact = out.to(tl.float32) + tail.to(tl.float32) * tail_step(out).to(tl.float32, bitcast=True)
+    exact = out.to(tl.float32) + residual.to(tl.float32) * (1.0 / RESIDUAL_SCALE)
     delta = tl.sum(exact * d_out.to(tl.float32), axis=1)
     if d_lses is not None:
         delta -= tl.load(row_vector(d_lses, entry, head, 0) + offs_m, mask=valid_m, other=0.0)
@@ -83,7 +58,7 @@ def delta_kernel(
 
 def launch_delta(
     out: torch.Tensor,
-    tails: torch.Tensor,
+    residual: torch.Tensor,
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
     deltas: torch.Tensor,
@@ -93,7 +68,7 @@ def launch_delta(
     batch, heads, num_queries, width = out.shape
     arguments = {
         "outs": strided(out),
-        "tails": strided(tails),
+        "residuals": strided(residual),
         "d_outs": strided(d_out),
         "d_lses": strided(d_lse),
         "deltas": strided(deltas),

@@ -1,4 +1,4 @@
-"""The gradient of the query as products of the words that the dkv kernel leaves, with delta from out and its tail."""
+"""The gradient of the query from the dS that the dkv kernel has stored, with delta from out and its residual."""
 
 from __future__ import annotations
 
@@ -12,28 +12,35 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.interpreter.guard import Launch, programs_in_order
 from tests.interpreter.launch import all_gradients, check_every_term, resolve, run_backward
-from tests.interpreter.test_workspace import CALLS, SEVERAL_HEADS, TILES, call_of, plans, tile
+from tests.interpreter.test_workspace import CALLS, TILES, call_of, check_parts, limit_of, plans, tile
 from triton_relattn import RelativePositions, fused_relative_attention
-from triton_relattn._core import tails
+from triton_relattn._core import residual
 from triton_relattn._core.within import within
-from triton_relattn._operators.ops import KEEPING_TAIL
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import deltas
+from triton_relattn.kernels.delta import RESIDUAL_SCALE, launch_delta
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import VARIABLE, Plan
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
 __all__ = ["plans"]
 OF_TILES = {
-    "square": {**TILES["square"], "dq_words": tile(32, 32)},
-    "tall": {**TILES["twice"], "dq_words": tile(32, 16)},
-    "wide": {**TILES["registers"], "dq_words": tile(16, 64), "dtable_words": tile(16, 64)},
+    "square": {**TILES["square"], "dq_from_ds": tile(32, 32)},
+    "tall": {**TILES["twice"], "dq_from_ds": tile(32, 16)},
+    "wide": {**TILES["registers"], "dq_from_ds": tile(16, 64), "dtable": tile(16, 64)},
 }
 
 
 @pytest.fixture(autouse=True)
 def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "FEWEST_QUERIES", 1)
+    monkeypatch.setattr(residual, "FEWEST_QUERIES", 1)
+
+
+OF_SCORES = [
+    name
+    for name, (shape, arguments) in CALLS.items()
+    if not shape.get("rel_value") and not isinstance(arguments.get("query_offset"), torch.Tensor)
+]
+"""Those of CALLS that keep a residual: they have no table for the values, and one offset for all sequences."""
 
 
 def long_call(name: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
@@ -62,27 +69,27 @@ def launched(launches: list[Launch]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "tiles", "limit"),
-    [(name, list(OF_TILES)[number % 3], (None, SEVERAL_HEADS)[number // 3 % 2]) for number, name in enumerate(CALLS)],
+    [(name, list(OF_TILES)[number % 3], ("whole", "heads")[number // 3 % 2]) for number, name in enumerate(OF_SCORES)],
 )
 def test_calls(
     name: str,
     tiles: str,
-    limit: int | None,
+    limit: str,
     plans: list[Plan | None],
     guarded_kernels: list[Launch],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All results obey the error rules, the gradients of tables those of an exact delta."""
     inputs, arguments = long_call(name)
-    if limit is not None:
-        monkeypatch.setenv(VARIABLE, str(limit))
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, OF_TILES[tiles]))
+    plans.clear()
     check_every_term(inputs, OF_TILES[tiles], **arguments)
     names = launched(guarded_kernels)
     (plan,) = plans
-    assert plan is not None and plan.skew == 0
+    check_parts(plan, limit)
+    assert plan is not None and plan.has_all_keys
     assert names[0] == "delta" and "dq" not in names
-    assert names.count("dq_words") == names.count("dkv") == len(plan.parts)
-    assert len(plan.parts) > 1 or limit is None
+    assert names.count("dq_from_ds") == names.count("dkv") == len(plan.parts)
 
 
 @pytest.mark.parametrize("offset", [0.0, 6.0])
@@ -107,7 +114,7 @@ def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyP
         golden = dense_gradients(inputs, **arguments).d_query.sum(2)
         errors = []
         for fewest in (1, 100):
-            monkeypatch.setattr(tails, "FEWEST_QUERIES", fewest)
+            monkeypatch.setattr(residual, "FEWEST_QUERIES", fewest)
             found = all_gradients(inputs, OF_TILES["tall"], **arguments)["d_query"].double().sum(2)
             errors.append(float((found - golden).norm()))
         within(f"sum, seed {seed}", errors[0], math.sqrt(16) * errors[1])
@@ -115,12 +122,12 @@ def test_sums_over_queries(plans: list[Plan | None], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("limit", [None, SEVERAL_HEADS])
-def test_the_same_bits(limit: int | None, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["whole", "heads"])
+def test_the_same_bits(limit: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Again, with programs in another order, and whichever gradients are wanted besides."""
-    inputs, arguments = long_call("rel_query", rel_width=8, batch=2 if limit else 1)
-    if limit is not None:
-        monkeypatch.setenv(VARIABLE, str(limit))
+    inputs, arguments = long_call("rel_query", rel_width=8, batch=2 if limit == "heads" else 1)
+    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, OF_TILES["tall"]))
+    plans.clear()
     expected = all_gradients(inputs, OF_TILES["tall"], **arguments)
     with programs_in_order("shuffled", seed=3):
         results = all_gradients(inputs, OF_TILES["tall"], **arguments)
@@ -130,6 +137,8 @@ def test_the_same_bits(limit: int | None, plans: list[Plan | None], monkeypatch:
         for name in wanted:
             gradient = some[name]
             assert gradient is not None and torch.equal(gradient, expected[name]), (wanted, name)
+    for plan in plans:
+        check_parts(plan, limit)
 
 
 @pytest.mark.thorough
@@ -147,7 +156,7 @@ def test_what_nobody_sees(plans: list[Plan | None]) -> None:
     poisoned = all_gradients(inputs._replace(rel_key=rel_key, key=key, value=value), OF_TILES["wide"], **arguments)
     assert all(torch.equal(poisoned[name], gradient) for name, gradient in clean.items())
     assert not poisoned["d_rel_key"][unused].any()
-    assert plans[0] is not None and plans[0].skew == 0
+    assert plans[0] is not None and plans[0].has_all_keys
 
 
 @pytest.mark.thorough
@@ -160,24 +169,28 @@ def test_when(plans: list[Plan | None], guarded_kernels: list[Launch], monkeypat
         run_backward(inputs, tiles, wanted, **{**arguments, **changes})
         return launched(guarded_kernels)
 
-    assert names("d_query") == ["delta", "dkv", "dq_words"]
-    assert names("d_query", "d_rel_key") == ["delta", "dkv", "dtable_words", "dq_words"]
+    assert names("d_query") == ["delta", "dkv", "dq_from_ds"]
+    assert names("d_query", "d_rel_key") == ["delta", "dkv", "dtable", "dq_from_ds"]
     assert names("d_key") == names("d_key", "d_value") == ["delta", "dkv"]
     assert names("d_value") == ["dkv"]
     every = ("d_query", "d_key", "d_value", "d_rel_key")
-    assert names(*every, exact_query_grad=True) == names(*every) == ["delta", "dkv", "dtable_words", "dq_words"]
-    assert names(*every, inputs=inputs.to(torch.float32)) == ["dq", "dkv", "dtable_words"]
-    assert names(*every, query_offset=torch.tensor([3]))[0] == "dq"
+    assert names(*every, exact_query_grad=True) == names(*every) == ["delta", "dkv", "dtable", "dq_from_ds"]
+    assert names(*every, inputs=inputs.to(torch.float32)) == ["dq", "dkv", "dtable"]
+    assert names(*every, query_offset=torch.tensor([3])) == ["dq", "dkv", "dtable"]
+    with_values, _ = long_call("rel_value", batch=1, num_queries=20)
+    assert names(*every, inputs=with_values)[:2] == ["dq", "dkv"]
+    assert names(*every, positions=RelativePositions(-5, 125))[:2] == ["dq", "dkv"]  # it has no row for some pairs
     monkeypatch.setenv(VARIABLE, "0")
-    assert names(*every) == ["dq", "dkv", "dtable"]
+    assert names(*every) == ["dq", *["dkv", "dtable"] * 4]  # each block of 16 keys in a part of its own
+    assert names("d_query") == ["dq"]
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(tails, "FEWEST_QUERIES", 21)
-    assert names(*every) == ["dq", "dkv", "dtable_words"]
+    monkeypatch.setattr(residual, "FEWEST_QUERIES", 21)
+    assert names(*every) == ["dq", "dkv", "dtable"]
 
 
 @pytest.mark.thorough
 def test_compiled(plans: list[Plan | None]) -> None:
-    """torch.compile keeps the tail in training, not without gradients, and compiles once for all lengths."""
+    """torch.compile keeps the residual in training, not without gradients, and compiles once for all lengths."""
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, dynamic=True, fullgraph=True)
@@ -200,7 +213,7 @@ def test_compiled(plans: list[Plan | None]) -> None:
     operators = [
         node.args[-1] for graph in counter.graphs for node in graph.graph.nodes if "attention_forward" in str(node.target)
     ]
-    assert operators == [KEEPING_TAIL, "triton"]
+    assert operators == [True, False]
 
 
 @pytest.mark.thorough
@@ -210,7 +223,7 @@ def test_blocks_of_queries(dtype: torch.dtype, plans: list[Plan | None], guarded
     inputs = make_inputs(1, 2, 150, 40, 8, num_rows=189, rel_bias=True, dtype=dtype, seed=4)
     positions = RelativePositions(-149, 39)
     check_every_term(inputs, OF_TILES["wide"], positions=positions, key_lengths=torch.tensor([37]))
-    assert ("dq_words" in launched(guarded_kernels)) == (dtype == torch.float16)
+    assert ("dq_from_ds" in launched(guarded_kernels)) == (dtype == torch.float16)
     assert plans[0] is not None
 
 
@@ -219,7 +232,7 @@ def test_some_keys_at_a_time(plans: list[Plan | None], guarded_kernels: list[Lau
     monkeypatch.setenv(VARIABLE, "3000")
     inputs = make_inputs(1, 1, 40, 50, 8, num_rows=89, dtype=torch.float16, seed=4)
     check_every_term(inputs, OF_TILES["square"], positions=RelativePositions(-39, 49))
-    assert launched(guarded_kernels) == ["dq", "dkv", "dtable_words", "dkv", "dtable_words"]
+    assert launched(guarded_kernels) == ["dq", "dkv", "dtable", "dkv", "dtable"]
     assert plans[0] is not None and not plans[0].has_all_keys
 
 
@@ -228,28 +241,27 @@ def test_band(plans: list[Plan | None], guarded_kernels: list[Launch]) -> None:
     inputs = make_inputs(1, 1, 40, 150, 8, num_rows=189, dtype=torch.float16, seed=4)
     arguments: dict[str, Any] = {"positions": RelativePositions(-39, 149), "window_size": (9, 2), "query_offset": 20}
     check_every_term(inputs, OF_TILES["tall"], **arguments)
-    assert launched(guarded_kernels) == ["dq", "dkv", "dtable_words"]
-    assert plans[0] is not None and plans[0].skew > 0
+    assert launched(guarded_kernels) == ["dq", "dkv", "dtable"]
+    assert plans[0] is not None and plans[0].layout.is_band
 
 
-def test_tail() -> None:
-    """It takes a byte for each number of out, and makes of out the mean of the values by probabilities that sum to one after they
-    were rounded: what the values have in common has no error but the tail's."""
+def test_residual() -> None:
+    """It makes of out the mean of the values by probabilities that sum to one after they were rounded: what the values have in
+    common has no error but the residual's. It is as out is, and changes nothing else."""
     inputs = make_inputs(2, 2, 75, 83, 8, value_width=10, num_rows=158, dtype=torch.float16, seed=2, sharp=True)
     inputs = inputs._replace(value=(inputs.value.double() * 2**-6 + 1.7).half())
     positions = RelativePositions(-74, 83)
     tensors, spec = resolve(inputs, positions=positions)
-    out, _, plain = forward(tensors, spec)
-    kept, _, softmax_stats = forward(tensors, spec, keeps_tail=True)
-    assert torch.equal(out, kept) and torch.equal(softmax_stats[:, :, :2], plain)
-    assert softmax_stats.shape == (2, 2, 2 + 3, 75)
-    tail = deltas.tails_of(softmax_stats)
-    assert tail is not None and deltas.tails_of(plain) is None
-    assert tail.shape == (2, 2, 75, 12) and tail.dtype == torch.int8
+    *plain, nothing = forward(tensors, spec)
+    *kept, rest = forward(tensors, spec, keeps_residual=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
+    out = kept[0]
+    assert nothing is None and rest is not None and rest.dtype == out.dtype and rest.shape == out.shape
+    assert rest.stride() == out.stride()
     exact = inputs.to(torch.float64)
     golden, _ = reference_attention(exact.query, exact.key, exact.value, exact.rel_key, positions=positions)
     unit = torch.exp2(out.double().log2().floor() - 10)
-    regained = out.double() + tail[..., :10].double() * unit / 128
+    regained = out.double() + rest.double() / RESIDUAL_SCALE.value
     assert ((out.double() - golden) / unit).std() > 0.2
     assert ((regained - golden) / unit).std() < 0.01
 
@@ -260,17 +272,18 @@ def test_delta(scale: float, guarded_kernels: list[Launch]) -> None:
     inputs = make_inputs(2, 2, 75, 83, 8, value_width=10, num_rows=157, dtype=torch.float16, seed=2)
     inputs = inputs._replace(value=(inputs.value.double().clamp(-1, 1) * scale).half())
     tensors, spec = resolve(inputs, positions=RelativePositions(-74, 82))
-    out, _, softmax_stats = forward(tensors, spec, keeps_tail=True)
+    out, _, _, kept = forward(tensors, spec, keeps_residual=True)
     found = out.new_empty(2, 2, 75, dtype=torch.float32)
-    deltas.launch_delta(out, deltas.tails_of(softmax_stats), inputs.d_out, inputs.d_lse, found, 16)
+    assert kept is not None
+    launch_delta(out, kept, inputs.d_out, inputs.d_lse, found, 16)
     exact = inputs.to(torch.float64)
     golden, _ = reference_attention(exact.query, exact.key, exact.value, exact.rel_key, positions=RelativePositions(-74, 82))
     expected = (golden * exact.d_out).sum(-1)
     rounded = (out.double() * exact.d_out).sum(-1)
     # What rounding the probabilities once costs: the error of a mean of values, relative to the largest of them.
-    # The tail of a subnormal number has 8 more bits than that.
+    # The residual of a subnormal number has 10 more bits than that, since it is stored times 2**11.
     half = torch.finfo(torch.float16)
-    allowed = (half.eps / 2 * scale + half.smallest_normal * half.eps / 2**8) * exact.d_out.abs().sum(-1)
+    allowed = (half.eps / 2 * scale + half.smallest_normal * half.eps / 2**10) * exact.d_out.abs().sum(-1)
     within(
         "delta", (found.double() + exact.d_lse - expected).abs(), allowed + 4 * torch.finfo(torch.float32).eps * exact.d_lse.abs()
     )

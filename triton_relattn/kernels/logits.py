@@ -1,0 +1,114 @@
+"""The logits of a tile: q.k, the relative terms, what is visible, softcap and mask. Here a new term goes.
+
+The forward, dq and dkv kernels call relative_terms, then tile_logits, so that the backward has the forward's logits. Along a
+walk, terms of one tile come partly from the product of the tile before; what is carried from turn to turn is in ``carried``.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .band import next_terms
+from .key_terms import far_key_terms, next_key_terms
+from .masking import visible
+from .scores import apply_softcap_and_mask, tile_scores
+from .table import Table, bias_terms
+from .tiles import head_matrix, head_vector
+from .walk import FAR, NEAR
+
+
+class Vectors(NamedTuple):
+    """A tile's queries, or its keys."""
+
+    of_term: Any  # [M, Dr], what rel_key meets; of keys [N, D] in their natural order, what rel_p2c meets
+    indices: Any  # [M], in their sequence; of keys [N], in tiles.key_order
+    valid: Any  # [M], those that exist
+
+
+@triton.jit
+def score_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Return the table of one head whose rows, and biases, are added to the scores."""
+    matrix, scale, bias = 0, 1.0, 0
+    if TILE.has_matrix:
+        matrix = head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index)
+    if TILE.has_scale:
+        scale = call.scaling.rel_scale
+    if TILE.has_bias:
+        bias = head_vector(inputs.rel_bias, head)
+    return Table(matrix, scale, bias, call.scaling.bias_scale, first, last)
+
+
+@triton.jit
+def value_table(inputs, head, first, last, SHAPE: tl.constexpr):
+    """Return the table of one head whose rows are added to the values."""
+    return Table(head_matrix(inputs.rel_value, 0, head, 0, SHAPE.wide_index), 1.0, 0, 1.0, first, last)
+
+
+@triton.jit
+def key_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Return rel_p2c of one head as keys see it, upside down: its rows, of first to last, are then those of -last to -first."""
+    matrix, scale, bias = 0, 1.0, 0
+    if TILE.key_tile is not None:
+        pointer, row_stride, column_stride = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
+        matrix = pointer + tl.cast(last - first, tl.int64) * row_stride, -row_stride, column_stride
+        if TILE.key_tile.has_scale:
+            scale = call.scaling.rel_scale
+    return Table(matrix, scale, bias, call.scaling.bias_scale, -last, -first)
+
+
+@triton.jit
+def relative_terms(
+    queries,
+    keys,
+    table,
+    keys_table,
+    carried,
+    keys_carried,
+    far_term,
+    is_past,
+    relative,
+    place,
+    head,
+    inputs,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the relative terms of a tile's scores [M, N], and what to carry on, of the queries' terms and of the keys'.
+
+    table, keys_table: as of score_table and key_table. carried, keys_carried: as returned for the tile before.
+    For the first, a walk along the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
+    relative: the relative position of the first key to the first query. Beyond a clamped table (PART is FAR) keys are of the past
+    or of the future, and far_term [M] is their queries' term.
+    """
+    HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    if PART == NEAR and TILE.has_matrix:
+        terms, carried = next_terms(queries.of_term, table, carried, relative, TILE)
+    elif PART == NEAR and TILE.has_bias:
+        terms = bias_terms(table, relative, TILE)
+    elif PART == FAR and HAS_TERM and TILE.coverage == "clamp":
+        terms = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+    else:
+        terms = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+    if PART == NEAR and TILE.key_tile is not None:
+        terms_of_keys, keys_carried = next_key_terms(keys.of_term, keys_table, keys_carried, relative, TILE)
+        terms += terms_of_keys
+    elif inputs.far_keys is not None:
+        terms += far_key_terms(inputs.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
+    return terms, carried, keys_carried
+
+
+@triton.jit
+def tile_logits(query, key, terms, queries, keys, mask, place, call, CHECKS_QUERIES: tl.constexpr, TILE: tl.constexpr):
+    """Return (scores [M, N], the pairs that are seen [M, N], the slope of the softcap) of query [M, D] and key [N, D], with their
+    relative terms. Scores are logits divided by scale, or logits if there is a softcap or a mask of numbers (scores.py).
+
+    CHECKS_QUERIES: a query that does not exist sees nothing. It was loaded as zeros; times a table row of NaN that would be NaN
+    for all keys.
+    """
+    scores = tile_scores(query, key, terms, TILE)
+    offs_m, offs_n = queries.indices[:, None], keys.indices[None, :]
+    seen = visible(offs_m, offs_n, place, call.window)
+    if CHECKS_QUERIES or mask is not None:
+        seen = seen & queries.valid[:, None]
+    return apply_softcap_and_mask(scores, seen, offs_m, offs_n, mask, call.scaling)

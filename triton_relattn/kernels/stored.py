@@ -1,0 +1,137 @@
+"""What the dkv kernel stores of each pair, for other kernels: the gradients of scores, dS, and probabilities, P, rounded to the
+inputs' dtype.
+
+A row of the workspace is a query, and its numbers lie in the order of its keys. So those of one relative position lie on a
+diagonal, at equal distances: a tile of table rows is read with the workspace's row stride plus one. From query to query it moves
+on by one number. So a tile has queries that lie as many apart as 16 bytes have numbers: each of its rows begins at a multiple of
+16 bytes.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .walk import clamp_margin
+
+ALIGNMENT = tl.constexpr(16)
+"""The first key of a band is rounded down to a multiple of this, so that its numbers can be stored 16 bytes at a time."""
+
+
+class Layout(NamedTuple):
+    """Constants of a workspace: the tiles of the kernels that decide which pairs it has, and where."""
+
+    dq_block_m: int  # decides which keys are near to a clamped table; the dq kernel sums the others
+    dq_block_n: int
+    dkv_block_m: int
+    dkv_block_n: int
+    has_p2c: bool = False  # then all pairs of near tiles are wanted
+    is_band: bool = False  # the workspace has a band of relative positions, not all keys
+
+
+@triton.jit
+def stored_positions(first, last, window, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+    """Return the (lowest, highest) relative position that the workspace has: those of the table, with the keys beyond a clamped
+    one that the dq kernel takes for near, within the window. workspace.plan does the same."""
+    lowest, highest = first, last
+    if TILE.coverage == "clamp":
+        MARGIN: tl.constexpr = clamp_margin(LAYOUT.dq_block_m, LAYOUT.dq_block_n)
+        lowest, highest = first - MARGIN, last + MARGIN
+    if window[0] is not None:
+        lowest = tl.maximum(lowest, -window[0])
+    if window[1] is not None:
+        highest = tl.minimum(highest, window[1])
+    if TILE.coverage == "clamp" and LAYOUT.has_p2c:
+        SLACK: tl.constexpr = clamp_margin(LAYOUT.dkv_block_m, LAYOUT.dkv_block_n)
+        lowest, highest = lowest - SLACK, highest + SLACK
+    return lowest, highest
+
+
+@triton.jit
+def near_limits(first, last, lowest, highest, LAYOUT: tl.constexpr):
+    """Return (first, last) of a clamped table for the dkv kernel: pairs within are near. It stores near pairs alone, so those
+    that are wanted, of relative positions from lowest to highest, must be near.
+
+    With rel_p2c, all near pairs are wanted, and near tiles reach beyond the limits. These are that much closer then.
+    """
+    SLACK: tl.constexpr = clamp_margin(LAYOUT.dkv_block_m, LAYOUT.dkv_block_n) if LAYOUT.has_p2c else 0
+    return tl.minimum(first, lowest - 1 + SLACK), tl.maximum(last, highest + 1 - SLACK)
+
+
+@triton.jit
+def stored_part(first_program, stop_program, sequences, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
+    """Return (first item, stop item, first key, stop key) that these programs of the dkv kernel store: all keys of some items, or
+    some keys of the items of one key head. An item is a sequence and head, numbered sequence * heads + head."""
+    num_blocks = tl.cdiv(sequences.max_seqlen_k, LAYOUT.dkv_block_n)
+    first_item, stop_item = first_program // num_blocks * GROUP, tl.cdiv(stop_program, num_blocks) * GROUP
+    first_key = first_program % num_blocks * LAYOUT.dkv_block_n
+    return first_item, stop_item, first_key, ((stop_program - 1) % num_blocks + 1) * LAYOUT.dkv_block_n
+
+
+@triton.jit
+def items_of(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
+    """Return (first, step) of the workspace's items that use a table: all of them, or those of its head."""
+    if PER_HEAD:
+        return first_item + (table_head + num_heads - first_item % num_heads) % num_heads, num_heads
+    else:
+        return first_item, 1
+
+
+@triton.jit
+def key_of_column(row_start, query_offset, first_key, lowest, LAYOUT: tl.constexpr):
+    """Return the key of column 0 of the workspace, for a block of queries from row_start on.
+
+    It is the first key that the workspace has. If that has a band, queries are taken dkv_block_m at a time, and it is the key at
+    the relative position ``lowest`` of the first of them.
+    """
+    if LAYOUT.is_band:
+        aligned = ((query_offset + lowest) >> 4) * ALIGNMENT  # a product, so that the compiler knows
+        return row_start // LAYOUT.dkv_block_m * LAYOUT.dkv_block_m + aligned
+    else:
+        return first_key
+
+
+@triton.jit
+def store_tile(matrix, tile, row_start, tile_m, valid_m, column, TILE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Store a tile [M, N], whose columns are in tiles.key_order, in the order of the keys, from this column of the workspace on.
+    If the workspace has a band, only what lies within is stored."""
+    M: tl.constexpr = TILE.block_m
+    N: tl.constexpr = TILE.block_n
+    if TILE.rotation != "gather":
+        tile = tl.reshape(tl.permute(tl.reshape(tile, (M, N // 2, 2)), (0, 2, 1)), (M, N))
+    columns = tl.multiple_of(column, ALIGNMENT) + tl.arange(0, N)
+    pointers = matrix[0] + tl.cast(row_start, tl.int64) * matrix[1] + (tile_m[:, None] * matrix[1] + columns[None, :])
+    if LAYOUT.is_band:
+        # Limits that the compiler knows to be multiples of 16 leave 16 bytes together.
+        within = (columns >= 0) & (columns < tl.multiple_of(matrix[1], ALIGNMENT))
+        tl.store(pointers, tile, mask=valid_m[:, None] & within[None, :])
+    else:
+        tl.store(pointers, tile, mask=valid_m[:, None])
+
+
+@triton.constexpr_function
+def queries_apart(bits):
+    """Return how far apart queries lie whose numbers, of so many bits, begin at multiples of 16 bytes at one position."""
+    return 128 // bits
+
+
+@triton.constexpr_function
+def rows_of_program(block_n, apart):
+    """Return how many rows of a table a program of dtable_kernel owns: its tile less those that it moves by."""
+    return (block_n - apart + 1) // apart * apart
+
+
+@triton.jit
+def load_tile(matrix, offs_m, keys, column_keys, low, high, BLOCK_N: tl.constexpr):
+    """Load the numbers [M, N] of queries at N successive keys each, 16 bytes at a time: those of keys from low to high, both
+    multiples of queries_apart; the others are 0.
+
+    keys, column_keys: the first of the keys, and the key in column 0, both [M] or scalars and multiples of queries_apart.
+    low, high: [M, 1] or scalars.
+    """
+    APART: tl.constexpr = queries_apart(matrix[0].dtype.element_ty.primitive_bitwidth)
+    keys = (keys + tl.zeros_like(offs_m)) // APART * APART  # which they are; so the compiler knows
+    starts = tl.multiple_of(offs_m * matrix[1] + (keys - column_keys), APART)
+    tile_keys = keys[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    pointers = matrix[0] + (starts[:, None] + tl.arange(0, BLOCK_N)[None, :])
+    return tl.load(pointers, mask=(tile_keys >= low) & (tile_keys < high), other=0.0)
