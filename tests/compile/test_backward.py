@@ -106,14 +106,15 @@ def test_products_per_tile() -> None:
 
 
 @pytest.mark.thorough
-def test_grids() -> None:
+def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, heads and entries lie on axis 0, whose limit is 2**31 - 1, even with 70,000 heads. The dtable kernel's programs
     just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
     assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
     assert recorded["dtable"] == (1, configs.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors, 1)
     # As many blocks of rows as the GPU can hold at once have one program each.
-    length = 128 * LENGTH
+    monkeypatch.setenv(workspace.VARIABLE, str(2**25))
+    length = 4 * LENGTH
     tables = [launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=length) if launch.name == "dtable"]
     block = own_tile("dtable", selected("dtable", "sm_90", *call("full", torch.float16, 16, length=length)))[1]
     assert set(tables) == {(triton.cdiv(2 * length - 1, block), 1, 1)}
@@ -214,16 +215,18 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_workspace(length: int, table: str, in_parts: bool) -> int:
         return allocated(length, table) - of_results(length, table) - of_sums(length, table, in_parts)
 
-    limit = 32 * 2**20
+    limit = 8 * 2**20
     monkeypatch.setenv(workspace.VARIABLE, str(limit))
     assert of_workspace(1024, "full", False) == 1024 * 1024 * 2
-    assert of_workspace(4096, "full", False) == limit == 4096 * 4096 * 2
-    assert of_workspace(16384, "full", True) == limit  # sixteen parts
+    assert of_workspace(2048, "full", False) == limit == 2048 * 2048 * 2
+    assert of_workspace(8192, "full", True) == limit  # sixteen parts
     monkeypatch.setenv(workspace.VARIABLE, str(10 * limit))
-    assert of_workspace(16384, "full", True) == 16384 * 8192 * 2 < 10 * limit  # two parts, of half the keys each
-    # Without a limit what a wave of programs needs, which is more than all of this call, and of a bounded table a band.
+    assert of_workspace(8192, "full", True) == 8192 * 4096 * 2 < 10 * limit  # two parts, of half the keys each
+    # If the variable is not set, at least what a wave of programs needs, which is more than all of this call.
     monkeypatch.delenv(workspace.VARIABLE)
-    assert of_workspace(16384, "full", False) == 16384 * 16384 * 2
+    monkeypatch.setattr(workspace, "USUAL_LIMIT", 2**20)
+    assert of_workspace(4096, "full", False) == 4096 * 4096 * 2
+    # Of a bounded table a band.
     for length in (1024, 4096, 16384):
         block_m = selected("dkv", "sm_90", *call("clamp", torch.float16, 16, length=length)).block_m
         band = 64 * triton.cdiv(9 + 2 * configs_margin(length) + block_m - 1 + 15, 64)

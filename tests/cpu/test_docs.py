@@ -200,7 +200,9 @@ def test_costs_are_those_of_the_budgets() -> None:
         machine = MACHINES[where.split(",")[0]]
         stored = moved(SCORES * STORED, machine)  # loops that read dS take as long at least
         plain_cycles = sum(int(budgets[name, where, "none"]["cycles"]) for name in ("dq", "dkv"))
-        of_kernels = {name: int(budgets[name, where, "full"]["cycles"]) for name in ("dq", "dkv", "dtable", "dq_from_ds")}
+        of_kernels: dict[str, float] = {
+            name: int(budgets[name, where, "full"]["cycles"]) for name in ("dq", "dkv", "dtable", "dq_from_ds")
+        }
         of_kernels |= {name: max(of_kernels[name], stored) for name in ("dtable", "dq_from_ds")}
         ways = designs(of_kernels, machine)
         either = (ways["query from q.k, writing hidden"], ways["query from dS, writing hidden"])
@@ -219,8 +221,10 @@ def test_costs_are_those_of_the_budgets() -> None:
             if row["verb"] == "speed"
         }
     of_calls = [cells_of(line) for line in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[4].splitlines()[2:]]
-    cases = ("b4 h32 n4096 d64 full", "b4 h16 n4096 d128 full", "b4 h32 n4096 d64 r129", "b4 h16 n4096 d128 r129")
-    cases += ("b32 h8 n200 d64 full", "b8 h12 n2048 d64 r1047 p2c", "b1 h64:8 n8192 d128 dr16 r1024 zero causal")
+    cases = [
+        *("b4 h32 n4096 d64 full", "b4 h16 n4096 d128 full", "b4 h32 n4096 d64 r129", "b4 h16 n4096 d128 r129"),
+        *("b32 h8 n200 d64 full", "b8 h12 n2048 d64 r1047 p2c", "b1 h64:8 n8192 d128 dr16 r1024 zero causal"),
+    ]
     for name, (_, *found) in zip(cases, of_calls, strict=True):
         both = [
             [times[f"{name} bf16", method, each] for each in ("forward", "backward", "forward+backward")]

@@ -43,7 +43,7 @@ class Precision(NamedTuple):
     out: float
     """Relative error of the out that delta is computed from; 0 if it is not."""
     terms: bool = False
-    """Whether terms are rounded to float16, at scales at which it holds them."""
+    """Whether products with tables are rounded to float16, at scales at which it holds them; a bias is with rel_key's."""
 
 
 def precision_of(implementation: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
@@ -108,7 +108,9 @@ def magnitudes(
     z, z_error = logits(exact, scale, rel_scale), unit * logits(sizes, abs(scale) + SMALLEST_SCALE, abs(rel_scale))
     if precision.terms and SCALES_THAT_ROUND[0] <= abs(scale) <= SCALES_THAT_ROUND[1]:
         half = torch.finfo(torch.float16)
-        z_error = z_error + half.eps * logits(sizes, 0.0, abs(rel_scale)) + half.tiny * half.eps * abs(scale)
+        of_products = sizes if sizes.rel_key is not None else sizes._replace(rel_bias=None)
+        if of_products.rel_key is not None or of_products.rel_p2c is not None:
+            z_error = z_error + half.eps * logits(of_products, 0.0, abs(rel_scale)) + half.tiny * half.eps * abs(scale)
     slope, slope_error = torch.ones_like(z), torch.zeros_like(z)
     if softcap is not None:
         limited = torch.tanh(z / softcap)

@@ -15,8 +15,10 @@ from triton_relattn import RelativePositions
 from triton_relattn._core import residual
 from triton_relattn._core.within import assert_near, within
 from triton_relattn.kernels import configs
+from triton_relattn.kernels.arguments import Tile
 from triton_relattn.kernels.configs import KERNELS, TileConfig
 from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
+from triton_relattn.kernels.table import Table, bias_terms
 from triton_relattn.testing import Inputs, last_place, make_inputs
 
 TILES = [
@@ -160,6 +162,58 @@ def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     packed = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry))
     for name, result in packed.items():
         assert_near(name, result, gathered[name])
+
+
+@triton.jit
+def bias_kernel(bias, target, relative_position, first, last, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target = the terms of a tile that begins at this relative position, in the order of its columns."""
+    places = tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
+    table = Table(0, 1.0, (bias, 1), scale, first, last)
+    tl.store(target + places, bias_terms(table, relative_position, TILE))
+
+
+@pytest.mark.parametrize("coverage", ["full", "clamp", "zero"])
+@pytest.mark.parametrize("rotation", ["gather", "registers"])
+@pytest.mark.parametrize(("block_m", "block_n", "warps"), TILES)
+def test_terms_of_a_bias(block_m: int, block_n: int, warps: int, rotation: str, coverage: str) -> None:
+    """Those of each pair, in float32, not rounded; beyond the table those of its ends, or none."""
+    first, last = (-200, 250) if coverage == "full" else (-30, 17)
+    bias = 100 + torch.randn(last - first + 1, generator=torch.Generator().manual_seed(0))
+    place, m = torch.arange(block_n), torch.arange(block_m)[:, None]
+    key = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2
+    for start in (-37, 5, 90):
+        target = torch.full((block_m, block_n), torch.nan)
+        # A round_terms that does not belong there is ignored.
+        tile = Tile(block_m, block_n, rotation, warps, round_terms=True, coverage=coverage, has_bias=True)
+        bias_kernel[(1,)](bias, target, start, first, last, 0.7, tile)
+        positions = RelativePositions(first, last, "clamp" if coverage == "clamp" else "zero")
+        row, applies = positions.rows(start + key - m)
+        assert torch.equal(target, bias[row] * torch.tensor(0.7) * applies)
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "full": {"num_rows": 159},
+    "clamp": {"num_rows": 21},
+    "zero": {"num_rows": 21, "positions": RelativePositions(-15, 5, "zero")},
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products would be: out and all gradients have the accuracy of float32, with other tiles and forms in each kernel."""
+    shape = {name: value for name, value in ALONE[kind].items() if name == "num_rows"}
+    arguments = {name: value for name, value in ALONE[kind].items() if name != "num_rows"}
+    inputs = make_inputs(1, 2, 70, 90, 16, rel_key=False, rel_bias=True, dtype=torch.float32, seed=6, **shape)
+    assert inputs.rel_bias is not None
+    inputs = inputs._replace(rel_bias=20 + inputs.rel_bias)  # 80 in the unit of scores, where float16 numbers are 1 / 16 apart
+    round_terms(monkeypatch, True)
+    tiles = {
+        "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
+        "dq": TileConfig(32, 32, 4, 1, None),
+        "dkv": TileConfig(64, 64, 2, 1, rotation="registers"),
+    }
+    for each in (tiles, {kernel: replace(config, rotation="gather") for kernel, config in tiles.items()}):
+        check_every_term(inputs, each, **arguments)
 
 
 @pytest.mark.parametrize("kernel", OF_STORED)

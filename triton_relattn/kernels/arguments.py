@@ -306,8 +306,9 @@ class Call:
         of_sequences = [contiguous(vector) for vector in vectors]
         of_dropout = contiguous(tensors.dropout_seed), contiguous(tensors.dropout_origins)
         wide_index = False
-        for tensor in (query, key, value, tensors.rel_query, *others):
-            wide_index |= tensor is not None and configs.needs_wide_index(tensor)
+        for tensor in (query, tensors.rel_query, *others):
+            wide_index |= tensor is not None and configs.needs_wide_index(tensor, configs.MOST_QUERIES)
+        wide_index |= configs.needs_wide_index(key) or configs.needs_wide_index(value)
         for table in (tensors.rel_key, tensors.rel_value, tensors.rel_p2c):
             if table is not None:
                 wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)

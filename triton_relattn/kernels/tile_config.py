@@ -9,6 +9,8 @@ from .architectures import architecture_of
 KERNELS = ("forward", "dq", "dq_from_ds", "dkv", "dtable", "dp2c")
 WITHOUT_BANDS = ("dtable", "dq_from_ds")
 """Kernels whose tiles have any ratio of queries to keys."""
+OF_STORED = (*WITHOUT_BANDS, "dp2c")
+"""Kernels that read what the dkv kernel has stored, and so rotate nothing in registers."""
 COVERAGES = ("no table", "full", "clamp", "zero")
 """The pairs that a table has rows for; see AttentionSpec.coverage."""
 MAX_BLOCK = 256
@@ -71,6 +73,8 @@ class TileConfig:
             return f'carry must be None or "scores", got {self.carry!r}'
         if self.rotation not in ("gather", "registers"):
             return f'rotation must be "gather" or "registers", got {self.rotation!r}'
+        if self.rotation != "gather" and kernel in OF_STORED:
+            return f'rotation must be "gather" for {kernel}, got {self.rotation!r}'
         if self.max_registers is not None and (not known.is_nvidia or not 32 <= self.max_registers <= 255):
             return f"max_registers must lie in [32, 255], on NVIDIA GPUs alone, got {self.max_registers}"
         if self.rotation != "gather" and self.block_m % (16 * self.num_warps):

@@ -232,12 +232,13 @@ def allocated(
         if planned is None:
             return found, None, None
         of_query = found.query_from_ds and (wants["query"] or wants["rel_query"])
-        needs_ds = of_query or any(wants[name] for name in ("rel_key", "rel_bias", "rel_p2c"))
+        ds, needs_ds = None, of_query or any(wants[name] for name in ("rel_key", "rel_bias", "rel_p2c"))
         try:
             ds = query.new_empty(planned.shape) if needs_ds else None
             probs = query.new_empty(planned.shape) if wants["rel_value"] else None
             return found, ds, probs
         except torch.OutOfMemoryError as error:
+            ds = None  # what there was room for is free again
             size = planned.pairs * query.element_size()
             most_bytes = size // 2
             smaller = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)

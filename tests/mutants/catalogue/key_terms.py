@@ -112,13 +112,13 @@ OF_KEY_TERMS = (
     Fault(
         "key-terms-without-rel-scale",
         "k . F is not multiplied by rel_scale",
-        (*FAR, *RANDOM),
+        (f"{ON_KEY_TERMS}::test_far_tiles[shared keys-clamp-2-0]", *RANDOM),
         (Change(LOGITS, "        if TILE.key_tile.has_scale:\n", "        if False:\n"),),
     ),
     Fault(
         "key-terms-of-the-first-head",
         "all heads have the first head's rel_p2c",
-        (*FAR, *RANDOM),
+        (f"{ON_KEY_TERMS}::test_far_tiles[window-clamp-1-]", *RANDOM),
         (Change(LOGITS, "head_matrix(inputs.rel_p2c, 0, head, 0", "head_matrix(inputs.rel_p2c, 0, 0, 0"),),
     ),
     Fault(
@@ -159,7 +159,7 @@ OF_KEY_TERMS = (
     Fault(
         "p2c-ends-of-another-key-head",
         "the gradient of the ends has the keys of another head",
-        FAR,
+        (f"{ON_KEY_TERMS}::test_far_tiles[shared keys-clamp-2-0]",),
         (
             Change(
                 TABLE_SUMS,

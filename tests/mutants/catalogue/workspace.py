@@ -39,7 +39,7 @@ OF_WORKSPACE = (
     Fault(
         "ds-beside-a-clamped-table",
         "the dkv kernel stores no dS of keys that it takes for far and the dq kernel for near",
-        (f"{ON_WORKSPACE}::test_calls", f"{ON_WORKSPACE}::test_bands[clamp_beside-square-whole]"),
+        (f"{ON_WORKSPACE}::test_calls[every_table-clamp-whole-twice-torch.float32]",),
         (Change(DKV, 'if TILE.coverage == "clamp":  # far', "if False:  # far"),),
     ),
     Fault(
@@ -81,13 +81,17 @@ OF_WORKSPACE = (
     Fault(
         "queries-of-an-earlier-part",
         "the walk along the queries begins with those of an earlier part's keys, and ends before the last of its own",
-        (f"{ON_WORKSPACE}::test_calls",),
+        (f"{ON_WORKSPACE}::test_bands[clamp_beside-registers-keys]", f"{ON_WORKSPACE}::test_bands"),
         (Change(DTABLE, "queries_at(relative, place.query_offset, first_key,", "queries_at(relative, place.query_offset, 0,"),),
     ),
     Fault(
         "queries-at-any-offset",
         "of sequences with offsets of their own, so many queries are visited as a part has keys: too few",
-        (f"{ON_WORKSPACE}::test_calls",),
+        (
+            "tests/interpreter/test_offsets.py",
+            f"{ON_WORKSPACE}::test_packed_sequences_of_very_different_lengths[long_and_empty-clamp-block]",
+            f"{ON_WORKSPACE}::test_packed_sequences_of_very_different_lengths[long_and_short-zero-whole]",
+        ),
         (Change(DTABLE, "stop_key - first_key + TILE.block_n + APART)", "stop_key - first_key)"),),
     ),
     Fault(
@@ -103,13 +107,13 @@ OF_WORKSPACE = (
     Fault(
         "band-without-room-for-a-block",
         "the band has no place for the last queries of a block",
-        (f"{ON_WORKSPACE}::test_bands",),
+        (f"{ON_WORKSPACE}::test_bands[clamp_causal-registers-heads]",),
         (Change(WORKSPACE, " + dkv.block_m - 1 + ALIGNMENT.value - 1, 64)", " + ALIGNMENT.value - 1, 64)"),),
     ),
     Fault(
         "band-ends-early",
         "the highest position of a band is not read for queries that have it at a multiple of 16 bytes",
-        (f"{ON_WORKSPACE}::test_bands",),
+        (f"{ON_WORKSPACE}::test_bands[zero_past-registers-whole]",),
         (Change(DTABLE, "(place.query_offset + highest + 1), APART)", "(place.query_offset + highest), APART)"),),
     ),
     Fault(
