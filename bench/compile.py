@@ -17,23 +17,15 @@ from typing import Any
 
 import triton
 
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.architectures import ARCHITECTURES
-from triton_relattn.kernels.tile_config import WITHOUT_BANDS
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import ARCHITECTURES
+from triton_relattn.kernels.config.tile_config import WITHOUT_BANDS
 
 from .cases.attention import DTYPES
 from .cases.configurations import TILE_COLUMNS, own_tile
 from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
-from .compiled import (
-    Resources,
-    compiled,
-    launched,
-    matrix_instructions,
-    resources,
-    selected,
-    shuffles,
-)
+from .compiled import Resources, compiled, launched, matrix_instructions, resources, selected, shuffles
 from .cycles.predict import Prediction, predict
 from .measure.processes import processes
 from .report.progress import progress
@@ -71,7 +63,7 @@ class KernelCase:
         return call_with(self.features, DTYPES[self.dtype], self.head_dim)
 
     @property
-    def config(self) -> configs.TileConfig:
+    def config(self) -> selection.TileConfig:
         """The selected one."""
         return selected(self.kernel, self.target, *self.call)
 
@@ -94,13 +86,13 @@ KEYS = tuple(field.name for field in fields(KernelCase))
 
 
 @functools.cache
-def used_by(case: KernelCase, config: configs.TileConfig) -> Resources:
+def used_by(case: KernelCase, config: selection.TileConfig) -> Resources:
     """Return what the kernel takes with this configuration."""
     return resources(compiled(case.kernel, case.target, *case.call, config))
 
 
 @functools.cache
-def predicted(case: KernelCase, config: configs.TileConfig) -> Prediction | None:
+def predicted(case: KernelCase, config: selection.TileConfig) -> Prediction | None:
     """Return the prediction for the kernel with this configuration; None if the model does not know the target."""
     tile = own_tile(case.kernel, config, DTYPES[case.dtype])
     return predict(compiled(case.kernel, case.target, *case.call, config), *tile)
@@ -147,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "targets", tuple(ARCHITECTURES), TARGETS)
     add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
     add_list(parser, "features", FEATURES, FEATURES)
-    add_list(parser, "kernels", configs.KERNELS, configs.KERNELS)
+    add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
     parser.add_argument(
         "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
     )

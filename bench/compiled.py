@@ -28,12 +28,13 @@ from triton.runtime.jit import JITFunction
 
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors
-from triton_relattn.kernels import configs, grids
-from triton_relattn.kernels.architectures import architecture_of
-from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.grid_call import GridCall
+from triton_relattn.kernels.grid import launchers
+from triton_relattn.kernels.grid.call import GridCall
 
 from .cases.configurations import kernels_of
 
@@ -116,7 +117,7 @@ def recorded_launches(
     """Within, launchers choose configurations for the target; its kernels are compiled, their launches recorded.
 
     Args:
-        only: the one kernel that is compiled, by its name in configs.KERNELS; "": none; None: all.
+        only: the one kernel that is compiled, by its name in selection.KERNELS; "": none; None: all.
         run: what runs a launch instead, with the arguments that the kernel was called with; None: nothing does.
         assembled: whether NVIDIA's kernels are compiled to machine code; False: only to PTX, in an eighth less time, from
             Triton 3.7 on.
@@ -144,11 +145,11 @@ def recorded_launches(
     kept = {name: CompiledKernel.__dict__.get(name) for name in replaced}
     pipeline_hook = triton.knobs.runtime.add_stages_inspection_hook
     device_questions = {"architecture": lambda _: target, "multiprocessors": lambda _: architecture_of(target).multiprocessors}
-    answers = {name: getattr(configs, name) for name in device_questions}
+    answers = {name: getattr(selection, name) for name in device_questions}
     active = driver._active
     driver.set_active(_AbsentGPU(gpu_target(target)))
     for name, answer in device_questions.items():
-        setattr(configs, name, answer)
+        setattr(selection, name, answer)
     for name, replacement in replaced.items():
         setattr(CompiledKernel, name, replacement)
     if only is not None:
@@ -163,7 +164,7 @@ def recorded_launches(
         triton.knobs.runtime.add_stages_inspection_hook = pipeline_hook
         driver._active = active
         for name, answer in answers.items():
-            setattr(configs, name, answer)
+            setattr(selection, name, answer)
         for name, original in kept.items():
             if original is None:
                 delattr(CompiledKernel, name)
@@ -171,19 +172,19 @@ def recorded_launches(
                 setattr(CompiledKernel, name, original)
 
 
-def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> configs.TileConfig:
-    """The configuration of one of configs.KERNELS that a call gets on the target; its tensors may be on "meta"."""
+def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> selection.TileConfig:
+    """The configuration of one of selection.KERNELS that a call gets on the target; its tensors may be on "meta"."""
     if isinstance(tensors, GridTensors):
         return GridCall(tensors, *spec, arch=target).tile(kernel)
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
 def launched(target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> list[str]:
-    """The kernels of configs.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta"."""
+    """The kernels of selection.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta"."""
     if isinstance(tensors, GridTensors):
         return ["forward", "dq", "dkv"]
     call = Call(tensors, spec, arch=target)
-    tiles = {kernel: call.tile(kernel) for kernel in configs.KERNELS}
+    tiles = {kernel: call.tile(kernel) for kernel in selection.KERNELS}
     with _torch_for(target):
         return kernels_of("forward+backward", call, tensors, spec, tiles, architecture_of(target).multiprocessors)
 
@@ -193,9 +194,9 @@ def compiled(
     target: str,
     tensors: AttentionTensors | GridTensors,
     spec: Any,
-    config: configs.TileConfig | None = None,
+    config: selection.TileConfig | None = None,
 ) -> CompiledKernel:
-    """One of configs.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
+    """One of selection.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
 
     tensors, spec: as cases.features.call returns them.
     """
@@ -204,9 +205,9 @@ def compiled(
     with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches:
         out, softmax_stats = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
         if kernel == "forward":
-            grids.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
+            launchers.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
         elif of_grid:
-            grids.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
+            launchers.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
         else:
             residual = None if kernel == "dq" else out  # the dq kernel is that of calls without one
             backward(out, None, out, softmax_stats, tensors, spec, tiles=tiles, residual=residual)

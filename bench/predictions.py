@@ -23,11 +23,12 @@ from typing import Any
 
 import triton
 
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.bwd_dtable import fitted
-from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.stored import queries_apart, rows_of_program
+from triton_relattn.kernels.call import Call, cdiv
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.workspace.stored import queries_apart, rows_of_program
 
 from .cases.attention import CLIPPED, Case
 from .cases.configurations import kernels_of, own_tile, shown
@@ -98,7 +99,7 @@ def default_kernels(case: Case, has_table: bool, direction: str) -> tuple[Kernel
     """The kernels of a direction of a call, first to last, with their default configurations."""
     tensors, spec = case.resolved(case.empty(), has_table)
     call = Call(tensors, spec, arch=TARGET)
-    tiles = {name: configs.select(name, *call.kind) for name in configs.KERNELS}
+    tiles = {name: selection.select(name, *call.kind) for name in selection.KERNELS}
     names = kernels_of(direction, call, tensors, spec, tiles, MACHINES[TARGET].multiprocessors)
     return tuple(Kernel(name, case, has_table, tiles[name]) for name in names)
 
@@ -164,7 +165,7 @@ def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
         tensors, spec = case.resolved(case.empty(), True)
         call = Call(tensors, spec, arch=TARGET)
         tiles = {"dq": call.tile("dq"), "dkv": config}
-        plan = workspace.plan(call, tensors, spec, tiles, MACHINE.multiprocessors)
+        plan = planning.plan(call, tensors, spec, tiles, MACHINE.multiprocessors)
         assert plan is not None
         group = case.heads // (case.key_heads or case.heads)
         parts = [(part.stop_program - part.first_program) * group for part in plan.parts]

@@ -21,11 +21,12 @@ import torch
 
 from triton_relattn._core import residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from triton_relattn.kernels import configs, kernels_are_interpreted, profiles
-from triton_relattn.kernels.architectures import ARCHITECTURES
-from triton_relattn.kernels.arguments import Call
+from triton_relattn.kernels import kernels_are_interpreted
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import profiles, selection
+from triton_relattn.kernels.config.architectures import ARCHITECTURES
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 
 from .cases import attention as cases
@@ -71,12 +72,12 @@ class Task:
     @property
     def conditions(self) -> profiles.Conditions:
         call = self.call
-        return configs.conditions(self.kernel, call.kind, call.length)
+        return selection.conditions(self.kernel, call.kind, call.length)
 
     @property
     def default(self) -> TileConfig:
         """Whatever the profiles say."""
-        return configs.select(self.kernel, *self.call.kind)
+        return selection.select(self.kernel, *self.call.kind)
 
     def __str__(self) -> str:
         return f"{self.kernel}, {self.case}" + " without table" * (not self.has_table)
@@ -94,7 +95,7 @@ def steps_apart(one: TileConfig, other: TileConfig) -> int:
 def candidates(task: Task, reach: int) -> list[TileConfig]:
     """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
     default = task.default
-    near = sorted(configs.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
+    near = sorted(selection.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
     return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
 
 
@@ -223,7 +224,7 @@ def tune(task: Task, options: argparse.Namespace, compile_all: Any, results: Tab
         tuned = profiles.Row(task.conditions, ranked[chosen], rows[chosen]["p50_ms"], rows[0].get("p50_ms"))
         provenance = {name: results.stamp[name] for name in STAMP if name != "threads"}
         profiles.save(options.profile, task.arch, [tuned], **provenance)
-        configs.forget()
+        selection.forget()
 
 
 def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[Task]:
@@ -246,7 +247,7 @@ def unknown(tasks: Sequence[Task], profile: Path) -> list[Task]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cases(parser, ("long", "speech", "inkling"))
-    add_list(parser, "kernels", configs.KERNELS, configs.KERNELS)
+    add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
     parser.add_argument("--target", choices=ARCHITECTURES, help="without a GPU, or instead: what to compile for (default: sm_90)")
     parser.add_argument(
         "--reach", type=int, default=3, help="how many steps from the default configuration to look (%(default)s)"
@@ -264,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def prepare(options: argparse.Namespace) -> list[Task]:
     """Return the tasks that are to be done, without those that the profile has."""
     options.device = available_device() if options.target is None else "cpu"
-    arch = configs.architecture(torch.device("cuda")) if options.device == "cuda" else options.target or "sm_90"
+    arch = selection.architecture(torch.device("cuda")) if options.device == "cuda" else options.target or "sm_90"
     options.profile = options.profile or profiles.user_profile_path(arch)
     tasks = tasks_of(cases.choose(options.cases, options.lengths), options.kernels, arch)
     return unknown(tasks, options.profile) if options.device == "cuda" and not options.again else tasks

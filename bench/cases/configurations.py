@@ -10,34 +10,35 @@ import torch
 from triton_relattn import can_run_triton
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.arguments import Call
-from triton_relattn.kernels.stored import queries_apart, rows_of_program
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.workspace.stored import queries_apart, rows_of_program
 
 from .attention import Case
 
-TILE_COLUMNS = tuple(field.name for field in fields(configs.TileConfig))
+TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
 """Columns of a configuration."""
 WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dp2c": ("rel_p2c",)}
 WANTED |= {"dq_from_ds": ("query",)}
 """Gradients that make the backward launch a kernel, after those that have to come first."""
 OF_DIRECTION = {
-    "forward": configs.KERNELS[:1],
-    "backward": configs.KERNELS[1:],
-    "forward+backward": configs.KERNELS,
+    "forward": selection.KERNELS[:1],
+    "backward": selection.KERNELS[1:],
+    "forward+backward": selection.KERNELS,
     "backward of query": ("dq", "dq_from_ds"),
     "backward of all but the table": ("dq", "dkv", "dq_from_ds"),
 }
 
 
-def shown(config: configs.TileConfig) -> str:
+def shown(config: selection.TileConfig) -> str:
     """Describe a configuration in a few words: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
     rotation = "" if config.rotation == "gather" else f" {config.rotation}"
     limit = "" if config.max_registers is None else f" r{config.max_registers}"
     return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
 
 
-def own_tile(kernel: str, config: configs.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
     """Return how many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
     if kernel != "dtable":
         return config.block_m, config.block_n
@@ -49,12 +50,12 @@ def kernels_of(
     call: Call,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    tiles: Mapping[str, configs.TileConfig],
+    tiles: Mapping[str, selection.TileConfig],
     multiprocessors: int,
 ) -> list[str]:
     """Return the kernels that a direction of a call launches, first to last. rel_value's gradient takes the dtable kernel once
     more, if there is a table for the scores, too."""
-    route = workspace.route(call, tensors, spec, tiles, multiprocessors, keeps_residual(tensors, spec))
+    route = planning.route(call, tensors, spec, tiles, multiprocessors, keeps_residual(tensors, spec))
     every = ["forward", *route.kernels]
     if route.plan is not None and route.plan.has_ds and route.plan.has_probs:
         every.insert(every.index("dtable"), "dtable")
@@ -69,6 +70,6 @@ def used_configurations(case: Case, direction: str, device: str, has_table: bool
         return "blockwise"
     tensors, spec = case.resolved(inputs, has_table)
     call = Call(tensors, spec)
-    tiles = {kernel: call.tile(kernel) for kernel in configs.KERNELS}
-    names = kernels_of(direction, call, tensors, spec, tiles, configs.multiprocessors(inputs.query.device))
+    tiles = {kernel: call.tile(kernel) for kernel in selection.KERNELS}
+    names = kernels_of(direction, call, tensors, spec, tiles, selection.multiprocessors(inputs.query.device))
     return ", ".join(f"{kernel} {shown(tiles[kernel])}" for kernel in names)

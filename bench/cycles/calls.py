@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from triton_relattn.kernels.configs import KERNELS
+from triton_relattn.kernels.config.selection import KERNELS
 
 from ..cases.features import GRIDS
 from ..compile import KernelCase

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from triton_relattn.kernels import configs
+from triton_relattn.kernels.config import selection
 
 from ..cases import configurations
 from ..cases.attention import DTYPES
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     plain = [KernelCase("", "", "", 0, name).plain.features for name in options.features] if options.sensitivity else []
     names = dict.fromkeys((*plain, *options.features))
-    every = product(options.targets, options.dtypes, options.head_dims, names, configs.KERNELS)
+    every = product(options.targets, options.dtypes, options.head_dims, names, selection.KERNELS)
     named = (KernelCase(kernel, target, dtype, head_dim, name) for target, dtype, head_dim, name, kernel in every)
     cases = [case for case in named if case.exists]
     with processes(options.jobs) as map_all:

@@ -42,7 +42,8 @@ from bench import predictions
 from bench.report.rows import in_one_line, read
 from bench.verbs import plot
 from bench.verbs.options import some_of
-from triton_relattn.kernels import configs, kernels_are_interpreted
+from triton_relattn.kernels import kernels_are_interpreted
+from triton_relattn.kernels.config import selection
 
 from . import checks, kernels, measurements, sanitizer
 from .report import Outcome, Report, append, outcome_of, pack, unpack
@@ -241,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not(options.device):
         print(reason)
         return 2
-    options.arch = configs.architecture(torch.device(options.device))
+    options.arch = selection.architecture(torch.device(options.device))
     signal.signal(signal.SIGTERM, interrupt)  # so that what a part has started ends with it
     if options.here is not None:
         options.raw = options.here

@@ -19,10 +19,11 @@ from triton_relattn import RelativePositions, fused_relative_attention, testing
 from triton_relattn._core import residual, validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.arguments import Call
 from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize
@@ -149,7 +150,7 @@ def run_case(case: Case, device: str) -> list[dict[str, Any]]:
             synchronize(device)  # raises if an earlier case has left the GPU in an error
             failure = "error"
             inputs, arguments = case.inputs(device, sharp), case.arguments(device)
-            with mock.patch.dict(os.environ, {workspace.VARIABLE: case.workspace} if case.workspace else {}):
+            with mock.patch.dict(os.environ, {planning.VARIABLE: case.workspace} if case.workspace else {}):
                 if case.kernel:
                     row["config"], results = run_kernel(case, inputs, arguments)
                 else:
@@ -198,7 +199,7 @@ def correctness_cases(tiny: bool) -> list[Case]:
 
 
 def config_cases(tiny: bool) -> list[Case]:
-    """Every call that configs.select distinguishes."""
+    """Every call that selection.select distinguishes."""
     batch, heads = (1, 1) if tiny else (2, 2)
 
     def length_of(kernel: str) -> int:
@@ -210,7 +211,7 @@ def config_cases(tiny: bool) -> list[Case]:
         for width in ((64,) if tiny else (64, 128, 256))
         for causal in ((True,) if tiny else (False, True))
         for table in TABLES
-        for kernel in configs.KERNELS
+        for kernel in selection.KERNELS
         for p2c in (False, True)
         if (table == "full" if p2c else kernel != "dp2c" and (table != "none" or kernel != "dtable"))
         if table == "full" or kernel != "dq_from_ds"

@@ -20,7 +20,7 @@ from bench.report import summary
 from bench.report.rows import Table, in_one_line
 from bench.verbs import memory, speed
 from triton_relattn import testing
-from triton_relattn.kernels import configs
+from triton_relattn.kernels.config import selection
 
 from .checks import OURS as WITH_LSE
 from .checks import judge
@@ -216,7 +216,7 @@ def _host_time(step: timing.Step, number: int, times: int, device: str) -> dict[
     return {"value": f"{1e6 * min(seconds):.1f}", "status": "ok"}
 
 
-def _as_they_are(_: object, tiles: Sequence[configs.TileConfig]) -> list[dict[str, Any]]:
+def _as_they_are(_: object, tiles: Sequence[selection.TileConfig]) -> list[dict[str, Any]]:
     """In the interpreter nothing is compiled: all configurations can be timed."""
     return [{"status": "ok", "instructions_per_score": 0.0} for _ in tiles]
 
@@ -227,7 +227,7 @@ def search(options: argparse.Namespace, report: Report, deadline: float) -> None
     profile, timed = report.folder / "profile.csv", 2 if options.tiny else 6
     of_search = _options(options, timed=timed, seconds=0.0 if options.tiny else 1.0, profile=profile)
     results = Table(tune.COLUMNS, report.stamp, report.raw / "tune.csv", append=True)
-    tasks, done = tune.unknown(tune.tasks_of(every, configs.KERNELS, options.arch), of_search.profile), 0
+    tasks, done = tune.unknown(tune.tasks_of(every, selection.KERNELS, options.arch), of_search.profile), 0
     with processes(max(1, options.jobs)) as compile_all:
         for task in tasks:
             if time.monotonic() < deadline:

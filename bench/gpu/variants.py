@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.cases.attention import CLIPPED, Case
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.arguments import Call
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 TABLES = {"plain": None, "full": None, "clamp": CLIPPED}
@@ -92,7 +92,7 @@ def case_of(head_dim: int, table: str) -> Case:
 
 def selected(kernel: str, case: Case, has_table: bool, arch: str) -> TileConfig:
     """The default configuration, whatever the profiles say."""
-    return configs.select(kernel, *Call(*case.resolved(case.empty(), has_table), arch=arch).kind)
+    return selection.select(kernel, *Call(*case.resolved(case.empty(), has_table), arch=arch).kind)
 
 
 def groups(arch: str) -> Iterator[Group]:

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from triton_relattn.kernels import configs
+from triton_relattn.kernels.config import selection
 
 from ..cases import attention as cases
 from ..cases.configurations import shown
@@ -28,14 +28,14 @@ def run(options: argparse.Namespace) -> int:
     print(text_table(("method", "kind", "what", "runs here"), body))
     target = options.configs or "sm_90"
     body = []
-    for kernel in configs.KERNELS:
+    for kernel in selection.KERNELS:
         for has_table in (False, True):
             if has_table or kernel in ("forward", "dq", "dkv"):
-                valid = configs.candidates(kernel, target, has_table)
-                default = configs.select(kernel, target, torch.bfloat16, 64, "full" if has_table else "no table")
+                valid = selection.candidates(kernel, target, has_table)
+                default = selection.select(kernel, target, torch.bfloat16, 64, "full" if has_table else "no table")
                 body.append((kernel, "full table" if has_table else "no table", str(len(valid)), shown(default)))
     print("\n" + text_table(("kernel", target, "valid configurations", "default, bf16, width 64"), body))
     if options.configs:
-        for kernel in configs.KERNELS:
-            print(f"\n{kernel}\n" + "\n".join(f"  {shown(config)}" for config in configs.candidates(kernel, target, True)))
+        for kernel in selection.KERNELS:
+            print(f"\n{kernel}\n" + "\n".join(f"  {shown(config)}" for config in selection.candidates(kernel, target, True)))
     return 0

@@ -24,10 +24,11 @@ from bench.compiled import (
     selected,
 )
 from tests.compile.test_forward import NVIDIA, SWEEP, on_triton_3_7
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.architectures import architecture_of
 from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.workspace import planning
 
 KERNELS = ("dq", "dkv", "dtable")
 
@@ -111,9 +112,9 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
     assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
-    assert recorded["dtable"] == (1, configs.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors, 1)
+    assert recorded["dtable"] == (1, selection.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors, 1)
     # As many blocks of rows as the GPU can hold at once have one program each.
-    monkeypatch.setenv(workspace.VARIABLE, str(2**25))
+    monkeypatch.setenv(planning.VARIABLE, str(2**25))
     length = 4 * LENGTH
     tables = [launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=length) if launch.name == "dtable"]
     block = own_tile("dtable", selected("dtable", "sm_90", *call("full", torch.float16, 16, length=length)))[1]
@@ -191,7 +192,7 @@ def of_sums(length: int, table: str, in_parts: bool) -> int:
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, lse, statistics and delta, byte for byte; sums of the table's gradient; and the dS of one block of keys, if the
     workspace is as small as it can be. For a clamped table two pairs of vectors more."""
-    monkeypatch.setenv(workspace.VARIABLE, "0")
+    monkeypatch.setenv(planning.VARIABLE, "0")
     for length in (1024, 16384):
         for table in ("full", "clamp"):
             block_n = selected("dkv", "sm_90", *call(table, torch.float16, 16, length=length)).block_n
@@ -204,7 +205,7 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the length takes twice the bytes, less what does not depend on it: with a full table so many rows that each block of
     them has one program, with a clamped one as many programs as there are blocks of queries."""
-    monkeypatch.setenv(workspace.VARIABLE, "0")
+    monkeypatch.setenv(planning.VARIABLE, "0")
     short, middle, long = (allocated(factor * shortest, table, with_every_term=True) for factor in (1, 2, 4))
     assert long - middle == 2 * (middle - short) > 0
 
@@ -216,15 +217,15 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
         return allocated(length, table) - of_results(length, table) - of_sums(length, table, in_parts)
 
     limit = 8 * 2**20
-    monkeypatch.setenv(workspace.VARIABLE, str(limit))
+    monkeypatch.setenv(planning.VARIABLE, str(limit))
     assert of_workspace(1024, "full", False) == 1024 * 1024 * 2
     assert of_workspace(2048, "full", False) == limit == 2048 * 2048 * 2
     assert of_workspace(8192, "full", True) == limit  # sixteen parts
-    monkeypatch.setenv(workspace.VARIABLE, str(10 * limit))
+    monkeypatch.setenv(planning.VARIABLE, str(10 * limit))
     assert of_workspace(8192, "full", True) == 8192 * 4096 * 2 < 10 * limit  # two parts, of half the keys each
     # If the variable is not set, at least what a wave of programs needs, which is more than all of this call.
-    monkeypatch.delenv(workspace.VARIABLE)
-    monkeypatch.setattr(workspace, "USUAL_LIMIT", 2**20)
+    monkeypatch.delenv(planning.VARIABLE)
+    monkeypatch.setattr(planning, "USUAL_LIMIT", 2**20)
     assert of_workspace(4096, "full", False) == 4096 * 4096 * 2
     # Of a bounded table a band.
     for length in (1024, 4096, 16384):
@@ -277,7 +278,7 @@ def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: in
         assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 
 
-@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("kernel", selection.KERNELS)
 def test_selected_configurations_are_valid(kernel: str) -> None:
     for target in (*NVIDIA, "gfx942", "interpreter"):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):

@@ -16,8 +16,8 @@ from bench.cycles.machine import MACHINES
 from bench.cycles.predict import Loop, Prediction
 from bench.cycles.simulate import Steady
 from bench.report.text import table
-from triton_relattn.kernels.architectures import architecture_of
-from triton_relattn.kernels.configs import KERNELS
+from triton_relattn.kernels.config.architectures import architecture_of
+from triton_relattn.kernels.config.selection import KERNELS
 
 REFRESH = "python -m bench compile --targets sm_80,sm_90 --budget"
 MAIN = ("full", "clamp", "transformer_xl", "t5")

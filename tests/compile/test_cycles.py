@@ -117,7 +117,7 @@ def test_report_of_what_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_sensitivity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A kernel takes longer if the ALU is slow; the ratio of a call to itself stays."""
-    monkeypatch.setattr("bench.cycles.report.configs.KERNELS", ("forward",))
+    monkeypatch.setattr("bench.cycles.report.selection.KERNELS", ("forward",))
     varied = {AS_IT_IS: VARIED[AS_IT_IS], "slow ALU": {"alu": 8.0}}
     monkeypatch.setattr("bench.cycles.sensitivity.VARIED", varied)
     assert main(["cycles", "--sensitivity", "--features", "none", "--head-dims", "64", "--jobs", "1"]) == 0

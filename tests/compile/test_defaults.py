@@ -7,10 +7,10 @@ import itertools
 
 import torch
 
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.architectures import ARCHITECTURES, architecture_of
-from triton_relattn.kernels.profiles import Conditions
-from triton_relattn.kernels.tile_config import COVERAGES, KERNELS
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import ARCHITECTURES, architecture_of
+from triton_relattn.kernels.config.profiles import Conditions
+from triton_relattn.kernels.config.tile_config import COVERAGES, KERNELS
 
 SPECIALS = (None, "rel_value", "rel_p2c", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias", "grid")
 ARCHS = (*ARCHITECTURES, "interpreter", "sm_70")
@@ -20,7 +20,7 @@ CALLS = tuple(itertools.product(KERNELS, ("16 bits", "ieee", "tf32"), ARCHS, (64
 @functools.cache
 def row_of(call: Conditions) -> int:
     """Return the number of the row that serves a call."""
-    return next(number for number, row in enumerate(configs.defaults()) if row.conditions.fit(call))
+    return next(number for number, row in enumerate(selection.defaults()) if row.conditions.fit(call))
 
 
 def test_calls_are_served() -> None:
@@ -28,7 +28,7 @@ def test_calls_are_served() -> None:
     for kernel, precision, arch, width, term_set, coverage in CALLS:
         unit = architecture_of(arch).unit
         call = Conditions(kernel, precision, unit, str(width), term_set or "none", coverage)
-        config = configs.defaults()[row_of(call)].config
+        config = selection.defaults()[row_of(call)].config
         has_table = coverage != "no table"
         is_call = term_set != "grid" if has_table else term_set in (None, "grid") and kernel in ("forward", "dq", "dkv")
         if is_call and unit != "interpreter":
@@ -43,11 +43,11 @@ def test_rows_are_reached() -> None:
         row_of(Conditions(kernel, precision, architecture_of(arch).unit, str(width), term_set or "none", coverage))
         for kernel, precision, arch, width, term_set, coverage in CALLS
     }
-    assert [row for number, row in enumerate(configs.defaults()) if number not in reached] == []
+    assert [row for number, row in enumerate(selection.defaults()) if number not in reached] == []
 
 
 def test_first_row_wins() -> None:
     """Rows that say more stand above rows that say less, as the docs say; select follows them."""
-    assert configs.select("forward", "sm_90", torch.bfloat16, 64, "full", term_set="rel_value").num_stages == 2
-    assert configs.select("forward", "sm_90", torch.bfloat16, 40, "full").max_registers == 168
-    assert configs.select("forward", "sm_90", torch.bfloat16, 64).block_m == 128
+    assert selection.select("forward", "sm_90", torch.bfloat16, 64, "full", term_set="rel_value").num_stages == 2
+    assert selection.select("forward", "sm_90", torch.bfloat16, 40, "full").max_registers == 168
+    assert selection.select("forward", "sm_90", torch.bfloat16, 64).block_m == 128

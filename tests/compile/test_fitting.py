@@ -14,9 +14,9 @@ from triton.runtime.errors import OutOfResources
 
 from bench.cases.features import call
 from bench.compiled import Launch, recorded_launches, selected
-from triton_relattn.kernels import fitting
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import fitting
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 
 LENGTH, LIMIT = 512, 16_000

@@ -15,8 +15,8 @@ from triton.compiler.compiler import CompiledKernel
 from bench.cases.features import LENGTH, TABLES, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import Resources, matrix_instructions, recorded_launches, selected
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.architectures import architecture_of
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -33,7 +33,7 @@ def case(target: str, width: int, table: str) -> KernelCase:
     return KernelCase("forward", target, "bf16", width, table)
 
 
-def launch(target: str, dtype: torch.dtype, width: int, features: str) -> tuple[configs.TileConfig, CompiledKernel]:
+def launch(target: str, dtype: torch.dtype, width: int, features: str) -> tuple[selection.TileConfig, CompiledKernel]:
     """The kernel that the launcher compiles and launches for a call, and its configuration."""
     tensors, spec = call(features, dtype, width)
     config = selected("forward", target, tensors, spec)

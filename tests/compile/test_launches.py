@@ -27,11 +27,11 @@ from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels import workspace
-from triton_relattn.kernels.architectures import architecture_of
-from triton_relattn.kernels.arguments import Shape, Tile
-from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.stored import Layout
+from triton_relattn.kernels.call import Shape, Tile
+from triton_relattn.kernels.config.architectures import architecture_of
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.workspace.stored import Layout
 from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -86,7 +86,7 @@ class Call:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.precision)
         try:
-            with mock.patch.dict(os.environ, {} if self.limit is None else {workspace.VARIABLE: str(self.limit)}):
+            with mock.patch.dict(os.environ, {} if self.limit is None else {planning.VARIABLE: str(self.limit)}):
                 out, lse = self.function(**self.tensors, **self.arguments, return_lse=True)
                 if self.wanted:
                     wanted = [self.tensors[name] for name in sorted(self.wanted)]
@@ -459,6 +459,9 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     dtype = call.tensors["query"].dtype
     has_tile = launch.name not in WITHOUT_TILE
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
+    apart, of_queries = 1, ("vectors", "d_queries", "d_rel_queries")
+    if launch.name in ("dtable", "dq_from_ds"):  # queries of a tile lie 16 bytes apart in a row of dS
+        apart = 16 // dtype.itemsize
     coverage = launch["TILE"].coverage if has_tile else "no table"
     wide_index = not has_tile or launch["SHAPE"].wide_index
     for name, tensor, strides in launch.strided():
@@ -482,7 +485,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert (shape[-1] - 1) * strides[-1] < 2**31
         elif len(shape) == 4 and name not in BUFFERS | {"attn_mask", "mask"}:
             clamped = name in TABLES and coverage == "clamp"  # addressed from its first row on
-            rows = shape[2] if clamped else min(blocks, shape[2])
+            rows = shape[2] if clamped else min(apart * blocks if name in of_queries else blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
             assert wide_index or offset < 2**31, (name, offset)
     for name, value in launch.arguments.items():
@@ -582,6 +585,23 @@ def test_query_from_ds(heads_at_once: float, parts: int, target: str) -> None:
     from_ds = target != "gfx942" and heads_at_once >= 1
     of_part = ["dkv", "dtable", *["dq_from_ds"] * from_ds]
     assert [launch.name for launch in launches] == ["forward", "delta" if from_ds else "dq", *of_part * parts]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_queries_of_a_tile_that_are_far_apart(target: str) -> None:
+    """The dtable kernel's tiles reach over more rows than others: over all 500 queries, whose memory takes 31 bits."""
+    shape = (1, 1, 500, 64)
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("query", "key", "value")}
+    step = 2**31 // 499 // 16 * 16 + 16  # loads of 16 bytes; other operands are copied
+    tensors["query"] = torch.empty(500 * step, dtype=torch.bfloat16).as_strided(shape, (500 * step, 500 * step, step, 1))
+    tensors["rel_key"] = torch.empty(999, 64, dtype=torch.bfloat16)
+    call = Call(
+        tensors, {"is_causal": False, "query_offset": 0}, torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
+    )
+    with recorded(target) as (launches, _):
+        call.run()
+    check(target, call, launches)
+    assert all(launch["SHAPE"].wide_index for launch in launches if launch.name == "dtable")
 
 
 def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:

@@ -18,8 +18,9 @@ from triton_relattn import RelativePositions, kernels
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionTensors
 from triton_relattn.kernels import backward as of_backward
-from triton_relattn.kernels import delta, launching, workspace
+from triton_relattn.kernels import delta, launching
 from triton_relattn.kernels import forward as of_forward
+from triton_relattn.kernels.workspace import planning
 
 SHAPE = (2, 2, 32, 64)
 POSITIONS = RelativePositions(-31, 31)
@@ -121,7 +122,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def groups() -> dict[str, type[Any]]:
     """Every named tuple of the kernels' modules: arguments of launches, and what kernels put together themselves."""
-    modules = [importlib.import_module(f"{kernels.__name__}.{module.name}") for module in pkgutil.iter_modules(kernels.__path__)]
+    modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     return {each.__name__: each for each in classes if issubclass(each, tuple) and hasattr(each, "_fields")}
 
@@ -158,22 +159,44 @@ def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.Monk
     assert not set(kernels["sm_80", "bfloat16", "all", False]) & set(kernels["sm_90", "bfloat16", "all", False])
 
 
-def test_lengths_are_told_apart(searches: list[str]) -> None:
-    """Lengths that 16 divides and others have kernels of their own."""
+def with_lengths(queries: int, keys: int, **others: Any) -> Arguments:
+    """Inputs of a call with a table of all distances."""
+    query = torch.zeros(1, 2, queries, 64, dtype=torch.bfloat16)
+    key = torch.zeros(1, 2, keys, 64, dtype=torch.bfloat16)
+    rel_key = torch.zeros(queries + keys - 1, 64, dtype=torch.bfloat16)
+    return {
+        "query": query,
+        "key": key,
+        "value": key,
+        "rel_key": rel_key,
+        "positions": RelativePositions(1 - queries, keys - 1),
+        **others,
+    }
 
-    def of(length: int) -> list[tuple[Any, ...]]:
-        tensors = {name: torch.zeros(1, 2, length, 64) for name in ("query", "key", "value")}
-        return launched("sm_90", tensors, WANTED["all"])
 
-    lengths = (1, 32, 33, 48)
-    first = [of(length) for length in lengths]
-    assert [of(length) for length in lengths] == first
-    assert len({launches[0][0] for launches in first}) > 1
+def test_lengths_are_told_apart(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that Triton tells apart have kernels of their own: 1, multiples of 16, others. A new length of a kind has none."""
+    calls = [with_lengths(*lengths) for lengths in ((1, 40), (1, 48), (32, 48), (33, 48), (48, 33))]
+    calls += [with_lengths(33, 48, window_size=window) for window in ((1, 5), (5, 16), (5, 5))]
+    first = [launched("sm_90", call, WANTED["none"]) for call in calls]
+    before = len(searches)
+    likewise = [with_lengths(*lengths) for lengths in ((1, 57), (1, 80), (64, 160), (35, 64), (16, 70))]
+    likewise += [with_lengths(50, 80, window_size=window) for window in ((1, 7), (9, 32), (11, 3))]
+    quick = [launched("sm_90", call, WANTED["none"]) for call in likewise]
+    assert len(searches) == before, "a length of a known kind was searched for"
+    monkeypatch.setattr(launching, "_run", None)  # JITFunction.run is another
+    searched = [launched("sm_90", call, WANTED["none"]) for call in likewise]
+    assert quick == searched
+
+    def kernels(all_launches: list[list[tuple[Any, ...]]]) -> list[Any]:
+        return [launches[0][0] for launches in all_launches]
+
+    assert kernels(first) == kernels(searched) and len(set(kernels(first))) >= 6
 
 
 def test_parts_share_a_kernel(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of a call differ in where they begin, which no kernel is compiled for."""
-    monkeypatch.setenv(workspace.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
+    monkeypatch.setenv(planning.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
     query = torch.zeros(400, 2, 64, 64, dtype=torch.bfloat16)
     tables = {"rel_key": torch.zeros(127, 64, dtype=torch.bfloat16)}
     launches = launched("sm_90", {**dict.fromkeys(("query", "key", "value"), query), **tables}, WANTED["all"])
@@ -216,12 +239,11 @@ def test_each_gpu_has_its_own(searches: list[str], monkeypatch: pytest.MonkeyPat
         assert len(searches) - before == count > 0
 
 
-def test_what_is_kept_is_bounded(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are found again after those that were kept have been dropped; no tensor is kept."""
-    monkeypatch.setattr(launching, "MOST_COMPILED", 2)
-    arguments = usual(torch.bfloat16)
-    first = launched("sm_90", arguments, WANTED["all"])
-    assert launched("sm_90", arguments, WANTED["all"]) == first and 0 < len(launching._compiled) <= 2
+def test_what_is_kept_is_bounded(searches: list[str]) -> None:
+    """There is one entry for each compiled kernel, whatever the lengths; no tensor is kept."""
+    for length in (48, 64, 80, 160, 1024):
+        launched("sm_90", with_lengths(length, length), WANTED["all"])
+    assert len(launching._compiled) == len(set(launching._compiled.values()))
 
     def leaves(key: Any) -> Iterator[Any]:
         if isinstance(key, tuple):

@@ -1,7 +1,7 @@
 """Rotations in registers, compiled: no shared memory, no barrier, few shuffles, and loads that stay asynchronous.
 
 For any version of Triton; they hold for 3.6 to 3.9. If a test fails with a new one, that one no longer keeps the accumulator's
-layout, see kernels/quads.py: "gather" is then the better form.
+layout, see kernels/tile/registers.py: "gather" is then the better form.
 
 What moves values between threads is the same with any version. All else that a loop has is the version's: the dq kernel's has
 875 instructions with 3.6, 877 with 3.7 and 841 with 3.8, and 3.9 computes addresses otherwise and spills more. So numbers of
@@ -19,7 +19,7 @@ import triton
 from bench.compile import KernelCase, predicted, used_by
 from bench.compiled import Resources
 from bench.report.text import table
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config.selection import TileConfig
 
 VERSION = ".".join(triton.__version__.split(".")[:2])
 SERIALISES_DQ = VERSION not in ("3.6", "3.7", "3.8")

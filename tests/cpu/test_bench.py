@@ -34,7 +34,7 @@ from bench.report.figures import ticks_of
 from bench.report.rows import STAMP, read
 from bench.verbs import accuracy, memory, speed, verify
 from triton_relattn import RelativePositions, fused_relative_attention
-from triton_relattn.kernels import configs
+from triton_relattn.kernels.config import selection
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")
 SMALL = ["--cases", "small", "--no-verify", "--device", "cpu"]
@@ -73,7 +73,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in (*METHODS, *cases.GROUPS, "valid configurations", "b1 h8 n16384 d64 full fp32"))
     lines = [line for line in printed.splitlines() if line.split()[:1] == ["forward"]]
     for coverage, line in zip(("no table", "full"), lines, strict=True):
-        assert line.endswith(shown(configs.select("forward", "sm_90", torch.bfloat16, 64, coverage)))
+        assert line.endswith(shown(selection.select("forward", "sm_90", torch.bfloat16, 64, coverage)))
 
 
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
-from triton_relattn.kernels.arguments import Call, fixed
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.call import Call, fixed
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.testing import make_inputs
 
 SHAPE: dict[str, Any] = {"num_rows": 63, "dtype": torch.float32, "seed": 1}

@@ -19,7 +19,7 @@ from triton_relattn import can_run_triton, functional, fused_relative_attention,
 from triton_relattn.__main__ import main
 from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
-from triton_relattn.kernels.tile_config import KERNELS
+from triton_relattn.kernels.config.tile_config import KERNELS
 from triton_relattn.nn import attention, table
 
 ROOT = Path(__file__).parents[2]

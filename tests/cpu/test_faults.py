@@ -19,10 +19,10 @@ pytest.importorskip("triton")
 from bench.cases.features import call
 from bench.compiled import recorded_launches
 from triton_relattn._core.cache import cache_folder
-from triton_relattn.kernels import configs, fitting, profiles
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import fitting, profiles, selection
+from triton_relattn.kernels.config.profiles import Conditions, Row
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.profiles import Conditions, Row
 
 ARCH = "sm_90"
 ROOT = Path(__file__).parents[2]
@@ -32,15 +32,15 @@ ROW = Row(Conditions(kernel="forward", coverage="no table"), TileConfig(32, 32, 
 @pytest.fixture(autouse=True)
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
-    configs.forget()
+    selection.forget()
     fitting._replacements.clear()
     yield
-    configs.forget()
+    selection.forget()
     fitting._replacements.clear()
 
 
 def select() -> TileConfig:
-    return configs.select("forward", ARCH, torch.bfloat16, 64, length=100)
+    return selection.select("forward", ARCH, torch.bfloat16, 64, length=100)
 
 
 def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_bytes", denied)
     with pytest.warns(RuntimeWarning, match=r"profile-sm_90.*is ignored: .*Permission denied"):
-        assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
+        assert select() == selection.select("forward", ARCH, torch.bfloat16, 64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         select()  # once
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be(folder: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("TRITON_RELATTN_CACHE", folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
+        assert select() == selection.select("forward", ARCH, torch.bfloat16, 64)
     with pytest.raises((OSError, ValueError)):
         profiles.save(profiles.user_profile_path(ARCH), ARCH, [ROW])
 
@@ -120,7 +120,7 @@ def test_no_home(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() is None and profiles.user_profile_path(ARCH) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select() == configs.select("forward", ARCH, torch.bfloat16, 64)
+        assert select() == selection.select("forward", ARCH, torch.bfloat16, 64)
     monkeypatch.setenv("TRITON_RELATTN_CACHE", "/of/user")
     assert cache_folder() == Path("/of/user")
 
@@ -143,7 +143,7 @@ tune.compile_one, tune.time_all = compile_one, time_all
 options = argparse.Namespace(device="cuda", reach=1, timed=2, seconds=0, no_verify=True, profile=Path(sys.argv[1]))
 table = Table(tune.COLUMNS, {name: "here" for name in tune.STAMP}, None, None)
 case = cases.Case(1, 2, 300, 64)
-tasks = tune.tasks_of([case.resized(length) for length in (300, 1000, 3000)], tune.configs.KERNELS, "sm_90")
+tasks = tune.tasks_of([case.resized(length) for length in (300, 1000, 3000)], tune.selection.KERNELS, "sm_90")
 print(flush=True)
 sys.stdin.readline()
 for task in tasks[int(sys.argv[2]) :: 2] + tasks[:3]:
@@ -178,7 +178,7 @@ def test_two_processes_tune_at_once(tmp_path: Path) -> None:
         child.communicate(timeout=PATIENCE)
         assert child.returncode == 0
     resized = [cases.Case(1, 2, 300, 64).resized(length) for length in (300, 1000, 3000)]
-    tasks = tune.tasks_of(resized, configs.KERNELS, ARCH)
+    tasks = tune.tasks_of(resized, selection.KERNELS, ARCH)
     found = {row.conditions: row.config for row in profiles.load(path, ARCH)}
     assert found == {task.conditions: task.default for task in tasks} and len(tasks) == 22
     assert sorted(path.parent.iterdir()) == [path, path.with_name("both.csv.lock")]
@@ -209,7 +209,7 @@ def test_a_profile_that_does_not_fit_this_gpu() -> None:
     tensors, spec = call("none", torch.bfloat16, 64, length=256)
     large, limit = TileConfig(128, 128, 8, 2), 60_000
     profiles.save(profiles.user_profile_path(ARCH), ARCH, [Row(ROW.conditions, large)])
-    configs.forget()
+    selection.forget()
     assert select() == large
     with recorded_launches(ARCH) as launches:
         record = CompiledKernel.run

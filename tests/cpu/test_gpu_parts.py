@@ -239,7 +239,7 @@ def test_seconds_that_are_left_go_to_the_next(tmp_path: Path, monkeypatch: pytes
 
 def test_imports_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part is told when it ends, not how long it has from the time that torch is there."""
-    monkeypatch.setattr(gpu.configs, "architecture", lambda _: "sm_90")
+    monkeypatch.setattr(gpu.selection, "architecture", lambda _: "sm_90")
     monkeypatch.setattr(gpu, "why_not", lambda _: None)
     options = gpu.parse(["--results", str(tmp_path), "--device", "cpu"])
     options.raw = tmp_path

@@ -1,4 +1,4 @@
-"""Terms rounded to float16, as the kernels have those of bfloat16 inputs (configs.rounds_terms), by the error rule.
+"""Terms rounded to float16, as the kernels have those of bfloat16 inputs (selection.rounds_terms), by the error rule.
 
 The kernels' bfloat16 arithmetic in torch: products of rounded operands summed in float32, what goes into a product rounded
 before. Triton's interpreter would not tell: it computes bfloat16 otherwise.
@@ -11,7 +11,7 @@ import torch
 
 from triton_relattn import RelativePositions
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import configs
+from triton_relattn.kernels.config import selection
 from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,
@@ -112,8 +112,8 @@ def test_float16_does_not() -> None:
     for name, result in kernel_arithmetic(inputs).items():
         errors = [float((each.double() - golden[name]).norm()) for each in (result, plain[name])]
         assert errors[0] > 1.25 * errors[1], (name, errors)
-    assert configs.rounds_terms("sm_90", torch.bfloat16)
-    assert not any(configs.rounds_terms("sm_90", dtype) for dtype in (torch.float16, torch.float32))
+    assert selection.rounds_terms("sm_90", torch.bfloat16)
+    assert not any(selection.rounds_terms("sm_90", dtype) for dtype in (torch.float16, torch.float32))
 
 
 def test_beyond_float16_terms_are_its_largest_number() -> None:
@@ -131,9 +131,9 @@ def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
     """Small tiles that fit anywhere, and a line in the log; never another GPU's configurations by accident."""
     for arch in ("sm_75", "sm_130", "gfx1201"):
         caplog.clear()
-        for kernel in configs.KERNELS:
+        for kernel in selection.KERNELS:
             for width in (64, 128, 256):
-                config = configs.select(kernel, arch, torch.bfloat16, width, "full")
+                config = selection.select(kernel, arch, torch.bfloat16, width, "full")
                 assert max(config.block_m, config.block_n) <= 64 and config.rotation == "gather"
                 assert config.why_invalid(arch, True, kernel) is None
         assert [record.getMessage() for record in caplog.records] == [
@@ -143,13 +143,13 @@ def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter"])
 def test_who_rotates_how(arch: str) -> None:
-    """Rotations in registers are for where accumulators lie as quads.py says."""
+    """Rotations in registers are for where accumulators lie as registers.py says."""
     found: dict[torch.dtype, set[str]] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for kernel in ("forward", "dq", "dkv"):  # the others have nothing to rotate by exchanges
             for width in (64, 128):
                 for coverage in ("full", "clamp", "zero"):
-                    config = configs.select(kernel, arch, dtype, width, coverage)
+                    config = selection.select(kernel, arch, dtype, width, coverage)
                     found.setdefault(dtype, set()).add(config.rotation)
     if arch in ("sm_100", "gfx942", "interpreter"):
         assert found == {dtype: {"gather"} for dtype in found}

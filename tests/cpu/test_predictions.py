@@ -15,8 +15,8 @@ from bench.cycles.machine import MACHINES
 from bench.cycles.predict import SCORES, Prediction
 from bench.predictions import KEYS, MACHINE, PATH, Kernel, Wanted, beside, largest_deviations, row_of, seconds_of, wanted
 from bench.report.rows import read
-from triton_relattn.kernels import workspace
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.workspace import planning
 
 MAKE = "the file is old: python -m bench predictions"
 
@@ -90,9 +90,9 @@ def test_seconds_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     are partly empty."""
     a_second, blocks = MACHINES["sm_90"].cycles_per_second, 132 * 64**2
     dkv = Kernel("dkv", FULL, True, TILE)
-    monkeypatch.setenv(workspace.VARIABLE, str(2 * 132 * 4096**2))
+    monkeypatch.setenv(planning.VARIABLE, str(2 * 132 * 4096**2))
     assert seconds_of(dkv, [prediction(1000)]) == pytest.approx(blocks * 1000 / a_second)
-    monkeypatch.setenv(workspace.VARIABLE, str(2 * 4096**2))  # of one head: 64 programs, and 68 multiprocessors have none
+    monkeypatch.setenv(planning.VARIABLE, str(2 * 4096**2))  # of one head: 64 programs, and 68 multiprocessors have none
     assert seconds_of(dkv, [prediction(1000)]) == pytest.approx(132 * 132 * 64 * 1000 / a_second)
     assert seconds_of(Kernel("dkv", FULL, False, TILE), [prediction(1000)]) == pytest.approx(blocks * 1000 / a_second)
     query = Kernel("dq_from_ds", FULL, True, TILE)

@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 
 from triton_relattn._core import validation
 from triton_relattn._core.cache import cache_folder
-from triton_relattn.kernels import configs, profiles
-from triton_relattn.kernels.arguments import Call
-from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.profiles import Conditions, Row
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import profiles, selection
+from triton_relattn.kernels.config.profiles import Conditions, Row
+from triton_relattn.kernels.config.selection import TileConfig
 
 ARCH, ROOT = "sm_90", Path(__file__).parents[2]
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "scores", max_registers=128), TileConfig(16, 16, 2, 1, None)
@@ -37,16 +37,16 @@ LINE = "forward,16 bits,wgmma,64,none,no table,bfloat16,False,512,32,32,8,3,scor
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Profiles of the user and of the package that are this test's own."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(configs, "PACKAGE_FOLDER", tmp_path / "tuned")
+    monkeypatch.setattr(selection, "PACKAGE_FOLDER", tmp_path / "tuned")
     for folder in ("cache", "tuned"):
         (tmp_path / folder).mkdir()
-    configs.forget()
+    selection.forget()
     yield
-    configs.forget()
+    selection.forget()
 
 
 def of_package() -> Path:
-    return configs.PACKAGE_FOLDER / f"{ARCH}.csv"
+    return selection.PACKAGE_FOLDER / f"{ARCH}.csv"
 
 
 def of_user() -> Path:
@@ -56,7 +56,7 @@ def of_user() -> Path:
 
 def select(length: int | None = 100, **others: Any) -> TileConfig:
     """Return the configuration of calls that have ROW's conditions."""
-    return configs.select("forward", ARCH, torch.bfloat16, 40, length=length, **others)
+    return selection.select("forward", ARCH, torch.bfloat16, 40, length=length, **others)
 
 
 def load_quietly(path: Path) -> list[Row]:
@@ -83,10 +83,10 @@ def test_the_user_s_row_wins() -> None:
     assert default not in (CONFIG, OTHER)
     profiles.save(of_package(), ARCH, [ROW, ROW._replace(conditions=CONDITIONS._replace(is_causal="True"))])
     assert select() == default  # read once
-    configs.forget()
+    selection.forget()
     assert select() == CONFIG
     profiles.save(of_user(), ARCH, [ROW._replace(config=OTHER)])
-    configs.forget()
+    selection.forget()
     assert select() == OTHER
     assert select(is_causal=True) == CONFIG
     assert select(length=None) == select(length=513) == default
@@ -94,16 +94,16 @@ def test_the_user_s_row_wins() -> None:
 
 def test_the_first_row_that_fits_wins() -> None:
     """A profile written by hand, whose columns are those of defaults.csv: a blank stands for anything."""
-    default, header = select(length=None), configs.DEFAULTS.read_text().splitlines()[0]
+    default, header = select(length=None), selection.DEFAULTS.read_text().splitlines()[0]
     rows = ("forward,,,128,,,16,16,4,1,none,gather,", "forward,,,,,,32,32,4,2,scores,gather,", ",,,64,,,64,64,4,1,scores,gather,")
     text = "\n".join(("# by hand", "", header, rows[0], "# the others", *rows[1:]))
     of_user().write_text(text, encoding="utf-8-sig")  # as a spreadsheet does
-    configs.forget()
+    selection.forget()
     assert select() == select(length=10**6) == TileConfig(32, 32, 4, 2) != default == select(length=None)
-    assert configs.select("forward", ARCH, torch.float32, 80, "full", length=1) == TileConfig(16, 16, 4, 1, None)
-    assert configs.select("dq", ARCH, torch.float16, 64, "clamp", True, "rel_bias", 1) == TileConfig(64, 64, 4, 1)
-    of_dq = configs.select("dq", ARCH, torch.float16, 128, "clamp", length=1)
-    assert of_dq == configs.select("dq", ARCH, torch.float16, 128, "clamp")  # none fits
+    assert selection.select("forward", ARCH, torch.float32, 80, "full", length=1) == TileConfig(16, 16, 4, 1, None)
+    assert selection.select("dq", ARCH, torch.float16, 64, "clamp", True, "rel_bias", 1) == TileConfig(64, 64, 4, 1)
+    of_dq = selection.select("dq", ARCH, torch.float16, 128, "clamp", length=1)
+    assert of_dq == selection.select("dq", ARCH, torch.float16, 128, "clamp")  # none fits
 
 
 def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,15 +127,15 @@ def test_length_buckets() -> None:
 
 def test_conditions_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths are padded, float32 is told from TF32, and float16 from bfloat16: their kernels differ."""
-    kind = configs.Kind(ARCH, torch.bfloat16, 40, "no table", False, None)
-    assert configs.conditions("forward", kind, 100) == CONDITIONS
-    assert configs.conditions("forward", kind, None) == CONDITIONS._replace(length="")
-    assert configs.conditions("forward", kind._replace(dtype=torch.float16), 100) == CONDITIONS._replace(dtype="float16")
-    kind = configs.Kind(ARCH, torch.float32, 80, "zero", True, "rel_bias")
+    kind = selection.Kind(ARCH, torch.bfloat16, 40, "no table", False, None)
+    assert selection.conditions("forward", kind, 100) == CONDITIONS
+    assert selection.conditions("forward", kind, None) == CONDITIONS._replace(length="")
+    assert selection.conditions("forward", kind._replace(dtype=torch.float16), 100) == CONDITIONS._replace(dtype="float16")
+    kind = selection.Kind(ARCH, torch.float32, 80, "zero", True, "rel_bias")
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
         expected = ("dq", name, "wgmma", "128", "rel_bias", "zero", "float32", "True", "8192")
-        assert configs.conditions("dq", kind, 3000) == expected
+        assert selection.conditions("dq", kind, 3000) == expected
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
@@ -145,7 +145,7 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
     call = Call(*resolved, arch=ARCH)
     assert call.coverage == "clamp"
     profiles.save(of_user(), ARCH, [Row(Conditions(length="512"), OTHER), Row(Conditions(length="2048"), CONFIG)])
-    assert {call.tile(kernel) for kernel in configs.KERNELS} == {CONFIG}
+    assert {call.tile(kernel) for kernel in selection.KERNELS} == {CONFIG}
     assert call.tile("dq", OTHER) == OTHER
     assert Call(*resolved, arch="interpreter").tile("dq") == TileConfig(64, 64, 4, 1)
 
@@ -293,12 +293,12 @@ def test_save_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert load_quietly(tmp_path / "profile.csv") == [ROW]
 
 
-SHIPPED = (configs.DEFAULTS, *sorted(configs.PACKAGE_FOLDER.glob("*.csv")))
+SHIPPED = (selection.DEFAULTS, *sorted(selection.PACKAGE_FOLDER.glob("*.csv")))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_what_the_package_has_can_be_read(path: Path) -> None:
-    assert profiles.parse(path.read_bytes(), None if path == configs.DEFAULTS else path.stem)
+    assert profiles.parse(path.read_bytes(), None if path == selection.DEFAULTS else path.stem)
 
 
 @pytest.mark.thorough

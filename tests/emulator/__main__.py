@@ -22,7 +22,7 @@ from tqdm import tqdm
 from bench.measure.processes import processes
 from bench.report.progress import progress
 from bench.verbs.options import add_jobs, add_list
-from triton_relattn.kernels.tile_config import KERNELS, TileConfig
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
 from .calls import CALLS, unknown_words
 from .check import DTYPES, Row, Subject, row_of

@@ -14,8 +14,9 @@ import torch
 
 from bench.report.rows import in_one_line
 from triton_relattn._core import implementations, residual
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.workspace import planning
 
 from .calls import SMALL_WORKSPACE, Call, build
 from .device import Emulated, emulated
@@ -84,7 +85,7 @@ class Checked:
 def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None]:
     """Let calls choose the kernels, and those for long sequences from 100 queries on, give some kernels other configurations,
     limit the workspace, and fill new memory with NaN."""
-    select = configs.select
+    select = selection.select
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
     def selected(kernel: str, *call: Any, **others: Any) -> TileConfig:
@@ -92,9 +93,9 @@ def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: "triton"))
-        stack.enter_context(mock.patch.object(configs, "select", selected))
+        stack.enter_context(mock.patch.object(selection, "select", selected))
         stack.enter_context(mock.patch.object(residual, "FEWEST_QUERIES", 100))
-        stack.enter_context(mock.patch.dict(os.environ, {workspace.VARIABLE: "0" if SMALL_WORKSPACE in subject.name else ""}))
+        stack.enter_context(mock.patch.dict(os.environ, {planning.VARIABLE: "0" if SMALL_WORKSPACE in subject.name else ""}))
         stack.callback(torch.set_float32_matmul_precision, precision)
         stack.callback(torch.use_deterministic_algorithms, deterministic)
         torch.set_float32_matmul_precision("high" if subject.dtype == "tf32" else "highest")

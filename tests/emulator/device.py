@@ -15,7 +15,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from bench.compiled import Launch, recorded_launches
-from triton_relattn.kernels.architectures import architecture_of
+from triton_relattn.kernels.config.architectures import architecture_of
 
 from . import machine
 from .decode import decode

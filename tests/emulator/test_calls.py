@@ -12,7 +12,7 @@ import torch
 from tests.emulator.calls import CALLS, SMALL_WORKSPACE, build
 from tests.emulator.check import Subject, check, run
 from tests.emulator.device import TARGETS
-from triton_relattn.kernels import forward, key_splits
+from triton_relattn.kernels import forward, splits
 
 SAMPLE = (
     Subject("sm_90", "bfloat16", 64, "full", (130, 130)),
@@ -109,7 +109,7 @@ def test_parts_of_a_workspace(target: str, dtype: str, name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_programs_that_share_keys(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_splits, "LEAST_KEYS", 64)
+    monkeypatch.setattr(splits, "LEAST_KEYS", 64)
     checked = check(Subject(target, "bfloat16", 64, "clamp key_lengths", (1, 300)))
     assert checked.problems == [] and "merge" in [launch.name for launch in checked.launches]
 

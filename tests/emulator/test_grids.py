@@ -10,7 +10,7 @@ import torch
 from tests.emulator.device import Emulated, emulated
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.grids import _reference
-from triton_relattn.kernels.grids import backward, forward
+from triton_relattn.kernels.grid.launchers import backward, forward
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
 
 SCALE = 0.2

@@ -17,7 +17,7 @@ from tests.conftest import cut_blocks, poisoned
 from tests.fuzz.budget import assert_within, expected
 from tests.fuzz.case import Broken, Case, arguments_of, changed, function_of, normal, spoilt
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels.tile_config import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
@@ -98,21 +98,22 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: dict[str, TileConfig] | None) ->
     """These tiles, in Triton's interpreter as the tests change it."""
     from tests.interpreter.conftest import change_interpreter
     from triton_relattn._core import residual
-    from triton_relattn.kernels import configs
+    from triton_relattn.kernels.config import selection
 
     change_interpreter(patch)
     patch.setattr(residual, "FEWEST_QUERIES", 30)
     if tiles is not None:
-        patch.setattr(configs, "select", lambda kernel, *_, **__: tiles[kernel])
+        patch.setattr(selection, "select", lambda kernel, *_, **__: tiles[kernel])
 
 
 def round_terms(patch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Round terms to float16, or not, whatever the inputs are."""
-    from triton_relattn.kernels import arguments, configs
+    from triton_relattn.kernels import call
+    from triton_relattn.kernels.config import selection
 
     if rounded:
-        patch.setattr(configs, "rounds_terms", lambda *_: True)
-        patch.setattr(arguments, "fixed", arguments.fixed.__wrapped__)
+        patch.setattr(selection, "rounds_terms", lambda *_: True)
+        patch.setattr(call, "fixed", call.fixed.__wrapped__)
 
 
 def global_state() -> dict[str, Any]:

@@ -19,12 +19,13 @@ from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import arguments as of_launches
-from triton_relattn.kernels import configs, workspace
+from triton_relattn.kernels import call as of_launches
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import COVERAGES
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile_config import COVERAGES
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,
@@ -83,7 +84,7 @@ def selectable(kernel: str) -> list[TileConfig]:
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
                 for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGES, (False, True)):
                     for term_set in (None,) if coverage == "no table" else SPECIAL:
-                        config = configs.select(kernel, arch, dtype, width, coverage, is_causal, term_set)
+                        config = selection.select(kernel, arch, dtype, width, coverage, is_causal, term_set)
                         warps = 4 if config.rotation == "gather" else config.num_warps
                         found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
     torch.set_float32_matmul_precision(before)
@@ -92,7 +93,7 @@ def selectable(kernel: str) -> list[TileConfig]:
 
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Let the kernels round terms to float16, or not, whatever the inputs are; nothing is kept of earlier calls' decisions."""
-    monkeypatch.setattr(configs, "rounds_terms", lambda *_: rounded)
+    monkeypatch.setattr(selection, "rounds_terms", lambda *_: rounded)
     monkeypatch.setattr(of_launches, "fixed", of_launches.fixed.__wrapped__)
 
 
@@ -286,21 +287,21 @@ class CountedKernel:
         return self.kernel[grid]
 
 
-def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[workspace.Plan | None]:
+def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[planning.Plan | None]:
     """Return a list that gets the plan of each backward's workspace, from now on."""
-    plans: list[workspace.Plan | None] = []
-    make = workspace.plan
+    plans: list[planning.Plan | None] = []
+    make = planning.plan
 
-    def plan(*call: Any) -> workspace.Plan | None:
+    def plan(*call: Any) -> planning.Plan | None:
         plans.append(make(*call))
         return plans[-1]
 
-    monkeypatch.setattr(workspace, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     return plans
 
 
 def count_launches(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the launches of all kernels of the backward by name, from now on."""
-    for kernel in configs.KERNELS[1:]:
+    for kernel in selection.KERNELS[1:]:
         module, name = importlib.import_module(f"triton_relattn.kernels.bwd_{kernel}"), f"{kernel}_kernel"
         monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), launches))

@@ -12,8 +12,8 @@ from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
 from tests.interpreter.launch import all_gradients, check_backward, check_gradients, selectable
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import bwd_dkv
-from triton_relattn.kernels.arguments import SMALLEST_SCALE, PerQuery
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.call import SMALLEST_SCALE, PerQuery
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.testing import assert_table_gradient, make_inputs, with_different_strides
 
 

@@ -28,9 +28,9 @@ from tests.interpreter.launch import (
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import residual
 from triton_relattn._core.within import within
-from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, dense_gradients, forward_backward, in_memory_order, make_inputs, with_different_strides
 
@@ -295,7 +295,7 @@ def test_strides(view: str) -> None:
     inputs = VIEWS[view](make_inputs(1, 2, 35, 35, 16, num_rows=21, dtype=torch.float32, seed=6))
     contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
     assert not all(tensor is None or tensor.is_contiguous() for tensor in inputs)
-    tiles = dict.fromkeys(configs.KERNELS, tile(32, 32))
+    tiles = dict.fromkeys(selection.KERNELS, tile(32, 32))
     results = all_gradients(inputs, tiles, is_causal=True)
     assert_bit_equal(results, all_gradients(contiguous, tiles, is_causal=True))
     for name in ("query", "key", "value"):
@@ -341,7 +341,7 @@ def test_wide_offsets(outside: Any) -> None:
     assert inputs.rel_key is not None
     table = table.as_strided((25, 8), (2**27, 1)).copy_(inputs.rel_key)
     d_out = storage.as_strided(inputs.d_out.shape, (0, 0, 2**26, 1)).copy_(inputs.d_out)
-    assert all(configs.needs_wide_index(tensor) for tensor in (table, d_out)) and not configs.needs_wide_index(inputs.rel_key)
+    assert all(selection.needs_wide_index(tensor) for tensor in (table, d_out)) and not selection.needs_wide_index(inputs.rel_key)
     expected = all_gradients(inputs, SMALL, positions=positions)
     for wide in (inputs._replace(rel_key=table), inputs._replace(d_out=d_out)):
         assert_bit_equal(all_gradients(wide, SMALL, positions=positions), expected)
@@ -417,7 +417,7 @@ def test_number_of_splits(per_head: bool, kind: str, monkeypatch: pytest.MonkeyP
     budget = rounding_budget(inputs, positions=positions)["d_rel_key"]
     found = []
     for splits in (1, 2, 5):
-        monkeypatch.setattr(configs, "table_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(selection, "table_splits", lambda *_, splits=splits: splits)
         results = all_gradients(inputs, SMALL, positions=positions)  # two blocks of queries in each sum
         assert_rounding_errors(results, inputs, positions=positions)
         found.append(results["d_rel_key"])

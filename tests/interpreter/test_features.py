@@ -28,9 +28,10 @@ from triton_relattn import RelativePositions, fused_relative_attention, fused_re
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._core.within import assert_near, within
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.arguments import SMALLEST_SCALE
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.call import SMALLEST_SCALE
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,
@@ -129,7 +130,7 @@ SHORT: dict[str, Any] = {
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 240))])
 def test_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """out, lse and all gradients; a fifth in float16, and most with a workspace in several parts."""
-    monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[seed % len(WORKSPACES)])
+    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[seed % len(WORKSPACES)])
     inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
     if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
         arguments["exact_query_grad"] = True  # out, rounded, is no key's value: delta is off by more than plain torch's
@@ -247,8 +248,8 @@ def test_packed_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -
     """A packed call equals a loop over its sequences, some of them empty; every other one with several tiles a sequence, and
     every other one of either with a workspace in several parts."""
     if seed % 2:
-        monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: SMALL[kernel])
-    monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[seed // 2 % len(WORKSPACES)])
+        monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: SMALL[kernel])
+    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[seed // 2 % len(WORKSPACES)])
     sizes: dict[str, Any] = {"widths": (8, 20), "value_widths": (8, 16), "lengths": (0, 1, 15, 17, 20)}
     check_packed(*random_varlen_case(seed, dtype=torch.float32, **sizes))
 
@@ -276,7 +277,7 @@ WITHOUT_KEYS = slice(25, 30)
 )
 def test_packed(kind: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """No queries, no keys, or neither; offsets of their own, shared heads, dropout; also a maximum that no length reaches."""
-    monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: SMALL[kernel])
+    monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: SMALL[kernel])
     positions = POSITIONS[kind]
     inputs = packed_inputs(30, 36, num_rows=positions.num_rows)
     results = check_packed(inputs, {**PACKING, "positions": positions, "dropout_p": dropout_p, "is_causal": kind == "zero"})
@@ -298,7 +299,7 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     short_inputs = inputs._replace(**short, d_lse=inputs.d_lse[:, :20])
     check_integers = validation._check_integers
     for limit in WORKSPACES[:2]:
-        monkeypatch.setenv(workspace.VARIABLE, limit)
+        monkeypatch.setenv(planning.VARIABLE, limit)
         monkeypatch.setattr(validation, "_check_integers", check_integers)
         expected = forward_backward(attend_varlen, short_inputs, **arguments, enable_gqa=True)
         monkeypatch.setattr(validation, "_check_integers", lambda _, tensor, *rest: (tensor, None))
@@ -347,7 +348,7 @@ def test_parts_of_a_workspace(sequences: str, tables: str, kind: str, monkeypatc
     """A workspace for all heads, for some of them, and for some keys of one. With bounded tables the first two have a band of
     relative positions; with a full one, all keys."""
     tiles = {**SMALL, "dq": tile(16, 16)}
-    monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: tiles[kernel])
+    monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: tiles[kernel])
     plans = record_plans(monkeypatch)
     is_full, is_packed = kind == "full", "packed" in sequences
     num_keys, offset = (45, 9) if is_full else (200, 90)
@@ -371,7 +372,7 @@ def test_parts_of_a_workspace(sequences: str, tables: str, kind: str, monkeypatc
     units, size = len(offsets), 0
     for name in ("all heads", "some heads", "some keys"):
         if size:
-            monkeypatch.setenv(workspace.VARIABLE, str(size // 2 if name == "some heads" else size // units - 1))
+            monkeypatch.setenv(planning.VARIABLE, str(size // 2 if name == "some heads" else size // units - 1))
         if is_packed:
             check_packed(inputs, arguments)
         else:
@@ -621,7 +622,7 @@ def test_nan_in_one_query_stays_in_its_row(
 ) -> None:
     """NaN in a query reaches only its own row of the results and the gradients that queries share; other rows, heads and batch
     entries are bit-equal, also those that come later in the same workspace."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs = all_terms((2, 2, 18, 13), per_head=True)
     tensor = getattr(inputs, name).clone()
     tensor[1, 0, 11] = math.nan
@@ -643,7 +644,7 @@ def test_nan_in_one_query_stays_in_its_row(
 @pytest.mark.parametrize("limit", WORKSPACES[:2])
 def test_nan_in_one_sequence_stays_there(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other sequences of a packed batch are bit-equal, but for the gradients that all share."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     starts = torch.tensor([0, 10, 27, 30])
     packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 17, "max_seqlen_k": 17}
     inputs = packed_inputs(30, 30)
@@ -701,7 +702,7 @@ def test_only_the_wanted_gradients_are_computed(
     kind: str, limit: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit-equal to those of the call for all, the others None, and no kernel runs that none of them needs."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     plans = record_plans(monkeypatch)
     inputs = all_terms((1, 1, 17, 18), POSITIONS[kind].num_rows)
     arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.2}

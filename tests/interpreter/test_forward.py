@@ -10,7 +10,7 @@ import torch
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
 from tests.interpreter.launch import check, selectable
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.testing import make_inputs, with_different_strides
 
 SMALL = TileConfig(32, 16, 4, 1)  # several tiles each way in short sequences, and two tiles a block of queries

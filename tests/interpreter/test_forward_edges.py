@@ -14,8 +14,8 @@ from tests.interpreter.launch import check, resolve, run
 from triton_relattn import fused_relative_attention
 from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import (
     Inputs,
@@ -214,7 +214,7 @@ def test_wide_offsets() -> None:
     assert inputs.rel_key is not None
     storage = torch.from_numpy(np.memmap("/dev/zero", dtype=np.float32, mode="c", shape=(38 * 2**27 + 8,)))
     table = storage.as_strided((39, 8), (2**27, 1)).copy_(inputs.rel_key)
-    assert configs.needs_wide_index(table) and not configs.needs_wide_index(inputs.rel_key)
+    assert selection.needs_wide_index(table) and not selection.needs_wide_index(inputs.rel_key)
     out, lse = run(inputs._replace(rel_key=table), SMALL)
     expected, expected_lse = run(inputs, SMALL)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)

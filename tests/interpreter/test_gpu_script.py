@@ -30,8 +30,8 @@ from bench.gpu.variants import Group
 from bench.measure import timing
 from bench.report.rows import Table, read, stamp
 from tests.conftest import PATIENCE
-from triton_relattn.kernels import profiles
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import profiles
+from triton_relattn.kernels.config.selection import TileConfig
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--tiny"]

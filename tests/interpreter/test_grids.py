@@ -14,11 +14,12 @@ from tests.interpreter.guard import Order, guarded, in_poisoned_storage, program
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.within import assert_near, tolerance_of, within
-from triton_relattn.kernels import configs, grids
-from triton_relattn.kernels.configs import TileConfig
-from triton_relattn.kernels.grid_call import GridCall, cut_of
-from triton_relattn.kernels.grid_dkv import launch_grid_dkv
-from triton_relattn.kernels.grids import backward, forward
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.grid import launchers
+from triton_relattn.kernels.grid.bwd_dkv import launch_grid_dkv
+from triton_relattn.kernels.grid.call import GridCall, cut_of
+from triton_relattn.kernels.grid.launchers import backward, forward
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
 
 call: Any = decomposed_relative_attention
@@ -126,7 +127,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Til
     """Configuration of all kernels."""
     config = TILES[request.param]
     if config is not None:
-        monkeypatch.setattr(configs, "select", lambda *_: config)
+        monkeypatch.setattr(selection, "select", lambda *_: config)
     return config
 
 
@@ -173,7 +174,7 @@ def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         stored.append(per_query.deltas[0].double())
         launch_grid_dkv(call, tile, per_query, *others)
 
-    monkeypatch.setattr(grids, "launch_grid_dkv", launch)
+    monkeypatch.setattr(launchers, "launch_grid_dkv", launch)
     given = tensors(case, torch.float16)
     out, *_ = results(case, given)
     probs, d_probs, _, _ = dense_backward(case, given)
@@ -244,7 +245,7 @@ def test_some_gradients(wanted: list[int]) -> None:
 def test_the_same_is_dropped_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the tiles: a forward and a backward of other tiles agree with the reference, which drops by query and key."""
     chosen = {"forward": TileConfig(16, 32, 4, 1), "dq": TileConfig(32, 16, 4, 1), "dkv": TileConfig(16, 64, 4, 1)}
-    monkeypatch.setattr(configs, "select", lambda kernel, *_: chosen[kernel])
+    monkeypatch.setattr(selection, "select", lambda kernel, *_: chosen[kernel])
     case = Case((5, 20), prefix=3, others={"dropout_p": 0.5})
     given = tensors(case)
     ours = check(case, given)

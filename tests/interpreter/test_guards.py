@@ -32,10 +32,10 @@ from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels import workspace
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs, make_inputs
 
 
@@ -227,7 +227,7 @@ def test_guarded(name: str, kind: str, order: Order) -> None:
 )
 def test_guarded_parts(name: str, kind: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace in parts: no program reads what it has not got from the part before."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs, arguments = case_of(name, kind)
     launches, _ = check_guarded(inputs, arguments, SMALL, ORDERS[len(name) % 2], seed=len(limit))
     assert [launch.kernel for launch in launches].count("dkv_kernel") > 1
@@ -241,7 +241,7 @@ SIZES = ("", "0", "3000", "12000")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(90))
 def test_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(workspace.VARIABLE, SIZES[seed % 4])
+    monkeypatch.setenv(planning.VARIABLE, SIZES[seed % 4])
     inputs, arguments = random_case(
         seed, dtype=torch.float32, **SHORT, lengths=(1, 2, 15, 16, 17, 20), uneven_lengths=((1, 33), (20, 1), (3, 17))
     )
@@ -251,7 +251,7 @@ def test_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_packed_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(workspace.VARIABLE, SIZES[seed % 4])
+    monkeypatch.setenv(planning.VARIABLE, SIZES[seed % 4])
     inputs, arguments = random_varlen_case(seed, dtype=torch.float32, **SHORT, lengths=(0, 1, 2, 17))
     check_guarded(inputs, arguments, (SMALL, OTHER)[seed % 2], ORDERS[seed // 2 % 2], seed)
 

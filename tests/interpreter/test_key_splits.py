@@ -12,7 +12,8 @@ from tests.interpreter.launch import check, resolve
 from tests.interpreter.test_features import OTHER, SHORT, SMALL, assert_close, attend_varlen, check_every_term
 from triton_relattn import RelativePositions
 from triton_relattn._core.within import assert_near
-from triton_relattn.kernels import configs, key_splits
+from triton_relattn.kernels import splits as key_splits
+from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, dropout_mask, forward_backward, make_inputs
 
@@ -24,7 +25,7 @@ LONG: dict[str, Any] = {**SHORT, "lengths": (1, 2, 17, 33, 90), "uneven_lengths"
 def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make the device large and 16 keys enough for a program; return the numbers of splits, which grow as calls are made."""
     monkeypatch.setattr(key_splits, "LEAST_KEYS", 16)
-    monkeypatch.setattr(configs, "multiprocessors", lambda _: 40)
+    monkeypatch.setattr(selection, "multiprocessors", lambda _: 40)
     numbers: list[int] = []
     original = key_splits.launch_merge
 

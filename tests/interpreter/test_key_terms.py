@@ -15,8 +15,9 @@ from tests.interpreter.launch import all_gradients, check_every_term, record_pla
 from tests.interpreter.test_features import OTHER, SHORT, SMALL, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
 from triton_relattn import RelativePositions
 from triton_relattn._core.within import within
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,
@@ -57,7 +58,7 @@ def p2c_inputs(sizes: tuple[int, int, int, int] = (2, 2, 37, 41), num_rows: int 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """out, lse and all gradients, with any other term and mask; a fifth in float16, most with a workspace in several parts."""
-    monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[number // 2 % len(WORKSPACES)])
+    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[number // 2 % len(WORKSPACES)])
     inputs, arguments = with_table(random_case, number, dtype=torch.float16 if number % 5 == 4 else torch.float32, **SHORT)
     if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
         arguments["exact_query_grad"] = True
@@ -68,8 +69,8 @@ def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_packed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed call equals a loop over its sequences; half of them with several tiles a sequence, or a workspace in parts."""
     if number % 2:
-        monkeypatch.setattr(configs, "select", lambda kernel, *_, **__: SMALL[kernel])
-    monkeypatch.setenv(workspace.VARIABLE, WORKSPACES[-1 - number % 3])
+        monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: SMALL[kernel])
+    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[-1 - number % 3])
     sizes = {name: SHORT[name] for name in ("widths", "value_widths", "rel_widths")}
     inputs, arguments = with_table(random_varlen_case, number, dtype=torch.float32, lengths=(0, 1, 17, 33), **sizes)
     torch.manual_seed(0)
@@ -112,7 +113,7 @@ def far_call(name: str, outside: Any, **others: Any) -> tuple[Inputs, dict[str, 
 @pytest.mark.parametrize(("name", "outside", "tiles", "limit"), FAR_RUNS)
 def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a bounded table: one number for each key, and sums of dS for each key."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs, arguments = far_call(name, outside)
     check_every_term(inputs, TILES[tiles], **arguments)
 
@@ -121,7 +122,7 @@ def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch:
 @pytest.mark.parametrize("limit", ["0", ""])
 def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As good as dS rounded once and summed exactly, though nearly all pairs have an end row."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs, arguments = far_call("window", "clamp", dtype=torch.float16, sharp=True)
     assert_table_gradient(
         "d_rel_p2c", all_gradients(inputs, REGISTERS, **arguments)["d_rel_p2c"], inputs, table="rel_p2c", **arguments
@@ -133,7 +134,7 @@ def test_band(arguments: dict[str, Any], parts: int, monkeypatch: pytest.MonkeyP
     """A workspace that is narrower than the keys has dS of all near pairs, also of those beyond the table."""
     inputs = make_inputs(parts, 1, 40, 400, 16, num_rows=8, rel_p2c=True, dtype=torch.float32, seed=4)
     plans = record_plans(monkeypatch)
-    monkeypatch.setenv(workspace.VARIABLE, str(40 * 320 * 4))
+    monkeypatch.setenv(planning.VARIABLE, str(40 * 320 * 4))
     tiles = {**SMALL, "dq": tile(16, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
     check_every_term(inputs, tiles, positions=RelativePositions(-3, 4), query_offset=183, **arguments)
     assert plans[0] is not None and plans[0].layout.is_band and len(plans[0].parts) == parts
@@ -143,7 +144,7 @@ def test_band(arguments: dict[str, Any], parts: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("limit", ["0", "6000", ""])
 def test_nan_of_an_end_that_no_pair_reaches(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of the future with a causal mask, and keys that are padding or before the window, may hold NaN."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs, _ = far_call("both sides", "clamp")
     arguments: dict[str, Any] = {"window_size": (40, 0), "query_offset": 50, "key_lengths": torch.tensor([90])}
     arguments["positions"] = RelativePositions(-3, 4)
@@ -182,7 +183,7 @@ def test_sums_of_end_rows_are_float32() -> None:
 @pytest.mark.parametrize("case", UNSEEN)
 def test_nan_that_no_query_sees(case: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that no visible pair has, keys and values that no query sees, and the storage around them may hold NaN."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     hiding, seen = UNSEEN[case]
     arguments = {**hiding, "positions": RelativePositions(-50, 50)}
     inputs = p2c_inputs((1, 1, 37, 41))
@@ -226,7 +227,7 @@ def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
 @pytest.mark.parametrize("limit", WORKSPACES[::3])
 def test_nan_in_one_query_stays_there(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of the other heads are bit-equal, also of those that come later in the same workspace."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs = p2c_inputs((1, 2, 37, 41), per_head=True)
     query = inputs.query.clone()
     query[0, 0, 30] = math.nan
@@ -242,7 +243,7 @@ def test_nan_in_one_query_stays_there(limit: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("num_rows", [101, 7])
 def test_one_gradient_alone(wanted: str, limit: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same bits as with the others."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     inputs = p2c_inputs(num_rows=num_rows)
     alone, expected = (
         run_backward(inputs, SMALL, names) for names in ((wanted,), ("d_rel_p2c", "d_key", "d_query", "d_rel_key"))
@@ -257,7 +258,7 @@ def test_one_gradient_alone(wanted: str, limit: str, num_rows: int, monkeypatch:
 @pytest.mark.parametrize("per_head", [False, True])
 def test_what_is_accessed(per_head: bool, limit: str, guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """No access beside the tensors, and no number that another program has written. One workspace serves both tables."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     all_gradients(p2c_inputs((1, 2, 20, 33), 11, per_head=per_head), SMALL, window_size=(-1, 9))
     of_tables = {"far_keys_kernel", "dtable_kernel", "dp2c_kernel"}
     assert {launch.kernel for launch in guarded_kernels} == {"forward_kernel", "dq_kernel", "dkv_kernel"} | of_tables

@@ -21,9 +21,9 @@ from tests.interpreter.test_survivors import far_apart
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 
@@ -151,7 +151,7 @@ def results(
         tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
-    tiles = dict.fromkeys(configs.KERNELS, TileConfig(block, block, 4, 1))
+    tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
     tiles["dtable"] = TileConfig(max(block // 4, 16), block, 4, 1)  # its queries lie 4 apart: as many rows as the others'
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
@@ -180,7 +180,7 @@ def test_results_are_the_same(
     apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, whatever the strides. The kernel of far keys is launched only where a table is clamped."""
-    monkeypatch.setattr(configs, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
+    monkeypatch.setattr(selection, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
     block = 128 if apart is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
     with launched(apart) as kept:
@@ -220,7 +220,7 @@ def only_the_last_program() -> Iterator[None]:
 def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
     """The last program of each grid computes the last head as if there were no other."""
     single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
-    tiles = dict.fromkeys(configs.KERNELS, TileConfig(16, 16, 4, 1))
+    tiles = dict.fromkeys(selection.KERNELS, TileConfig(16, 16, 4, 1))
     is_alone = sizes[0] == 1  # the gradient of a table that entries share is not that of the last one
     wants = [name in ("query", "key", "value", "rel_key")[: 4 if is_alone else 3] for name in DIFFERENTIABLE]
 

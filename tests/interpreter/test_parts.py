@@ -12,7 +12,7 @@ from tests.interpreter.launch import SEED, resolve
 from tests.parts import as_one, in_parts
 from triton_relattn import RelativePositions
 from triton_relattn._core import residual, validation
-from triton_relattn.kernels import workspace
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import assert_within_budget, make_inputs
 
 TERMS: dict[str, Any] = {"rel_value": True, "rel_bias": True, "per_head": True, "rel_width": 8}
@@ -54,7 +54,7 @@ def check(tensors: Any, spec: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> 
 )
 def test_parts(case: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the workspace of each has some of its keys at a time."""
-    monkeypatch.setenv(workspace.VARIABLE, limit)
+    monkeypatch.setenv(planning.VARIABLE, limit)
     of_inputs, options = CASES[case]
     inputs = make_inputs(2, 2, 60, 80, 16, dtype=torch.float32, seed=1, **of_inputs)
     check(*resolve(inputs, **options), inputs.d_out, inputs.d_lse)

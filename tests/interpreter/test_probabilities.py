@@ -19,9 +19,9 @@ from triton_relattn._core import residual
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.within import sum_allowance, within
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import configs
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import (
     Inputs,
@@ -113,7 +113,7 @@ def test_large_logits(deviation: float, kind: str) -> None:
     inputs = of_deviation(inputs, deviation)
     of_kind: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
     arguments = of_kind.get(kind, {})
-    results = all_gradients(inputs, dict.fromkeys(configs.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
+    results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
     golden, plain = unlucky(
         inputs,
         lambda each: dense_gradients(each, **arguments)._asdict(),
@@ -131,7 +131,7 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
     inputs = make_inputs(1, 1, 40, 50, 16, num_rows=9 if kind == "clamp" else 89, dtype=torch.float32, seed=3)
     inputs = of_deviation(inputs, 1e6)
     tensors, spec = resolve(inputs)
-    tiles = dict.fromkeys(configs.KERNELS, TileConfig(32, 32, 4, 1))
+    tiles = dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1))
     out, _, softmax_stats, _ = forward(tensors, spec, tiles["forward"])
     softmax_stats[:, :, 0] -= 4e-7 * softmax_stats[:, :, 0].abs()
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)

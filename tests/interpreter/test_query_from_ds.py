@@ -19,7 +19,7 @@ from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.delta import RESIDUAL_SCALE, launch_delta
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.workspace import VARIABLE, Plan
+from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
 __all__ = ["plans"]

@@ -1,4 +1,4 @@
-"""Rotations in registers (kernels/quads.py) against the gather, by themselves and in all kernels."""
+"""Rotations in registers (kernels/tile/registers.py) against the gather, by themselves and in all kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.interpreter.launch import all_gradients, check_every_term, round_term
 from triton_relattn import RelativePositions
 from triton_relattn._core import residual
 from triton_relattn._core.within import assert_near, within
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.arguments import Tile
-from triton_relattn.kernels.configs import KERNELS, TileConfig
-from triton_relattn.kernels.quads import pack, rotate_rows, step_back_words, unpack
-from triton_relattn.kernels.table import Table, bias_terms
+from triton_relattn.kernels.call import Tile
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import KERNELS, TileConfig
+from triton_relattn.kernels.tile.registers import pack, rotate_rows, step_back_words, unpack
+from triton_relattn.kernels.tile.table import Table, bias_terms
 from triton_relattn.testing import Inputs, last_place, make_inputs
 
 TILES = [
@@ -222,7 +222,7 @@ def test_kernels_that_rotate_no_band(kernel: str, monkeypatch: pytest.MonkeyPatc
     config = TileConfig(32, 32, 2, 1, rotation="registers")
     assert config.why_invalid("sm_90", True, "dkv") is None
     if config.why_invalid("sm_90", True, kernel) is not None:
-        assert {each.rotation for each in configs.candidates(kernel, "sm_90", True)} == {"gather"}
+        assert {each.rotation for each in selection.candidates(kernel, "sm_90", True)} == {"gather"}
         return
     monkeypatch.setattr(residual, "FEWEST_QUERIES", 1)
     inputs = make_inputs(1, 1, 50, 60, 16, num_rows=119, rel_p2c=True, dtype=torch.float16, seed=3)
@@ -269,8 +269,8 @@ def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkey
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 1024])
 def test_usual_scales_round(width: int) -> None:
     """The usual scale, a scale of 1 as T5 has, and of 100 as normalised queries and keys have; not that of muP from 64 on."""
-    assert all(configs.float16_holds_terms(scale) for scale in (width**-0.5, 1.0, 100.0))
-    assert configs.float16_holds_terms(1 / width) == (width <= 32)
+    assert all(selection.float16_holds_terms(scale) for scale in (width**-0.5, 1.0, 100.0))
+    assert selection.float16_holds_terms(1 / width) == (width <= 32)
 
 
 def test_what_is_no_configuration() -> None:

@@ -12,11 +12,11 @@ import torch
 from tests.interpreter.launch import check, check_every_term, run, run_backward
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.within import within
-from triton_relattn.kernels import configs
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.testing import make_inputs
 
-SMALL = {name: TileConfig(32, 16, 4, 1) for name in configs.KERNELS}
+SMALL = {name: TileConfig(32, 16, 4, 1) for name in selection.KERNELS}
 
 
 def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
     batch, heads, num_keys = (size if dim == each else small for each, small in enumerate((1, 1, 20)))
     inputs = make_inputs(batch, heads, 5, num_keys, 8, num_rows=None, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), dim, stride)
-    assert not configs.needs_wide_index(wide)
+    assert not selection.needs_wide_index(wide)
     config = TileConfig(16, 256, 4, 1)
     for result, expected in zip(run(inputs._replace(**{name: wide}), config), run(inputs, config), strict=True):
         assert torch.equal(result, expected)
@@ -68,7 +68,7 @@ def test_offsets_of_a_table(name: str) -> None:
     terms: dict[str, Any] = {"rel_key": name == "rel_key", "rel_value": name == "rel_value"}
     inputs = make_inputs(1, 1, 20, 20, 8, num_rows=19, **terms, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), 0, 2**27)
-    assert configs.needs_wide_index(wide)
+    assert selection.needs_wide_index(wide)
     for result, expected in zip(
         run(inputs._replace(**{name: wide}), SMALL["forward"]), run(inputs, SMALL["forward"]), strict=True
     ):
@@ -128,7 +128,7 @@ TERMS = 3000
 def test_long_sums_are_rounded_once() -> None:
     """Sums over thousands of keys or queries in float16, of numbers of one sign: plain torch's error would hide that of a sum
     that is rounded at every tile. All probabilities are equal, so that nothing but the sum is rounded."""
-    tiles = dict.fromkeys(configs.KERNELS, TileConfig(16, 16, 4, 1))
+    tiles = dict.fromkeys(selection.KERNELS, TileConfig(16, 16, 4, 1))
     inputs = make_inputs(1, 1, 3, TERMS, 16, num_rows=None, dtype=torch.float16, seed=3)
     inputs = inputs._replace(query=torch.zeros_like(inputs.query), value=1 + inputs.value.abs() / 8)
     out, _ = run(inputs, tiles["forward"])

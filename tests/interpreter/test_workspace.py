@@ -25,12 +25,13 @@ from triton_relattn._core import residual
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import TABLES
 from triton_relattn._core.within import within
-from triton_relattn.kernels import configs, workspace
-from triton_relattn.kernels.arguments import Call, cdiv
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.configs import TileConfig
+from triton_relattn.kernels.call import Call, cdiv
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.workspace import VARIABLE, Plan
+from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
 from triton_relattn.testing import (
     Inputs,
     assert_gradients_close_fp32,
@@ -85,7 +86,7 @@ def planned(
 ) -> Any:
     """The plan of a padded or packed call."""
     _, tensors, spec = resolved(inputs, arguments)
-    return workspace.plan(Call(tensors, spec), tensors, spec, tiles or TILES["twice"], multiprocessors, most_bytes)
+    return planning.plan(Call(tensors, spec), tensors, spec, tiles or TILES["twice"], multiprocessors, most_bytes)
 
 
 def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
@@ -466,7 +467,7 @@ def test_lengths(num_queries: int, num_keys: int, plans: list[Plan | None]) -> N
 def test_programs_that_share_rows(plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs have every splits-th block of queries each; more than there are blocks are not asked for."""
     inputs, arguments = call_of("clamp", **EVERY_TABLE)
-    monkeypatch.setattr(configs, "PROGRAMS_PER_MULTIPROCESSOR", 1000)
+    monkeypatch.setattr(selection, "PROGRAMS_PER_MULTIPROCESSOR", 1000)
     check_call(inputs, arguments, TILES["registers"])
     assert plans[0] is not None
 
@@ -582,19 +583,19 @@ def test_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, arguments = call_of("full")
     tensors, _ = resolve(inputs, **arguments)
     usual = 256 * 2**20
-    assert workspace.limit(tensors, 0) == workspace.limit(tensors, usual) == usual
-    assert workspace.limit(tensors, usual + 1) == usual + 1
+    assert planning.limit(tensors, 0) == planning.limit(tensors, usual) == usual
+    assert planning.limit(tensors, usual + 1) == usual + 1
     large = torch.empty(1, device="meta").expand(2**26, 2)
     all_three = 4 * (2**27 + tensors.key.numel() + tensors.value.numel())
-    assert workspace.limit(tensors._replace(query=large), usual) == all_three
-    assert workspace.limit(tensors._replace(query=large), all_three + 1) == all_three + 1
+    assert planning.limit(tensors._replace(query=large), usual) == all_three
+    assert planning.limit(tensors._replace(query=large), all_three + 1) == all_three + 1
     for text, expected in (("12345", 12345), ("0", 0), (" 300 ", 300), ("", usual), (str(2**40), 2**40)):
         monkeypatch.setenv(VARIABLE, text)
-        assert workspace.limit(tensors, 1000) == expected
+        assert planning.limit(tensors, 1000) == expected
     for text in ("-1", "1e9", "256 MiB"):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(ValueError, match=f"{VARIABLE} must be a number of bytes, such as 268435456, got '{text}'"):
-            workspace.limit(tensors, 0)
+            planning.limit(tensors, 0)
         with pytest.raises(ValueError, match="must be a number of bytes"):
             results_of(inputs, arguments, TILES["twice"])
     with_no_table = make_inputs(1, 1, 5, 5, 8, num_rows=None, dtype=torch.float32, seed=1)
@@ -617,7 +618,7 @@ WAVES = {
 def test_one_wave_is_in_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the heads are, by default as many programs run at once as keep the GPU busy: here eight a multiprocessor."""
     num_keys, (first, last), multiprocessors = WAVES[name]
-    monkeypatch.setattr(workspace, "limit", lambda _, wave: wave)
+    monkeypatch.setattr(planning, "limit", lambda _, wave: wave)
     inputs = make_inputs(4, 4, 40, num_keys, 8, num_rows=last - first + 1, dtype=torch.float16, seed=1)
     plan = planned(inputs, {"positions": RelativePositions(first, last)}, TILES["twice"], multiprocessors)
     programs = [part.stop_program - part.first_program for part in plan.parts]
@@ -633,7 +634,7 @@ def total_cost(count: int, size: int, programs: int, multiprocessors: int, at_on
     for first in range(0, count, size):
         left = min(size, count - first) * programs
         while left > 0:
-            cost += workspace.START_COST + cdiv(min(left, multiprocessors * at_once), multiprocessors)
+            cost += planning.START_COST + cdiv(min(left, multiprocessors * at_once), multiprocessors)
             left -= multiprocessors * at_once
     return cost
 
@@ -644,7 +645,7 @@ def test_the_size_of_parts_costs_least(seed: int) -> None:
     choose = random.Random(seed)
     count, programs = choose.choice((1, 2, 7, 16, 24, 64, 150)), choose.choice((1, 1, 2, 8, 33, 128))
     most, multiprocessors, at_once = choose.randint(1, count), choose.choice((1, 2, 7, 132)), choose.randint(1, 4)
-    found = workspace._part_size(count, most, programs, multiprocessors, at_once)
+    found = planning._part_size(count, most, programs, multiprocessors, at_once)
     costs = {size: total_cost(count, size, programs, multiprocessors, at_once) for size in range(1, most + 1)}
     ranks = {size: (cost, cdiv(count, size), size) for size, cost in costs.items()}
     assert ranks[found] == min(ranks.values())
@@ -659,7 +660,7 @@ def test_usual_sizes_of_parts() -> None:
         (100, 99, 132, 132, 1): 50,
         (12, 5, 66, 132, 2): 4,  # whole waves
     }.items():
-        assert workspace._part_size(count, most, programs, multiprocessors, at_once) == expected, (count, most, programs)
+        assert planning._part_size(count, most, programs, multiprocessors, at_once) == expected, (count, most, programs)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -700,7 +701,7 @@ def test_no_part_exceeds_the_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Memory:
-    """So many bytes for workspaces: new_empty of workspace.py raises OutOfMemoryError if what is there takes more than that."""
+    """So many bytes for workspaces: new_empty of planning.py raises OutOfMemoryError if what is there takes more than that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room, self.used = room, 0
@@ -708,7 +709,7 @@ class Memory:
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda tensor, *sizes, **options: self.create(tensor, *sizes, **options))
 
     def create(self, tensor: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
-        is_workspace = sys._getframe(2).f_globals["__name__"] == workspace.__name__
+        is_workspace = sys._getframe(2).f_globals["__name__"] == planning.__name__
         count = math.prod(*sizes) * tensor.element_size() if is_workspace else 0
         if self.used + count > self.room:
             raise torch.OutOfMemoryError(f"tried to allocate {count} bytes")
@@ -810,7 +811,7 @@ def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch, 2**40)
 
     def fail(*_: Any, **__: Any) -> torch.Tensor:
-        if sys._getframe(2).f_globals["__name__"] == workspace.__name__:
+        if sys._getframe(2).f_globals["__name__"] == planning.__name__:
             raise RuntimeError("something else")
         return memory.new_empty(*_, **__).fill_(math.nan)
 

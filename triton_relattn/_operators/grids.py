@@ -26,7 +26,7 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
     tensors, (*scalars, implementation) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
     with without_autocast(tensors.query.device):
         if implementation == "triton":
-            from ..kernels.grids import forward
+            from ..kernels.grid.launchers import forward
 
             with torch.cuda.device_of(tensors.query):
                 return forward(tensors, *scalars)
@@ -48,7 +48,7 @@ def _backward(d_out, out, softmax_stats, *arguments):  # type: ignore[no-untyped
     tensors, (*scalars, implementation, wanted) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
     with without_autocast(d_out.device):
         if implementation == "triton":
-            from ..kernels.grids import backward
+            from ..kernels.grid.launchers import backward
 
             with torch.cuda.device_of(d_out):
                 gradients = backward(d_out, out, softmax_stats, tensors, *scalars, wanted)

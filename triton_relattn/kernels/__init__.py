@@ -1,4 +1,7 @@
-"""The Triton kernels: one per file, over shared device functions (tiles, table, band, quads, walk, masking, scores).
+"""The Triton kernels. Read minimal.py first: the idea in one kernel.
+
+Then forward.py and, for the backward, backward.py, which launches the others: a file for each kernel. All compute a tile's logits
+by logits.py, from the functions in tile. Attention on a grid is an operator of its own.
 
 Importing this needs triton.
 """

@@ -8,16 +8,26 @@ import torch
 
 from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from . import configs, table_sums, workspace
-from .arguments import SMALLEST_SCALE, Call, PerQuery, aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .bwd_dkv import launch_dkv
 from .bwd_dp2c import launch_dp2c
 from .bwd_dq import launch_dq
 from .bwd_dq_from_ds import launch_dq_from_ds
 from .bwd_dtable import launch_dtable
+from .call import (
+    SMALLEST_SCALE,
+    Call,
+    PerQuery,
+    aligned,
+    contiguous,
+    strided,
+    with_aligned_operands,
+    with_positive_scale,
+)
+from .config import selection
+from .config.fitting import until_it_fits
 from .delta import launch_delta
 from .far_keys import launch_far_keys
-from .fitting import until_it_fits
+from .workspace import planning, table_sums
 
 
 def backward(
@@ -28,7 +38,7 @@ def backward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
-    tiles: Mapping[str, configs.TileConfig] | None = None,
+    tiles: Mapping[str, selection.TileConfig] | None = None,
     delta: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -37,11 +47,11 @@ def backward(
     Memory beyond the gradients:
 
     - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value.
-    - Each table's gradient in float32, once for each of the programs that share its sum (configs.table_splits). Not if one
+    - Each table's gradient in float32, once for each of the programs that share its sum (selection.table_splits). Not if one
       program computes all of it.
     - With tables a workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key, and as many more with
       rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
-      256 MiB, or as much as query, key and value take, or what keeps the GPU busy (workspace.limit): linear in the length.
+      256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.limit): linear in the length.
 
     Args:
         d_lse: None for zeros.
@@ -82,7 +92,7 @@ def _backward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wants: Mapping[str, bool],
-    tiles: Mapping[str, configs.TileConfig] | None,
+    tiles: Mapping[str, selection.TileConfig] | None,
     delta: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -106,8 +116,8 @@ def _backward(
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     is_part = delta is not None
     wants = {name: gradient is not None for name, gradient in gradients.items()}
-    (plan, query_from_ds), ds, probs = workspace.allocated(
-        call, tensors, spec, tiles, configs.multiprocessors(query.device), is_part or residual is not None, wants
+    (plan, query_from_ds), ds, probs = planning.allocated(
+        call, tensors, spec, tiles, selection.multiprocessors(query.device), is_part or residual is not None, wants
     )
 
     far = _far_sums(call, tensors)

@@ -4,11 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, PerQuery, cdiv, strided
-from .band import blocks_before, whole_tile
-from .configs import TileConfig
-from .dropout import keep_mask
-from .key_terms import (
+from .call import Call, PerQuery, cdiv, strided
+from .config.selection import TileConfig
+from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
+from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
+from .tile.band import blocks_before, whole_tile
+from .tile.dropout import keep_mask
+from .tile.key_terms import (
     add_end_rows_of_keys,
     add_far_queries,
     far_query_sums,
@@ -18,14 +20,11 @@ from .key_terms import (
     reached_by_keys,
     store_key_sums,
 )
-from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
-from .masking import exists, locate
-from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
-from .stored import key_of_column, near_limits, store_tile, stored_positions
-from .table import reached_table
-from .tiles import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
-from .walk import FAR, NEAR, first_part, part_range, query_range, stop_part, walk_position
-from .workspace import Part, Plan
+from .tile.masking import FAR, NEAR, exists, first_part, locate, part_range, query_range, stop_part, walk_position
+from .tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
+from .tile.table import reached_table
+from .workspace.planning import Part, Plan
+from .workspace.stored import key_of_column, near_limits, store_tile, stored_positions
 
 
 @triton.jit(do_not_specialize=["first_program", "first", "last", "num_heads"])

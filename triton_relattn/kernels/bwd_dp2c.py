@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, cdiv, strided
-from .configs import TileConfig
-from .key_terms import keys_at, near_queries, rotate_columns
-from .masking import exists, locate, visible
-from .scores import rel_unit
-from .stored import items_of, key_of_column, near_limits, stored_part, stored_positions
-from .table_sums import TableSums
-from .tiles import head_matrix, load_rows, store_rows
-from .workspace import Part, Plan
+from .call import Call, cdiv, strided
+from .config.selection import TileConfig
+from .tile.addressing import head_matrix, load_rows, store_rows
+from .tile.key_terms import keys_at, near_queries, rotate_columns
+from .tile.masking import exists, locate, visible
+from .tile.scores import rel_unit
+from .workspace.planning import Part, Plan
+from .workspace.stored import items_of, key_of_column, near_limits, stored_part, stored_positions
+from .workspace.table_sums import TableSums
 
 
 @triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])

@@ -8,14 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, PerQuery, cdiv, strided
-from .band import add_tile, blocks_before, next_terms
-from .configs import TileConfig
-from .dropout import keep_mask
-from .key_terms import natural_keys
+from .call import Call, PerQuery, cdiv, strided
+from .config.selection import TileConfig
 from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
-from .masking import exists, locate_queries
-from .scores import (
+from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
+from .tile.band import add_tile, blocks_before, next_terms
+from .tile.dropout import keep_mask
+from .tile.key_terms import natural_keys
+from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, part_range, stop_part, walk_position
+from .tile.scores import (
     LN_2,
     exponent_scale,
     load_softmax_stats,
@@ -25,9 +26,7 @@ from .scores import (
     settled,
     tile_scores,
 )
-from .table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
-from .tiles import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
-from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
+from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
 
 
 @triton.jit

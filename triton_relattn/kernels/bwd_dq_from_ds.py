@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, cdiv, strided
-from .configs import TileConfig
+from .call import Call, cdiv, strided
+from .config.selection import TileConfig
 from .logits import score_table
-from .masking import exists, first_key, last_key, locate
-from .scores import LN_2, rel_unit
-from .stored import load_tile, queries_apart
-from .table import reached_positions, reached_table, table_rows
-from .tiles import head_matrix, load_rows, store_rows
-from .workspace import Part, Plan
+from .tile.addressing import head_matrix, load_rows, store_rows
+from .tile.masking import exists, first_key, last_key, locate
+from .tile.scores import LN_2, rel_unit
+from .tile.table import reached_positions, reached_table, table_rows
+from .workspace.planning import Part, Plan
+from .workspace.stored import load_tile, queries_apart
 
 
 @triton.jit

@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, strided
-from .configs import TileConfig
-from .masking import locate
-from .scores import rel_unit
-from .stored import (
+from .call import Call, strided
+from .config.selection import TileConfig
+from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
+from .tile.masking import clamp_margin, locate, near_keys
+from .tile.scores import rel_unit
+from .workspace.planning import Part, Plan
+from .workspace.stored import (
     items_of,
     key_of_column,
     load_tile,
@@ -26,10 +28,7 @@ from .stored import (
     stored_part,
     stored_positions,
 )
-from .table_sums import TableSums
-from .tiles import head_matrix, load_rows, row_vector, store_rows
-from .walk import clamp_margin, near_keys
-from .workspace import Part, Plan
+from .workspace.table_sums import TableSums
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import cdiv, strided
-from .launching import description, launch
-from .tiles import head_matrix, load_rows, row_vector
+from .call import cdiv, strided
+from .launching import launch
+from .tile.addressing import head_matrix, load_rows, row_vector
 
 BLOCK_M = 64
 RESIDUAL_SCALE = tl.constexpr(2048.0)
@@ -77,4 +77,4 @@ def launch_delta(
         "BLOCK_WIDTH": block_width,
         "BLOCK_M": BLOCK_M,
     }
-    launch(delta_kernel, (batch * cdiv(num_queries, BLOCK_M), heads), arguments, description(arguments.values()))
+    launch(delta_kernel, (batch * cdiv(num_queries, BLOCK_M), heads), arguments)

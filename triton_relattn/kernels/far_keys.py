@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Call, cdiv, strided
-from .configs import TileConfig
+from .call import Call, cdiv, strided
+from .config.selection import TileConfig
 from .logits import key_table
-from .masking import exists, locate
-from .table import far_terms
-from .tiles import head_matrix, load_rows, side_vector
+from .tile.addressing import head_matrix, load_rows, side_vector
+from .tile.masking import exists, locate
+from .tile.table import far_terms
 
 CONFIG = TileConfig(64, 64, 4, 1)
 

@@ -6,21 +6,20 @@ import triton.language as tl
 
 from .._core.dtypes import new_like
 from .._core.spec import AttentionSpec, AttentionTensors
-from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
-from .band import add_tile, blocks_before
-from .configs import TileConfig
+from .call import Call, cdiv, strided, with_aligned_operands, with_positive_scale
+from .config.fitting import until_it_fits
+from .config.selection import TileConfig
 from .delta import RESIDUAL_SCALE
-from .dropout import keep_mask
 from .far_keys import launch_far_keys
-from .fitting import until_it_fits
-from .key_splits import launch_merge, number_of_splits, split_range
-from .key_terms import natural_keys
 from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
-from .masking import exists, locate_queries
-from .scores import LN_2, exponent_scale, softmax_update
-from .table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
-from .tiles import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
-from .walk import FAR, NEAR, first_part, key_range, part_range, stop_part, walk_position
+from .splits import launch_merge, number_of_splits, split_range
+from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
+from .tile.band import add_tile, blocks_before
+from .tile.dropout import keep_mask
+from .tile.key_terms import natural_keys
+from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, part_range, stop_part, walk_position
+from .tile.scores import LN_2, exponent_scale, softmax_update
+from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -42,7 +41,7 @@ def forward_kernel(
     probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
     Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: the grid has a second dimension, whose programs
-    share the keys; outs and softmax_stats hold the results of each as those of further heads (key_splits.py merges them), and
+    share the keys; outs and softmax_stats hold the results of each as those of further heads (splits.py merges them), and
     lses is None.
     residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
     """

@@ -3,10 +3,12 @@
 For each launch Triton looks at every argument, and finds the kernel by what it is compiled for: dtypes, None, alignment of
 pointers, numbers that are 1 or multiples of 16, constants. Kernels here have up to a hundred arguments, in groups, and most of
 them follow from the sizes and strides of a call. So these are described once for each call, and stand for what Triton looks at.
+Calls of other lengths share a compiled kernel here as they do in Triton.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,17 +18,17 @@ from triton.runtime.jit import JITFunction
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 """Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
-MOST_COMPILED = 4096
-ALIGNMENT = 16  # bytes; Triton tells apart whether a pointer is a multiple of it
+ALIGNMENT = 16  # Triton tells apart whether a number, or the bytes of a pointer, are a multiple of it
 PLAIN = (type(None), bool, int, float, str)
 
 _run = JITFunction.run
 _compiled: dict[Any, Any] = {}
-"""Compiled kernels by all that Triton compiles them for, and more: by every number, where its divisors would do."""
+"""Compiled kernels by all that Triton compiles them for. There is one entry for each, whatever the lengths of calls are."""
 
 
 def description(arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what a kernel may be compiled for of its arguments: of tensors dtype and alignment, of anything else its value."""
+    """Return all that a kernel may be compiled for of its arguments: of tensors dtype and alignment, of anything else its
+    value."""
     found, rest = list[Any](), list(arguments)
     for each in rest:
         kind = type(each)
@@ -42,23 +44,63 @@ def description(arguments: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def as_compiled(kernel: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Return arguments as Triton compiles the kernel for them: of numbers that it does not specialize only their type. There are
-    as many of these as parts of a call."""
-    general, found = getattr(kernel, "do_not_specialize", ()), []
+@functools.lru_cache(maxsize=4096)
+def classes(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what Triton compiles a kernel for of each value of a description: of a whole number whether it is 1, whether it is
+    a multiple of 16, and whether it takes 32 bits; of another number nothing but that it is one."""
+    found = list[Any]()
+    for each in values:
+        if type(each) is int:
+            found.append(1 if each == 1 else (each % ALIGNMENT == 0, has_32_bits(each)))
+        elif type(each) is tuple:
+            found.append(classes(each))
+        else:
+            found.append(float if type(each) is float else each)
+    return tuple(found)
+
+
+def has_32_bits(number: int) -> bool:
+    """Return whether Triton passes a whole number in 32 bits."""
+    return -(2**31) <= number < 2**31
+
+
+@functools.cache
+def _names(kernel: JITFunction) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of a kernel's constants, and of the numbers that it is not specialized for."""
+    constants = frozenset(parameter.name for parameter in kernel.params if parameter.is_constexpr)
+    return constants, frozenset(parameter.name for parameter in kernel.params if parameter.do_not_specialize)
+
+
+def _likeness(kernel: JITFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a kernel is compiled for of these arguments."""
+    constants, general = _names(kernel)
+    found, rest = list[Any](), list[Any]()
     for name, each in arguments.items():
-        has_32_bits = type(each) is int and -(2**31) <= each < 2**31
-        found.append("i32" if has_32_bits and name in general else each)
-    return found
+        if name in constants:
+            found.append(each)
+        elif name in general:
+            found.append(has_32_bits(each))
+        else:
+            rest.append(each)
+    return (*found, classes(description(rest)))
 
 
-def launch(kernel: Any, programs: tuple[int, ...], arguments: dict[str, Any], likeness: tuple[Any, ...]) -> None:
-    """Launch a kernel as ``kernel[programs](**arguments, **LAUNCH_OPTIONS)`` does.
+def launch(
+    kernel: Any,
+    programs: tuple[int, ...],
+    arguments: dict[str, Any],
+    options: dict[str, Any] | None = None,
+    of_call: dict[str, Any] | None = None,
+    likeness: object = None,
+) -> None:
+    """Launch a kernel as ``kernel[programs](**arguments, **of_call, **options, **LAUNCH_OPTIONS)`` does.
 
     Args:
-        arguments: and options.
-        likeness: stands for all that Triton compiles the kernel for: arguments whose likeness is the same are alike.
+        options: such as num_warps.
+        of_call: arguments that all launches of a call have in common, which are not looked at.
+        likeness: stands for all that Triton compiles a kernel for of those.
     """
+    options, of_call = options or {}, of_call or {}
     # Triton does no more than launch: it is neither interpreted nor replaced, nor told to compile in another way.
     is_usual = (
         isinstance(kernel, JITFunction)
@@ -69,17 +111,15 @@ def launch(kernel: Any, programs: tuple[int, ...], arguments: dict[str, Any], li
         and knobs.runtime.add_stages_inspection_hook is None
     )
     if not is_usual:
-        kernel[programs](**arguments, **LAUNCH_OPTIONS)
+        kernel[programs](**arguments, **of_call, **options, **LAUNCH_OPTIONS)
         return
     device = driver.active.get_current_device()
-    key = kernel, device, *arguments, *likeness
+    key = kernel, device, likeness, *options.items(), *_likeness(kernel, arguments)
     compiled = _compiled.get(key)
     if compiled is not None:
-        stream = driver.active.get_current_stream(device)
-        compiled[(*programs, 1, 1)](*[arguments[name] for name in kernel.arg_names], stream=stream)
+        stream, every = driver.active.get_current_stream(device), arguments | of_call
+        compiled[(*programs, 1, 1)](*[every[name] for name in kernel.arg_names], stream=stream)
         return
-    compiled = kernel[programs](**arguments, **LAUNCH_OPTIONS)
+    compiled = kernel[programs](**arguments, **of_call, **options, **LAUNCH_OPTIONS)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # AMD's are compiled for the sizes of tensors, too
-        if len(_compiled) >= MOST_COMPILED:
-            _compiled.clear()
         _compiled[key] = compiled

@@ -9,20 +9,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .band import next_terms
-from .key_terms import far_key_terms, next_key_terms
-from .masking import visible
-from .scores import apply_softcap_and_mask, tile_scores
-from .table import Table, bias_terms
-from .tiles import head_matrix, head_vector
-from .walk import FAR, NEAR
+from .tile.addressing import head_matrix, head_vector
+from .tile.band import next_terms
+from .tile.key_terms import far_key_terms, next_key_terms
+from .tile.masking import FAR, NEAR, visible
+from .tile.scores import apply_softcap_and_mask, tile_scores
+from .tile.table import Table, bias_terms
 
 
 class Vectors(NamedTuple):
     """A tile's queries, or its keys."""
 
     of_term: Any  # [M, Dr], what rel_key meets; of keys [N, D] in their natural order, what rel_p2c meets
-    indices: Any  # [M], in their sequence; of keys [N], in tiles.key_order
+    indices: Any  # [M], in their sequence; of keys [N], in addressing.key_order
     valid: Any  # [M], those that exist
 
 

@@ -8,7 +8,7 @@ GPU = "bench/gpu"
 PREDICTIONS = "bench/predictions.py"
 ON_PARTS, ON_PREDICTIONS, ON_CALLS_ALIKE = (f"tests/cpu/test_{name}.py" for name in ("gpu_parts", "predictions", "calls_alike"))
 ON_SCRIPT = "tests/interpreter/test_gpu_script.py"
-ARGUMENTS = "triton_relattn/kernels/arguments.py"
+ARGUMENTS = "triton_relattn/kernels/call.py"
 
 OF_GPU = (
     Fault(
@@ -78,7 +78,7 @@ OF_GPU = (
         "calls-alike-in-precision",
         "a call has the precision of an earlier one, whatever torch is set to by now",
         (f"{ON_CALLS_ALIKE}",),
-        (Change(ARGUMENTS, "            configs.input_precision(query.dtype, self.arch),\n", '            "ieee",\n'),),
+        (Change(ARGUMENTS, "            selection.input_precision(query.dtype, self.arch),\n", '            "ieee",\n'),),
     ),
     Fault(
         "calls-alike-in-offsets",

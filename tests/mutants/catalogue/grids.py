@@ -10,7 +10,7 @@ TESTS = "tests/cpu/test_grids.py"
 FORMULA, CUTS = (f"{TESTS}::test_the_formula",), (f"{TESTS}::test_cuts",)
 IMAGES = "tests/cpu/test_transformers_images.py"
 KERNEL_TILES, FORWARD, DQ, DKV, LAUNCHERS, KERNEL_CALL = (
-    f"triton_relattn/kernels/{name}.py" for name in ("grid_tiles", "grid_forward", "grid_dq", "grid_dkv", "grids", "grid_call")
+    f"triton_relattn/kernels/grid/{name}.py" for name in ("tile", "forward", "bwd_dq", "bwd_dkv", "launchers", "call")
 )
 ON_KERNELS = "tests/interpreter/test_grids.py"
 

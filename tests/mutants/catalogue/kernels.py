@@ -110,7 +110,7 @@ OF_FORWARD = (
         "terms-rounded-at-any-scale",
         "attention by position alone, with a scale of 0 in bfloat16 on a GPU: all terms are float16's largest number",
         (f"{ON_ROTATIONS}::test_scales_at_which_float16_holds_no_terms[by position alone-registers]",),
-        (Change(ARGUMENTS, " and configs.float16_holds_terms(scale),", ","),),
+        (Change(ARGUMENTS, " and selection.float16_holds_terms(scale)", ""),),
     ),
     Fault(
         "far-terms-not-rounded",

@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import (
-    DKV,
-    DP2C,
-    KEY_TERMS,
-    LOGITS,
-    MASKING,
-    ON_KEY_TERMS,
-    ON_WORKSPACE,
-    STORED,
-    TABLE_SUMS,
-    WORKSPACE,
-)
+from .places import DKV, DP2C, KEY_TERMS, LOGITS, MASKING, ON_KEY_TERMS, ON_WORKSPACE, STORED, TABLE_SUMS, WORKSPACE
 
 RANDOM = (f"{ON_KEY_TERMS}::test_random_combination",)
 FAR = (f"{ON_KEY_TERMS}::test_far_tiles",)

@@ -41,6 +41,12 @@ OF_LAUNCHERS = (
         (Change(LAUNCHING, "% ALIGNMENT, strides", "% ALIGNMENT, None"),),
     ),
     Fault(
+        "launched-with-any-length",
+        "lengths that 16 does not divide are launched with a kernel that loads as if it did",
+        (f"{ON_LAUNCHING}::test_lengths_are_told_apart",),
+        (Change(LAUNCHING, "(each % ALIGNMENT == 0, has_32_bits(each))", "(True, has_32_bits(each))"),),
+    ),
+    Fault(
         "launched-on-another-device",
         "a kernel that was compiled for one GPU is launched on another",
         (f"{ON_LAUNCHING}::test_each_gpu_has_its_own",),
@@ -50,7 +56,7 @@ OF_LAUNCHERS = (
         "launched-alike-whatever-the-call",
         "calls with other sizes, scalars and masks are launched with the kernels of an earlier one",
         (f"{ON_LAUNCHING}::test_as_triton_would_find_them",),
-        (Change(ARGUMENTS, "(*self.likeness, config,", "(config,"),),
+        (Change(ARGUMENTS, "(*self.likeness, config)", "(config,)"),),
     ),
     Fault(
         "launched-without-the-profiler",

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 OF_KERNELS = "triton_relattn/kernels"
-BAND, ROWS_OF_TABLE, WALK, QUADS, FORWARD, DQ, DKV, DTABLE, SCORES, MASKING, TILES, ARGUMENTS, BACKWARD, CONFIGS, KEPT = (
+FORWARD, DQ, DKV, DTABLE, BACKWARD, ARGUMENTS, DQ_FROM_DS, DELTA, LOGITS, KEY_SPLITS, DP2C = (
     f"{OF_KERNELS}/{name}.py"
     for name in (
-        "band",
-        "table",
-        "walk",
-        "quads",
         "forward",
         "bwd_dq",
         "bwd_dkv",
         "bwd_dtable",
-        "scores",
-        "masking",
-        "tiles",
-        "arguments",
         "backward",
-        "configs",
-        "dropout",
+        "call",
+        "bwd_dq_from_ds",
+        "delta",
+        "logits",
+        "splits",
+        "bwd_dp2c",
     )
 )
-STORED, WORKSPACE, TABLE_SUMS, DQ_FROM_DS, DELTA, LOGITS = (
-    f"{OF_KERNELS}/{name}.py" for name in ("stored", "workspace", "table_sums", "bwd_dq_from_ds", "delta", "logits")
+BAND, BAND_REGISTERS, ROWS_OF_TABLE, QUADS, SCORES, MASKING, TILES, KEPT, KEY_TERMS = (
+    f"{OF_KERNELS}/tile/{name}.py"
+    for name in ("band", "band_registers", "table", "registers", "scores", "masking", "addressing", "dropout", "key_terms")
 )
-KEY_TERMS, KEY_SPLITS, DP2C = (f"{OF_KERNELS}/{name}.py" for name in ("key_terms", "key_splits", "bwd_dp2c"))
+WALK = MASKING
+STORED, WORKSPACE, TABLE_SUMS = (f"{OF_KERNELS}/workspace/{name}.py" for name in ("stored", "planning", "table_sums"))
+CONFIGS = f"{OF_KERNELS}/config/selection.py"
 BLOCKWISE, BLOCKS, STACKS, BANDS, MIRROR = (
     f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "stacks", "bands", "mirror")
 )

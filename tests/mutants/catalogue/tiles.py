@@ -6,6 +6,7 @@ from ..fault import Change, Fault
 from .places import (
     ARGUMENTS,
     BAND,
+    BAND_REGISTERS,
     MASKING,
     ON_BACKWARD_EDGES,
     ON_FEATURES,
@@ -48,13 +49,13 @@ OF_QUADS = (
         "words-step-twice-instead-of-once",
         "elements that wrap in odd groups are one chunk back, not two",
         (f"{ON_ROTATIONS}::test_kernels",),
-        (Change(BAND, "odd | wraps, odd & wraps", "odd | wraps, odd & (wraps == 0)"),),
+        (Change(BAND_REGISTERS, "is_odd | wraps, is_odd & wraps", "is_odd | wraps, is_odd & (wraps == 0)"),),
     ),
     Fault(
         "quads-wrap-off-by-one",
         "rotated in registers, the column that has not wrapped is taken from the chunk before",
         (f"{ON_ROTATIONS}::test_kernels",),
-        (Change(BAND, "> n // 4 * 4  #", ">= n // 4 * 4  #"),),
+        (Change(BAND_REGISTERS, "> n // 4 * 4  #", ">= n // 4 * 4  #"),),
     ),
     Fault(
         "bias-diagonals-forget-the-warp",
@@ -94,7 +95,7 @@ OF_BAND = (
         "wrap-off-by-one",
         "the column that has not wrapped is taken from the chunk before",
         (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-0]",),
-        (Change(BAND, "return m % W > n", "return m % W >= n"),),
+        (Change(BAND, "m % W > n if ROTATED", "m % W >= n if ROTATED"),),
     ),
     Fault(
         "wrap-off-by-one-in-a-block",
@@ -106,7 +107,7 @@ OF_BAND = (
         "group-of-the-lower-half",
         "with tiles twice as high as wide the lower half of the queries takes the block of the upper",
         (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
-        (Change(BAND, "due = tl.where(group >= 2, carried[2], chunks[0])", "due = tl.where(group > 2, carried[2], chunks[0])"),),
+        (Change(BAND, "tl.where(group >= 2, carried[2], low)", "tl.where(group > 2, carried[2], low)"),),
     ),
     Fault(
         "carried-from-the-wrong-block",
@@ -115,8 +116,8 @@ OF_BAND = (
         (
             Change(
                 BAND,
-                "TILE.block_n, 0, -1):\n        behind = relative_position - ago * TILE.block_n",
-                "TILE.block_n, 0, -1):\n        behind = relative_position - (ago - 1) * TILE.block_n",
+                "n, 0, -1):\n            block = table_block(query, table, relative_position - ago * TILE.block_n",
+                "n, 0, -1):\n            block = table_block(query, table, relative_position - (ago - 1) * TILE.block_n",
             ),
         ),
     ),

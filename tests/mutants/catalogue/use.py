@@ -8,7 +8,7 @@ from .places import OF_KERNELS, ON_OPS, ON_TORCH, OPS
 IMPLEMENTATIONS, CACHE, DOUBTS, VALIDATION, WARN = (
     f"triton_relattn/_core/{name}.py" for name in ("implementations", "cache", "doubts", "validation", "warn")
 )
-INTERPRETED, PROFILES = (f"{OF_KERNELS}/{name}.py" for name in ("__init__", "profiles"))
+INTERPRETED, PROFILES = (f"{OF_KERNELS}/{name}.py" for name in ("__init__", "config/profiles"))
 ON_FAULTS, ON_IMPORTS, ON_PROFILES, ON_VALIDATION = (
     f"tests/cpu/test_{name}.py" for name in ("faults", "imports", "profiles", "validation")
 )

@@ -12,7 +12,16 @@ from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..arguments import StockArguments
 from .encoder import Encoder
-from .heads import added, attend_to_past, first_position, is_causal, join_heads, keys_and_values, refuse_weights, split_heads
+from .heads import (
+    added,
+    attend_to_past,
+    first_position,
+    is_causal,
+    join_heads,
+    keys_and_values,
+    refuse_weights,
+    split_heads,
+)
 
 
 class BucketedAttention(StockArguments):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .walk import clamp_margin
+from ..tile.masking import clamp_margin
 
 ALIGNMENT = tl.constexpr(16)
 """The first key of a band is rounded down to a multiple of this, so that its numbers can be stored 16 bytes at a time."""
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 @triton.jit
 def stored_positions(first, last, window, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Return the (lowest, highest) relative position that the workspace has: those of the table, with the keys beyond a clamped
-    one that the dq kernel takes for near, within the window. workspace.plan does the same."""
+    one that the dq kernel takes for near, within the window. planning.plan does the same."""
     lowest, highest = first, last
     if TILE.coverage == "clamp":
         MARGIN: tl.constexpr = clamp_margin(LAYOUT.dq_block_m, LAYOUT.dq_block_n)
@@ -93,8 +93,8 @@ def key_of_column(row_start, query_offset, first_key, lowest, LAYOUT: tl.constex
 
 @triton.jit
 def store_tile(matrix, tile, row_start, tile_m, valid_m, column, TILE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Store a tile [M, N], whose columns are in tiles.key_order, in the order of the keys, from this column of the workspace on.
-    If the workspace has a band, only what lies within is stored."""
+    """Store a tile [M, N], whose columns are in addressing.key_order, in the order of the keys, from this column of the workspace
+    on. If the workspace has a band, only what lies within is stored."""
     M: tl.constexpr = TILE.block_m
     N: tl.constexpr = TILE.block_n
     if TILE.rotation != "gather":

@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from .._core.dropout import ROUNDS
+from ..._core.dropout import ROUNDS
 
 NUM_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
 def keep_mask(dropout, batch, head, offs_m, offs_n):
-    """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: arguments.Dropout."""
+    """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: call.Dropout."""
     seed = tl.load(dropout.seed)
     if dropout.origins is not None:
         origins = dropout.origins + batch * 3

@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import PerQuery, strided
-from .configs import TileConfig
-from .dropout import keep_mask
-from .grid_call import GridCall
-from .grid_tiles import block_at, key_blocks, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
-from .masking import locate
-from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
-from .tiles import head_matrix, load_rows, row_vector, store_rows
+from ..call import PerQuery, strided
+from ..config.selection import TileConfig
+from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
+from ..tile.dropout import keep_mask
+from ..tile.masking import locate
+from ..tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
+from .call import GridCall
+from .tile import block_at, key_blocks, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 
 
 @triton.jit(do_not_specialize=["num_heads"])

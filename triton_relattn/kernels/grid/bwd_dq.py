@@ -8,12 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import PerQuery, cdiv, strided
-from .bwd_dq import rounded_delta
-from .configs import TileConfig
-from .dropout import keep_mask
-from .grid_call import GridCall, Sums
-from .grid_tiles import (
+from ..bwd_dq import rounded_delta
+from ..call import PerQuery, cdiv, strided
+from ..config.selection import TileConfig
+from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
+from ..tile.dropout import keep_mask
+from ..tile.masking import locate_queries
+from ..tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, settled, tile_scores
+from .call import GridCall, Sums
+from .tile import (
     column_mask,
     column_pointers,
     first_strip,
@@ -28,9 +31,6 @@ from .grid_tiles import (
     tile_keys,
     with_terms,
 )
-from .masking import locate_queries
-from .scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, settled, tile_scores
-from .tiles import head_matrix, load_rows, row_vector, store_rows
 
 
 @triton.jit(do_not_specialize=["num_heads"])

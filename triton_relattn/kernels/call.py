@@ -12,10 +12,10 @@ from triton.runtime.errors import OutOfResources
 
 from .._core.dropout import keep_scale, largest_dropped
 from .._core.spec import AttentionSpec, AttentionTensors
-from . import configs
-from .architectures import architecture_of
-from .fitting import DoesNotFit, Place, current
-from .launching import as_compiled, description, launch
+from .config import selection
+from .config.architectures import architecture_of
+from .config.fitting import DoesNotFit, Place, current
+from .launching import classes, description, has_32_bits, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
@@ -153,7 +153,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.data_ptr() % 16 == 0 and has_aligned_rows(tensor.stride()):
         return tensor
-    if tensor.element_size() != 2 or architecture_of(configs.architecture(tensor.device)).unit in ("mfma", "interpreter"):
+    if tensor.element_size() != 2 or architecture_of(selection.architecture(tensor.device)).unit in ("mfma", "interpreter"):
         return tensor
     *sizes, width = tensor.shape
     return tensor.new_empty(*sizes, cdiv(width, 16) * 16)[..., :width].copy_(tensor)
@@ -198,12 +198,12 @@ def cdiv(length: int, block: int) -> int:
 class Fixed(NamedTuple):
     """Arguments that all calls with the same sizes, strides, dtypes, alignments and scalars share; ``fixed`` computes them."""
 
-    likeness: object  # the same for calls that are alike, and for no others
-    kind: configs.Kind
+    likeness: object  # the same for calls whose kernels are, and for no others
+    kind: selection.Kind
     shape: Shape
-    keep_scale: float
     window: tuple[int | None, int | None]
     largest_dropped: int
+    keep_scale: float
     scaling: Scaling
     round_terms: bool
     precision: str
@@ -228,7 +228,7 @@ def fixed(
         heads: numbers of heads of query and key.
         widths: widths of query, value, and the vectors that rel_key is multiplied with.
         terms: whether there are rel_query, rel_key, rel_value, rel_bias and rel_p2c.
-        likeness: all else of the tensors that a kernel may be compiled for; see launching.py.
+        likeness: descriptions of the tensors, by which kernels may be compiled; see launching.py.
     """
     (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
     has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
@@ -240,30 +240,30 @@ def fixed(
     elif has_rel_p2c:
         term_set = "rel_p2c"
     elif has_rel_query:
-        narrow = configs.padded_width(rel_dim) < configs.padded_width(head_dim)
+        narrow = selection.padded_width(rel_dim) < selection.padded_width(head_dim)
         term_set = "narrow rel_query" if narrow else "rel_query"
     elif has_rel_bias:
         term_set = "rel_key and rel_bias" if has_rel_key else "rel_bias"
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
-    blocks = map(configs.padded_width, widths)
-    return Fixed(
-        object(),
-        configs.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set),
-        Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index),
-        keep_scale(spec.dropout_p),
-        (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right),
-        largest_dropped(spec.dropout_p),
-        Scaling(
-            scale / math.log(2),
-            None if not (has_rel_key or has_rel_p2c) or rel_scale == 1 else rel_scale,
-            1 / scale,
-            spec.softcap,
-        ),
-        configs.rounds_terms(arch, dtype) and configs.float16_holds_terms(scale),
-        input_precision,
-    )
+    blocks = map(selection.padded_width, widths)
+    kind = selection.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
+    shape = Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index)
+    window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
+    dropout = largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p)
+    is_scaled = (has_rel_key or has_rel_p2c) and rel_scale != 1
+    scaling = Scaling(scale / math.log(2), rel_scale if is_scaled else None, 1 / scale, spec.softcap)
+    rounds = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
+    numbers = (spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *window, *dropout, *scaling, *likeness)
+    same = alike(kind, shape, rounds, input_precision, classes(numbers), *map(has_32_bits, (spec.first, spec.last, num_heads)))
+    return Fixed(same, kind, shape, window, *dropout, scaling, rounds, input_precision)
+
+
+@functools.cache
+def alike(*of_calls: Any) -> object:
+    """Return an object that stands for calls with these properties. Comparing it takes no time."""
+    return object()
 
 
 class Call:
@@ -285,7 +285,7 @@ class Call:
         query, key, value = tensors.query, tensors.key, tensors.value
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
-        self.arch = arch or configs.architecture(query.device)
+        self.arch = arch or selection.architecture(query.device)
         self.selected: dict[str, Place] = {}  # by kernel: configurations that self.tile has selected
         rel_query, rel_bias = query if tensors.rel_query is None else tensors.rel_query, tensors.rel_bias
         self.rel_query = rel_query
@@ -307,17 +307,17 @@ class Call:
         of_dropout = contiguous(tensors.dropout_seed), contiguous(tensors.dropout_origins)
         wide_index = False
         for tensor in (query, tensors.rel_query, *others):
-            wide_index |= tensor is not None and configs.needs_wide_index(tensor, configs.MOST_QUERIES)
-        wide_index |= configs.needs_wide_index(key) or configs.needs_wide_index(value)
+            wide_index |= tensor is not None and selection.needs_wide_index(tensor, selection.MOST_QUERIES)
+        wide_index |= selection.needs_wide_index(key) or selection.needs_wide_index(value)
         for table in (tensors.rel_key, tensors.rel_value, tensors.rel_p2c):
             if table is not None:
-                wide_index |= configs.needs_wide_index(table, rows=table.shape[-2] + configs.MAX_BLOCK)
+                wide_index |= selection.needs_wide_index(table, rows=table.shape[-2] + selection.MAX_BLOCK)
         with_terms = (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias, tensors.rel_p2c)
         of_call = fixed(
             spec,
             self.arch,
             query.dtype,
-            configs.input_precision(query.dtype, self.arch),
+            selection.input_precision(query.dtype, self.arch),
             (self.heads, self.key_heads),
             (query.shape[-1], value.shape[-1], rel_query.shape[-1]),
             tuple([tensor is not None for tensor in with_terms]),  # type: ignore[arg-type]
@@ -338,36 +338,34 @@ class Call:
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
         self.inputs = self.inputs._replace(far_keys=strided(far_keys))
-        self.likeness += description((self.inputs.far_keys,))
+        self.likeness += classes(description((self.inputs.far_keys,)))
 
-    def launch(self, name: str, kernel: Any, config: configs.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of configs.KERNELS, in so many programs, with the arguments that all kernels share.
+    def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
+        """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
 
         Raises:
             DoesNotFit: a selected configuration does not fit the GPU.
             OutOfResources: a configuration that was asked for does not fit the GPU.
         """
-        every = {
+        of_call = {
             "inputs": self.inputs,
             "call": self.common,
             **self.limits,
             "num_heads": self.heads,
             "SHAPE": self.shape,
             "TILE": self.compiled_tile(config, walks_keys=name in ("forward", "dq")),
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            **arguments,
         }
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers is not None:
-            every["maxnreg"] = config.max_registers
+            options["maxnreg"] = config.max_registers
         try:
-            launch(kernel, programs, every, (*self.likeness, config, *description(as_compiled(kernel, arguments))))
+            launch(kernel, programs, arguments, options, of_call, (*self.likeness, config))
         except OutOfResources as error:
             if name not in self.selected:
                 raise
             raise DoesNotFit(self.selected[name], error) from None
 
-    def compiled_tile(self, config: configs.TileConfig, *, walks_keys: bool) -> Tile:
+    def compiled_tile(self, config: selection.TileConfig, *, walks_keys: bool) -> Tile:
         """Return the constants that a kernel is compiled with. Only kernels that walk along the keys can carry anything."""
         fixed, shape, carry = self.fixed, self.shape, config.carry if walks_keys else None
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
@@ -384,14 +382,14 @@ class Call:
         round_terms = fixed.round_terms and inputs.rel_key is not None  # a bias alone is not
         return Tile(*of_config, round_terms, *of_call, shape.rel_dim, shape.block_dr, *has_terms, values, keys)
 
-    def tile(self, kernel: str, config: configs.TileConfig | None = None) -> configs.TileConfig:
-        """Return the configuration for one of configs.KERNELS: the given one, or else the one selected for this call.
+    def tile(self, kernel: str, config: selection.TileConfig | None = None) -> selection.TileConfig:
+        """Return the configuration for one of selection.KERNELS: the given one, or else the one selected for this call.
 
         Raises:
             ValueError: the given configuration is not valid.
         """
         if config is None:
-            place = current(Place(kernel, self.kind, configs.select(kernel, *self.kind, self.length)))
+            place = current(Place(kernel, self.kind, selection.select(kernel, *self.kind, self.length)))
             self.selected[kernel] = place
             return place.config
         if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from .._core.dtypes import without_autocast
-from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
-from . import configs
-from .arguments import Call, Strided, cdiv, strided
+from ..._core.dtypes import without_autocast
+from ..._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
+from ..call import Call, Strided, cdiv, strided
+from ..config import selection
+from ..tile.masking import clamp_margin
+from .planning import Plan
 from .stored import queries_apart, rows_of_program
-from .walk import clamp_margin
-from .workspace import Plan
 
 
 class TableSums:
@@ -34,7 +34,7 @@ class TableSums:
         tensors: AttentionTensors,
         spec: AttentionSpec,
         gradients: Mapping[str, torch.Tensor | None],
-        tiles: Mapping[str, configs.TileConfig],
+        tiles: Mapping[str, selection.TileConfig],
         plan: Plan,
     ) -> None:
         self.call, self.spec, self.gradients = call, spec, gradients
@@ -52,7 +52,7 @@ class TableSums:
         row_blocks = cdiv(self.num_rows + 2 * margin, rows_of_program(tile.block_n, apart))
         units = cdiv(spec.max_seqlen_q, tile.block_m * apart) * cdiv(plan.items, table_heads)
         # Programs of heads that are not in the workspace have no work.
-        splits = configs.table_splits(tensors.query.device, row_blocks * min(table_heads, plan.items), units)
+        splits = selection.table_splits(tensors.query.device, row_blocks * min(table_heads, plan.items), units)
         self.adds = len(plan.parts) > 1
         self.grid = row_blocks * table_heads, splits
 

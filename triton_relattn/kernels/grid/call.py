@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.grids import GridTensors, grid_terms
-from .._core.spec import AttentionSpec, AttentionTensors
-from .arguments import Call, cdiv, strided, with_aligned_operands, with_positive_scale
-from .configs import TileConfig
-from .grid_tiles import Cut, Grid
+from ..._core.grids import GridTensors, grid_terms
+from ..._core.spec import AttentionSpec, AttentionTensors
+from ..call import Call, cdiv, strided, with_aligned_operands, with_positive_scale
+from ..config.selection import TileConfig
+from .tile import Cut, Grid
 
 FEWEST_COLUMNS = 8
 
@@ -37,7 +37,7 @@ def cut_of(height: int, width: int, prefix: int, block_n: int) -> Cut:
 
 
 class GridCall(Call):
-    """One call. Its kernels get ``key_grid``, grid_tiles.Grid, and its CUT, in place of a table's limits."""
+    """One call. Its kernels get ``key_grid``, tile.Grid, and its CUT, in place of a table's limits."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GridCall(Call):
         super().__init__(with_aligned_operands(operands), spec, others, arch)
         self.kind, self.limits = self.kind._replace(term_set="grid"), {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
-        unit = -self.common.scaling.bias_scale  # negated: see grid_tiles.py
+        unit = -self.common.scaling.bias_scale  # negated: see tile.py
         of_rows, of_columns = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)
         self.of_rows = of_rows.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
         self.of_columns = of_columns.flatten(2, 3).contiguous()
@@ -68,7 +68,7 @@ class GridCall(Call):
         return cdiv(self.width, self.cut(block_n).columns)
 
     def key_tiles(self, block_n: int) -> int:
-        """Return how many tiles of block_n keys there are, as grid_tiles.key_blocks counts them."""
+        """Return how many tiles of block_n keys there are, as tile.key_blocks counts them."""
         columns, lines, _ = self.cut(block_n)
         return cdiv(cdiv(self.prefix, columns), lines) + cdiv(self.height, lines) * self.strips(block_n)
 

@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import cdiv, strided
-from .configs import TileConfig
-from .dropout import keep_mask
-from .grid_call import GridCall
-from .grid_tiles import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
-from .masking import locate_queries
-from .scores import exponent_scale, softmax_update, tile_scores
-from .tiles import head_matrix, load_rows, store_rows, store_sides
+from ..call import cdiv, strided
+from ..config.selection import TileConfig
+from ..tile.addressing import head_matrix, load_rows, store_rows, store_sides
+from ..tile.dropout import keep_mask
+from ..tile.masking import locate_queries
+from ..tile.scores import exponent_scale, softmax_update, tile_scores
+from .call import GridCall
+from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -26,7 +26,7 @@ def grid_forward_kernel(
     TILE: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: grid_tiles.Grid.
+    """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: tile.Grid.
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.residual import keeps_residual
-from .._core.spec import AttentionSpec, AttentionTensors
-from .arguments import Call, cdiv
+from ..._core.residual import keeps_residual
+from ..._core.spec import AttentionSpec, AttentionTensors
+from ..call import Call, cdiv
+from ..config.tile_config import TileConfig
+from ..tile.masking import clamp_margin
 from .stored import ALIGNMENT, Layout
-from .tile_config import TileConfig
-from .walk import clamp_margin
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
 """The environment variable that limits the workspace, in bytes. It never has less than one block of keys of one head."""
@@ -81,7 +81,7 @@ class Route(NamedTuple):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Return the names of the kernels, of configs.KERNELS, that run if all gradients are wanted, first to last."""
+        """Return the names of the kernels, of selection.KERNELS, that run if all gradients are wanted, first to last."""
         if self.plan is None:
             return "dq", "dkv"
         of_scores = ("dp2c",) if self.plan.layout.has_p2c else ()

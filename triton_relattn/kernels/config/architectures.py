@@ -23,7 +23,7 @@ class Architecture:
             time is per operation, whatever the size.
         shared_memory: bytes that one program can have. Triton's compiler does not check this; the driver refuses the launch.
         multiprocessors: number of them on its largest GPU, for use where the GPU itself is not there.
-        rotates_in_registers: whether accumulators of matrix products have the layout that quads.py relies on.
+        rotates_in_registers: whether accumulators of matrix products have the layout that registers.py relies on.
         warp: threads of a warp.
         most_registers: registers that a thread can have.
         has_tf32: whether the matrix units compute products in tf32.

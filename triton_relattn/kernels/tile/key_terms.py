@@ -9,11 +9,10 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
+from .addressing import key_order, load_rows, side_vector
 from .band import add_tile, next_terms
-from .masking import exists
+from .masking import exists, near_keys
 from .table import add_end_rows
-from .tiles import key_order, load_rows, side_vector
-from .walk import near_keys
 
 
 @triton.jit
@@ -28,7 +27,7 @@ def turned(tile, TILE: tl.constexpr):
     """Return a mirrored tile [N, N] as one [N, N] of queries and keys, in the tile's order of keys."""
     N: tl.constexpr = TILE.block_n
     tile = tl.trans(tile)
-    if TILE.key_tile.rotation != "gather":  # its queries are in tiles.key_order
+    if TILE.key_tile.rotation != "gather":  # its queries are in addressing.key_order
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N // 2, 2, N)), (1, 0, 2)), (N, N))
     if TILE.rotation != "gather":
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N, 2, N // 2)), (0, 2, 1)), (N, N))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .quads import diagonal_offsets, first_diagonal, pack, tile_of_diagonals, unpack
-from .tiles import key_order, load_rows
+from .addressing import key_order, load_rows
+from .registers import diagonal_offsets, first_diagonal, pack, tile_of_diagonals, unpack
 
 
 class Table(NamedTuple):
@@ -70,8 +70,8 @@ def bias_terms(table, relative_position, TILE: tl.constexpr):
     """Load the terms [M, N] of a tile whose only term is a bias: query m and key n have ``bias[relative_position + n - m]``.
 
     They are float32 in all kernels, and never rounded. In the accumulator of NVIDIA's matrix units a thread's elements lie on few
-    diagonals, each of them one load; see quads.py. A load of the whole tile, which is right for any layout, would go through
-    shared memory there.
+    diagonals, each of them one load; see registers.py. A load of the whole tile, which is right for any layout, would
+    go through shared memory there.
     """
     if TILE.rotation == "gather":
         queries = tl.arange(0, TILE.block_m)[:, None]

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .._core.grids import GridTensors
-from .arguments import PerQuery, aligned, strided
-from .configs import TileConfig
-from .fitting import until_it_fits
-from .grid_call import GridCall, Sums
-from .grid_dkv import launch_grid_dkv
-from .grid_dq import launch_grid_dq
-from .grid_forward import launch_grid_forward
+from ..._core.grids import GridTensors
+from ..call import PerQuery, aligned, strided
+from ..config.fitting import until_it_fits
+from ..config.selection import TileConfig
+from .bwd_dkv import launch_grid_dkv
+from .bwd_dq import launch_grid_dq
+from .call import GridCall, Sums
+from .forward import launch_grid_forward
 
 
 @until_it_fits

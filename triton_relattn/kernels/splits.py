@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from .._core.spec import AttentionSpec
-from . import configs
-from .arguments import Call, cdiv, strided
-from .launching import description, launch
-from .scores import LN_2, exponent_scale
-from .tile_config import TileConfig
-from .tiles import head_matrix, load_rows, row_vector, side_vector, store_rows
+from .call import Call, cdiv, strided
+from .config import selection
+from .config.tile_config import TileConfig
+from .launching import launch
+from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows
+from .tile.scores import LN_2, exponent_scale
 
 LEAST_KEYS = 1024
 """Keys of a program, at least: for fewer, merging takes longer than it saves."""
@@ -23,7 +23,7 @@ BLOCK_M = 16
 
 @triton.jit
 def split_range(key_first, key_stop, near_start, near_stop, TILE: tl.constexpr):
-    """Return walk.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
+    """Return masking.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
     tiles = tl.cdiv(tl.maximum(key_stop - key_first, 0), TILE.block_n)
     keys = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
     first = tl.minimum(key_first + tl.program_id(1) * keys, key_stop)
@@ -93,7 +93,7 @@ def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, devic
     keys = spec.max_seqlen_k
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + tile.block_m)
-    return max(1, min(configs.multiprocessors(device) // programs, keys // LEAST_KEYS))
+    return max(1, min(selection.multiprocessors(device) // programs, keys // LEAST_KEYS))
 
 
 def launch_merge(
@@ -121,4 +121,4 @@ def launch_merge(
         "BLOCK_WIDTH": call.shape.block_dv,
         "BLOCK_M": BLOCK_M,
     }
-    launch(merge_kernel, (entries * cdiv(queries, BLOCK_M), heads), arguments, description(arguments.values()))
+    launch(merge_kernel, (entries * cdiv(queries, BLOCK_M), heads), arguments)

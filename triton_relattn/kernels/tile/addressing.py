@@ -8,7 +8,7 @@ import triton.language as tl
 def key_order(TILE: tl.constexpr):
     """Return the key, counted from the tile's first one, that each column of a tile stands for: to load, mask and store keys.
 
-    For rotations in registers (quads.py) keys of the tile's two halves, its chunks, take turns.
+    For rotations in registers (registers.py) keys of the tile's two halves, its chunks, take turns.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     n = tl.arange(0, BLOCK_N)

@@ -1,10 +1,10 @@
 """Rotation without shared memory: how the rows of a tile lie in a warp's registers. DERIVATION.md has a picture.
 
 In the accumulator of matrix units (mma.m16n8, wgmma) a row lies in the four lanes of a quad: lane t of the quad holds columns
-8 k + 2 t and 8 k + 2 t + 1, for all k. If keys are in the order of tiles.key_order, these two are column 4 k + t of the tile's
-two chunks. To rotate both chunks by m, take m apart into its bits. Some only select other registers: when compiling (8, and the
-multiples of 16 * warps), or by warp and row (16, 32 and 4). The rest takes one exchange within quads. The code works on tensors
-of one register, (warps, 8 rows, 4 lanes), which have the accumulator's layout, so that nothing else is moved.
+8 k + 2 t and 8 k + 2 t + 1, for all k. If keys are in the order of addressing.key_order, these two are column 4 k + t of the
+tile's two chunks. To rotate both chunks by m, take m apart into its bits. Some only select other registers: when compiling (8,
+and the multiples of 16 * warps), or by warp and row (16, 32 and 4). The rest takes one exchange within quads. The code works on
+tensors of one register, (warps, 8 rows, 4 lanes), which have the accumulator's layout, so that nothing else is moved.
 
 It is ordinary tensor code, right for any layout. With a layout other than that, conversions make it slow.
 """

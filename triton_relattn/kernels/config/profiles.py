@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import triton
 
-from .._core.cache import cache_folder
+from ..._core.cache import cache_folder
 from .architectures import architecture_of
 from .tile_config import COVERAGES, KERNELS, TileConfig
 
@@ -32,7 +32,7 @@ LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 
 
 class Conditions(NamedTuple):
-    """Columns that a call must agree with, as text; configs.conditions makes those of a call. The last three are of profiles."""
+    """Columns that a call must agree with, as text; selection.conditions makes a call's. The last three are of profiles."""
 
     kernel: str = ""
     precision: str = ""  # of products: "16 bits", "ieee" or "tf32"

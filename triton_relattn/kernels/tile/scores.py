@@ -7,8 +7,8 @@ numbers, scores are turned into logits first.
 import triton
 import triton.language as tl
 
+from .addressing import side_vector
 from .masking import mask_values
-from .tiles import side_vector
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

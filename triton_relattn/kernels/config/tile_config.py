@@ -26,7 +26,7 @@ class TileConfig:
     carry: the state that kernels which walk along the keys, forward and dq, keep for the next tile. "scores": rotated table
     blocks; None: nothing, which takes more products and fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
-    quads.py).
+    registers.py).
     max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; the rest is spilled. None:
     no limit but the GPU's.
     """

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .scores import settled
+from ..tile.scores import settled
 
 
 class Cut(NamedTuple):
