@@ -40,6 +40,8 @@ COLUMNS = (
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
     *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit", "status"),
 )
+MINIMAL = "minimal"
+"""kernels/minimal.py: what the rotation is measured by."""
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 """Counts that a budget has of a kernel."""
 PREDICTED = ("cycles", "far_cycles", "wgmma_products", "wgmma_groups")
@@ -65,11 +67,15 @@ class KernelCase:
     @property
     def config(self) -> selection.TileConfig:
         """The selected one."""
+        if self.kernel == MINIMAL:
+            return selection.TileConfig(32, 32, 4, 2)
         return selected(self.kernel, self.target, *self.call)
 
     @property
     def exists(self) -> bool:
         """Whether the call can need the kernel."""
+        if self.kernel == MINIMAL:
+            return self.features == "full"
         names = launched(self.target, *self.call)
         return self.kernel in names or self.kernel == "dq"  # which shorter calls need
 
@@ -127,7 +133,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
-        if case.kernel not in (*WITHOUT_BANDS, "dp2c"):
+        if case.kernel not in (*WITHOUT_BANDS, "dp2c", MINIMAL):
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:
@@ -139,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "targets", tuple(ARCHITECTURES), TARGETS)
     add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
     add_list(parser, "features", FEATURES, FEATURES)
-    add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
+    add_list(parser, "kernels", (*selection.KERNELS, MINIMAL), (*selection.KERNELS, MINIMAL))
     parser.add_argument(
         "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
     )

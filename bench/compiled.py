@@ -35,6 +35,7 @@ from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.grid import launchers
 from triton_relattn.kernels.grid.call import GridCall
+from triton_relattn.kernels.minimal import minimal_attention
 
 from .cases.configurations import kernels_of
 
@@ -197,6 +198,7 @@ def compiled(
     config: selection.TileConfig | None = None,
 ) -> CompiledKernel:
     """One of selection.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
+    Or "minimal", kernels/minimal.py, which has no other configuration than its own.
 
     tensors, spec: as cases.features.call returns them.
     """
@@ -204,7 +206,10 @@ def compiled(
     tiles = None if config is None else {kernel: config}
     with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches:
         out, softmax_stats = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
-        if kernel == "forward":
+        if kernel == "minimal":
+            assert isinstance(tensors, AttentionTensors)
+            minimal_attention(tensors.query[0], tensors.key[0], tensors.value[0], tensors.rel_key)
+        elif kernel == "forward":
             launchers.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
         elif of_grid:
             launchers.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)

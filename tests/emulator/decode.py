@@ -290,7 +290,7 @@ class Decoder:
         detail = (("add", "min", "max", "and", "or", "xor").index(match[1]), int(match[2] == "s"))
         return Decoded("REDUCE", self.all(operands), 1, detail)
 
-    @family(r"ld\.(global|shared|shared::cta|param)((?:\.(?:nc|L1::\w+|L2::\w+))*)(?:\.v([248]))?\.([bsuf])(8|16|32|64)")
+    @family(r"ld\.(global|shared|shared::cta|param)((?:\.(?:ca|cg|nc|L1::\w+|L2::\w+))*)(?:\.v([248]))?\.([bsuf])(8|16|32|64)")
     def load(self, match: re.Match[str], operands: list[str]) -> Decoded:
         space = {"global": 0, "shared": 1, "shared::cta": 1, "param": 2}[match[1]]
         targets = split(operands[0].strip("{}"))

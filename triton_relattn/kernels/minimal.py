@@ -60,7 +60,7 @@ def minimal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     D is a power of two, at least 16; all tensors are float16, bfloat16 or float32.
     """
     heads, length, width = query.shape
-    out, block = torch.empty_like(query), 64
+    out, block = torch.empty_like(query), 32
     grid = triton.cdiv(length, block), heads
-    minimal_kernel[grid](query, key, value, rel_key, out, length, width**-0.5, D=width, BLOCK=block)
+    minimal_kernel[grid](query, key, value, rel_key, out, length, width**-0.5, D=width, BLOCK=block, num_warps=4, num_stages=2)
     return out
