@@ -18,6 +18,7 @@ from triton_relattn._core.within import within
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.workspace.table_sums import TableSums
 from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,
@@ -85,10 +86,10 @@ def test_packed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "both sides": ({}, {}),
-    "shared keys": ({"sizes": (1, 4, 70, 80), "key_heads": 2}, {"enable_gqa": True, "rel_scale": 0.7}),
-    "window": ({"sizes": (1, 2, 90, 100), "per_head": True}, {"window_size": (60, 40)}),
+    "shared keys": ({"sizes": (1, 4, 150, 160), "key_heads": 2}, {"enable_gqa": True, "rel_scale": 0.7}),
+    "window": ({"sizes": (1, 2, 150, 160), "per_head": True}, {"window_size": (120, 90)}),
     "causal": ({"rel_key": False}, {"is_causal": True, "query_offset": 9}),
-    "values and bias": ({"rel_value": True, "rel_bias": True, "per_head": True}, {}),
+    "values and bias": ({"sizes": (1, 1, 150, 160), "rel_value": True, "rel_bias": True, "per_head": True}, {}),
     "lengths": ({"sizes": (2, 1, 90, 100)}, {"key_lengths": torch.tensor([100, 61]), "query_offset": torch.tensor([0, -70])}),
     "dropout": ({"rel_bias": True}, {"dropout_p": 0.2, "softcap": 4.0, "exact_query_grad": True}),
     "own query": ({"rel_width": 8}, {"query_offset": -80, "rel_scale": -0.5}),
@@ -115,7 +116,11 @@ def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch:
     """Beyond a bounded table: one number for each key, and sums of dS for each key."""
     monkeypatch.setenv(planning.VARIABLE, limit)
     inputs, arguments = far_call(name, outside)
+    sums = []
+    add_far = TableSums.add_far
+    monkeypatch.setattr(TableSums, "add_far", lambda self, *far: (sums.append(far[-1]), add_far(self, *far)))
     check_every_term(inputs, TILES[tiles], **arguments)
+    assert outside == "zero" or any(each.any() for each in sums), "no pair is far from the table in these tiles"
 
 
 @pytest.mark.thorough

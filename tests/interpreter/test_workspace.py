@@ -380,6 +380,13 @@ BAND_RUNS = [
 ]
 
 
+def test_more_queries_than_keys_at_offsets_of_their_own() -> None:
+    """A row of the table meets more queries than a part has keys: each sequence's offset tells which."""
+    inputs = make_inputs(2, 1, 150, 60, 8, num_rows=401, dtype=torch.float32, seed=1)
+    arguments = {"positions": RelativePositions(-200, 200), "query_offset": torch.tensor([90, -7])}
+    check_call(inputs, arguments, TILES["registers"])
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize(("name", "tiles", "limit"), BAND_RUNS)

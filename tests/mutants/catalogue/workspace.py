@@ -87,11 +87,7 @@ OF_WORKSPACE = (
     Fault(
         "queries-at-any-offset",
         "of sequences with offsets of their own, so many queries are visited as a part has keys: too few",
-        (
-            "tests/interpreter/test_offsets.py",
-            f"{ON_WORKSPACE}::test_packed_sequences_of_very_different_lengths[long_and_empty-clamp-block]",
-            f"{ON_WORKSPACE}::test_packed_sequences_of_very_different_lengths[long_and_short-zero-whole]",
-        ),
+        (f"{ON_WORKSPACE}::test_more_queries_than_keys_at_offsets_of_their_own",),
         (Change(DTABLE, "stop_key - first_key + TILE.block_n + APART)", "stop_key - first_key)"),),
     ),
     Fault(
