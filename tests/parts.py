@@ -6,12 +6,12 @@ import itertools
 
 import torch
 
-from triton_relattn._blockwise.attention import Whole
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._distributed import parts
 from triton_relattn._distributed.sharding import Meeting, Piece
+from triton_relattn._implementations import IMPLEMENTATIONS
+from triton_relattn._implementations.base import Whole
 from triton_relattn._operators.ops import relative_attention
-from triton_relattn._reference import resolved_reference
 
 
 def pieces(length: int, count: int) -> list[Piece]:
@@ -25,7 +25,8 @@ def in_parts(
 ) -> dict[str, torch.Tensor]:
     """out, lse and gradients of a resolved call, from parts that have some of its queries and some of its keys each."""
     queries, keys = pieces(tensors.query.shape[2], count), pieces(tensors.key.shape[2], count)
-    total, unit = parts.Result.of_no_keys(tensors.query, tensors.value.shape[3]), parts.unit_of(tensors, spec, implementation)
+    computed = IMPLEMENTATIONS[implementation]
+    total, unit = parts.Result.of_no_keys(tensors.query, tensors.value.shape[3]), computed.unit_of_largest(tensors, spec)
     met = [Meeting(*each) for each in itertools.product(queries, keys)]
     met = [each for each in met if each.is_visible(tensors, spec)]
 
@@ -33,7 +34,7 @@ def in_parts(
         return meeting.call(tensors, spec, tensors.key, tensors.value)
 
     for meeting in met:
-        total.of(meeting.queries).add(parts.forward(*call(meeting), implementation), unit)
+        total.of(meeting.queries).add(computed.forward_of_part(*call(meeting)), unit)
     out, lse, blind = total.out, total.lse(unit), total.largest == -torch.inf
     delta = (out * d_out).sum(-1) - d_lse.masked_fill(blind, 0)
     whole = Whole(total.largest.masked_fill(blind, 0), total.log_sum, delta)
@@ -42,7 +43,7 @@ def in_parts(
     wanted = [name in named for name in DIFFERENTIABLE]
     for meeting in met:
         rows = Whole(*map(meeting.queries.of, whole))
-        found = parts.backward(meeting.queries.of(d_out), rows, *call(meeting), implementation, wanted)
+        found = computed.backward_of_part(meeting.queries.of(d_out), rows, *call(meeting), wanted)
         for name, gradient in zip(DIFFERENTIABLE, found, strict=True):
             if gradient is not None:
                 piece = {"query": meeting.queries, "rel_query": meeting.queries, "key": meeting.keys, "value": meeting.keys}.get(
@@ -67,9 +68,6 @@ def as_one(
     tensors = AttentionTensors(*moved)  # type: ignore[arg-type]
     leaves = {name: getattr(tensors, name).detach().requires_grad_() for name in named}
     tensors = tensors._replace(**leaves)
-    if implementation == "reference":
-        out, lse = resolved_reference(tensors, spec)
-    else:
-        out, lse = relative_attention(tensors, spec, implementation)
+    out, lse = relative_attention(tensors, spec, IMPLEMENTATIONS[implementation])
     gradients = torch.autograd.grad((out, lse), list(leaves.values()), (d_out.to(out.dtype), d_lse.to(lse.dtype)))
     return {"out": out.detach(), "lse": lse.detach(), **{f"d_{n}": each for n, each in zip(leaves, gradients, strict=True)}}

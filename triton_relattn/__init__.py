@@ -12,7 +12,7 @@ nn, plots, distributed            modules, pictures, sequences over several devi
 """
 
 from . import tables
-from ._core.implementations import can_run_triton
+from ._implementations import can_run_triton
 from .functional import fused_relative_attention, fused_relative_attention_varlen
 from .grids import append_decomposed_positions, decomposed_relative_attention
 from .merging import merge_attention

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from . import __version__
-from ._core.implementations import can_run_triton, choose_implementation
+from ._implementations import can_run_triton, choose_implementation
 from .integrations.transformers import families
 
 
@@ -26,7 +26,7 @@ def environment(device: str, width: int = 64) -> str:
     lines = (
         f"triton_relattn {__version__}, torch {torch.__version__}, triton {_triton_version()}, {python}",
         f"device: {_device_name(device)}",
-        f"implementation: {choose_implementation(None, probe, probe)}. {_reason(probe)}",
+        f"implementation: {choose_implementation(None, probe, probe).name}. {_reason(probe)}",
     )
     return "\n".join(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines)
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ._core import implementations, validation
+from ._core import validation
 from ._core.dropout import draw_seed
 from ._core.dtypes import compute_dtype
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
+from ._implementations import choose_implementation
 from .functional import _autocast
 
 if TYPE_CHECKING:
@@ -265,14 +266,14 @@ def _attend(
         dim = 0 if "cu_seqlens" in given else 2
         sizes = _sizes(given["query"], given["key"], dim, process_group, *shard_sizes)
         tensors, spec = _resolved(given, *(Sharding.of(others["layout"], each) for each in sizes))
-    implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
+    chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
     if is_spread:
-        return attend_dtensors(tensors, spec, implementation, **others)
+        return attend_dtensors(tensors, spec, chosen, **others)
     if reduce_tables:
         tensors = _with_summed_gradients(tensors, process_group)
-    return attend(tensors, spec, implementation, process_group, sizes=sizes, **others)
+    return attend(tensors, spec, chosen, process_group, sizes=sizes, **others)
 
 
 class _SummedGradients(torch.autograd.Function):

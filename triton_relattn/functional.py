@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from ._core import implementations, validation
+from . import _implementations
+from ._core import validation
 from ._core.dropout import draw_seed
-from ._core.dtypes import has_autocast, without_autocast
+from ._core.dtypes import has_autocast
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._operators import ops
 from ._operators.sharding import shards_positions
-from ._reference import resolved_reference
 from .positions import RelativePositions
 
 if TYPE_CHECKING:
@@ -39,18 +39,15 @@ def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, 
 
 
 def _attend(
-    tensors: AttentionTensors, spec: AttentionSpec, implementation: str | None, return_lse: bool
+    tensors: AttentionTensors, spec: AttentionSpec, name: str | None, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    implementation = implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
+    implementation = _implementations.choose_implementation(name, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
     if type(tensors.query) is not torch.Tensor and shards_positions(tensors.query):
         from ._distributed.dtensors import attend_dtensors
 
         return attend_dtensors(tensors, spec, implementation)
-    if implementation == "reference":
-        with without_autocast(tensors.query.device):
-            return resolved_reference(tensors, spec)
     return ops.relative_attention(tensors, spec, implementation, return_lse)
 
 

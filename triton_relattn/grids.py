@@ -13,8 +13,8 @@ import torch
 from ._core.dropout import draw_seed, keep_mask, keep_scale
 from ._core.dtypes import compute_dtype, without_autocast
 from ._core.grids import GridTensors, grid_terms
-from ._core.implementations import choose_implementation
 from ._core.validation import check_number, check_operand, check_pair, check_probability
+from ._implementations import choose_implementation
 from ._operators.grids import grid_attention
 from .functional import _autocast
 
@@ -86,16 +86,16 @@ def decomposed_relative_attention(
     query, key, value, rel_pos_h, rel_pos_w = _autocast(query, key, value, rel_pos_h, rel_pos_w)
     grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
     dropout_p = check_probability("dropout_p", dropout_p)
-    implementation = choose_implementation(implementation, query, value, on_grid=True)
+    chosen = choose_implementation(implementation, query, value, on_grid=True)
     seed = draw_seed(query.device) if dropout_p > 0 else None
-    if implementation != "reference":
+    if not chosen.is_dense:
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.
         rel_pos_h, rel_pos_w = (each.to(compute_dtype(query.dtype)) for each in (rel_pos_h, rel_pos_w))
     with without_autocast(query.device):
         tensors = GridTensors(query, key, value, *_tables(rel_pos_h, rel_pos_w, grid, key_grid), seed)
-        if implementation == "reference":
+        if chosen.is_dense:
             return _reference(tensors, scale, dropout_p)
-        return grid_attention(tensors, scale, dropout_p, implementation)
+        return grid_attention(tensors, scale, dropout_p, chosen)
 
 
 def append_decomposed_positions(

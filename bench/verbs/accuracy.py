@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from triton_relattn import fused_relative_attention
-from triton_relattn._core.implementations import choose_implementation
+from triton_relattn._implementations import choose_implementation
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
 from ..cases.attention import DTYPES
@@ -80,7 +80,9 @@ def errors(actual: Sequence[torch.Tensor], golden: Sequence[torch.Tensor]) -> di
 
 def name_of(method: str, given: Inputs, options: argparse.Namespace) -> str:
     """A method as rows have it: ours with the implementation that computes it."""
-    return f"{method} ({choose_implementation(options.implementation, given.query, given.value)})" if method == OURS else method
+    return (
+        f"{method} ({choose_implementation(options.implementation, given.query, given.value).name})" if method == OURS else method
+    )
 
 
 def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def measure(kind: str, calls: int) -> dict[str, float]:
 
     from bench.compiled import recorded_launches
     from triton_relattn import RelativePositions, fused_relative_attention
-    from triton_relattn._core import implementations
+    from triton_relattn._implementations import kernels as implementations
 
     torch.set_num_threads(1)
     positions = {"plain": None, "full": RelativePositions(1 - SHAPE[2], SHAPE[2] - 1), "clamp": RelativePositions(-8, 8)}[kind]

@@ -25,7 +25,7 @@ from bench.compiled import Launch, recorded_launches, resources
 from tests import cases
 from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn._core import implementations
+from triton_relattn import _implementations as implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.call import Shape, Tile
 from triton_relattn.kernels.config.architectures import architecture_of
@@ -247,7 +247,7 @@ def recorded(
     with recorded_launches(target) as compiled, pytest.MonkeyPatch.context() as patch:
         compile_and_record = JITFunction.run
         patch.setattr(JITFunction, "run", record)
-        patch.setattr(implementations, "choose_implementation", lambda *_: "triton")
+        patch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
         yield launches, compiled
 
 
@@ -642,7 +642,7 @@ def test_every_kernel_compiles_and_fits(target: str) -> None:
 @pytest.mark.parametrize("num_rows", [127, 9])
 def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clamped tables have a kernel for what lies beyond."""
-    monkeypatch.setattr(implementations, "choose_implementation", lambda *_: "triton")
+    monkeypatch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
     shape = (2 * 64, 2, 64) if packed else (2, 2, 64, 64)
     query, table = (torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_() for sizes in (shape, (num_rows, 64)))
     starts = torch.tensor([0, 64, 128])

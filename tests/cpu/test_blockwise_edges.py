@@ -15,6 +15,7 @@ from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention
 from triton_relattn._blockwise.partition import Call
 from triton_relattn._core.validation import resolve
+from triton_relattn._implementations import BLOCKWISE
 from triton_relattn._operators.ops import relative_attention
 from triton_relattn._reference import reference_attention
 from triton_relattn.testing import (
@@ -106,7 +107,7 @@ def test_lse_is_computed_if_it_is_wanted(arguments: dict[str, Any], num_keys: in
     results = []
     for return_lse, count in ((True, 30), (False, 0)):
         leaves = [tensor.detach().requires_grad_() for tensor in inputs[:4] if tensor is not None]
-        out, lse = relative_attention(*resolve(*leaves, **arguments), "blockwise", return_lse)
+        out, lse = relative_attention(*resolve(*leaves, **arguments), BLOCKWISE, return_lse)
         assert lse.shape == (2, 2, count)
         results.append((out, *torch.autograd.grad(out, leaves, inputs.d_out)))
     for expected, result in zip(*results, strict=True):

@@ -17,7 +17,8 @@ from bench.cycles.machine import MACHINES
 from bench.cycles.predict import SCORES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
-from triton_relattn._core.implementations import IMPLEMENTATIONS, MAX_TRITON_WIDTH, TRITON_DTYPES
+from triton_relattn._implementations import IMPLEMENTATIONS
+from triton_relattn._implementations.kernels import MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.kernels.config.tile_config import KERNELS
 from triton_relattn.nn import attention, table

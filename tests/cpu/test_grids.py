@@ -15,8 +15,8 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
-from triton_relattn._core import implementations
 from triton_relattn._core.within import assert_near, tolerance_of, within
+from triton_relattn._implementations import kernels as implementations
 from triton_relattn.testing import assert_within_budget
 
 FORWARD = "grid_attention_forward"

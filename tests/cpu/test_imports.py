@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_relattn._core.implementations import NEWEST_TRITON
+from triton_relattn._implementations.kernels import NEWEST_TRITON
 
 USE = """
 import torch
@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("positions",),
     ("_core",),
     ("_reference", "_blockwise", "kernels"),
+    ("_implementations",),
     ("_operators",),
     ("merging",),
     ("_distributed",),
@@ -333,7 +334,8 @@ def test_a_gpu_with_an_untested_triton_is_told() -> None:
     program = f"""
 {ON_A_GPU}
 import triton
-from triton_relattn._core import implementations, warn
+from triton_relattn._core import warn
+from triton_relattn._implementations import kernels as implementations
 for number, version in enumerate({untested + known}):
     triton.__version__ = version
     implementations._untested_triton.cache_clear()
@@ -364,9 +366,9 @@ import os, warnings
 os.environ["TRITON_INTERPRET"] = "1"
 import torch, triton
 triton.__version__ = "99.0.0"
-from triton_relattn._core.implementations import choose_implementation
+from triton_relattn._implementations import choose_implementation
 warnings.simplefilter("error")
-print(choose_implementation("triton", torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)))
+print(choose_implementation("triton", torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)).name)
 """
     assert run(program) == "triton\n"
 

@@ -17,6 +17,8 @@ from triton_relattn import RelativePositions, fused_relative_attention, fused_re
 from triton_relattn._blockwise.attention import keeps_probs
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._core.validation import resolve
+from triton_relattn._implementations import IMPLEMENTATIONS
+from triton_relattn._operators.ops import relative_attention
 from triton_relattn.testing import (
     Inputs,
     dense_gradients,
@@ -108,6 +110,15 @@ SOME = (
     (True, False, True, False, False, True, True, True),
     (False,) * len(DIFFERENTIABLE),
 )
+
+
+def test_dense_is_what_is_asked_for() -> None:
+    """The reference is no operator: autograd differentiates it twice."""
+    _, tensors, spec = resolved(next(iter(CASES)))
+    query = tensors.query.clone().requires_grad_()
+    out, _ = relative_attention(tensors._replace(query=query), spec, IMPLEMENTATIONS["reference"])
+    (first,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    assert torch.autograd.grad(first.sum(), query)[0].any()
 
 
 def arguments(name: str, requires_grad: bool = False, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 
 from bench.report.rows import in_one_line
-from triton_relattn._core import implementations, residual
+from triton_relattn import _implementations as implementations
+from triton_relattn._core import residual
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
@@ -92,7 +93,7 @@ def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None
         return tiles.get(kernel) or select(kernel, *call, **others)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: "triton"))
+        stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: implementations.TRITON))
         stack.enter_context(mock.patch.object(selection, "select", selected))
         stack.enter_context(mock.patch.object(residual, "FEWEST_QUERIES", 100))
         stack.enter_context(mock.patch.dict(os.environ, {planning.VARIABLE: "0" if SMALL_WORKSPACE in subject.name else ""}))

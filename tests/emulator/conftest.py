@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_relattn._core.implementations import lacks_fences
+from triton_relattn._implementations.kernels import lacks_fences
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -116,9 +116,13 @@ def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch:
     """Beyond a bounded table: one number for each key, and sums of dS for each key."""
     monkeypatch.setenv(planning.VARIABLE, limit)
     inputs, arguments = far_call(name, outside)
-    sums = []
-    add_far = TableSums.add_far
-    monkeypatch.setattr(TableSums, "add_far", lambda self, *far: (sums.append(far[-1]), add_far(self, *far)))
+    sums, original = list[Any](), TableSums.add_far
+
+    def add_far(self: TableSums, *of_far: Any) -> None:
+        sums.append(of_far[-1])
+        original(self, *of_far)
+
+    monkeypatch.setattr(TableSums, "add_far", add_far)
     check_every_term(inputs, TILES[tiles], **arguments)
     assert outside == "zero" or any(each.any() for each in sums), "no pair is far from the table in these tiles"
 

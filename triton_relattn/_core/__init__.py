@@ -1,1 +1,1 @@
-"""Parts that all implementations share: the resolved call, validation, the choice of implementation, dropout, dtypes."""
+"""Parts that all implementations share: the resolved call, validation, dropout, dtypes."""

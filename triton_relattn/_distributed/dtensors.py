@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors, is_per_head
+from .._implementations import Implementation
 from .._operators.sharding import keeps_groups
 from .exchange import check_heads
 from .methods import attend
@@ -32,7 +33,7 @@ def _dims(name: str, tensor: torch.Tensor) -> tuple[int | None, int | None, int 
 def attend_dtensors(
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    implementation: str,
+    implementation: Implementation,
     *,
     method: str = "ring",
     layout: str = "contiguous",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
+from .._implementations import Implementation
 from .._operators import ops
 from .sharding import Sharding
 
@@ -58,7 +59,7 @@ def check_heads(heads: int, key_heads: int, size: int) -> None:
 def all_to_all_attention(
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    implementation: str,
+    implementation: Implementation,
     group: dist.ProcessGroup,
     queries: Sharding,
     keys: Sharding,
@@ -90,6 +91,6 @@ def all_to_all_attention(
     if tensors.dropout_seed is not None:
         origin = torch.full((tensors.num_sequences, 1), own.start, device=tensors.query.device)
         changed["dropout_origins"] = torch.nn.functional.pad(origin, (0, 2))
-    out, lse = ops.relative_attention(tensors._replace(**changed), spec, implementation)  # type: ignore[arg-type]
+    out, lse = ops.relative_attention(tensors._replace(**changed), spec, implementation)
     out = positions_for_heads(out, queries, rank, group)
     return out, positions_for_heads(lse[..., None], queries, rank, group)[..., 0] if return_lse else lse

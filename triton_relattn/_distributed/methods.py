@@ -8,6 +8,7 @@ import torch
 
 from .._core.spec import AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
+from .._implementations import Implementation
 from .exchange import all_to_all_attention
 from .ops import Place, ring_attention
 from .sharding import Sharding
@@ -23,7 +24,7 @@ def _name_of(group: Any) -> str:
 def attend(
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    implementation: str,
+    implementation: Implementation,
     group: Any,
     *,
     sizes: tuple[list[int], list[int]],
@@ -43,6 +44,6 @@ def attend(
     if method == "all_to_all":
         queries, keys = (Sharding.of(layout, each) for each in sizes)
         return all_to_all_attention(tensors, spec, implementation, group, queries, keys, return_lse)
-    if implementation == "reference":
+    if implementation.is_dense:
         raise NotImplementedError('implementation="reference" computes with all keys at once; method="all_to_all" has it')
-    return ring_attention(tensors, spec, Place(implementation, _name_of(group), layout, *sizes))
+    return ring_attention(tensors, spec, Place(implementation.name, _name_of(group), layout, *sizes))

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 
-from .._blockwise.attention import Whole
 from .._core.dtypes import compute_dtype, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._implementations import IMPLEMENTATIONS
+from .._implementations.base import Whole
 from .._operators import NAMESPACE
 from .._operators.ops import SCALARS, TENSORS
-from . import parts
 from .ring import Ring
 from .sharding import Sharding
 
@@ -55,8 +55,9 @@ def ring_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """out and lse of the rank's queries, and softmax_stats, (B, Hq, 2, Nq): see parts.Result. All are in the compute dtype, out
     too, as the backward needs it for an exact delta."""
     tensors, spec, place = _split(arguments)
-    result = place.ring(tensors, spec).forward(place.implementation)
-    lse = result.lse(parts.unit_of(tensors, spec, place.implementation))
+    implementation = IMPLEMENTATIONS[place.implementation]
+    result = place.ring(tensors, spec).forward(implementation)
+    lse = result.lse(implementation.unit_of_largest(tensors, spec))
     return result.out, lse, torch.stack((result.largest, result.log_sum), 2)
 
 
@@ -86,7 +87,7 @@ def ring_backward(
         delta -= d_lse.masked_fill(blind, 0)
     whole = Whole(largest.masked_fill(blind, 0), log_sum, delta)
     d_out = d_out.to(tensors.query.dtype)  # as it came: out was converted for whoever has differentiated it
-    gradients = place.ring(tensors, spec).backward(d_out, whole, place.implementation, wanted)
+    gradients = place.ring(tensors, spec).backward(d_out, whole, IMPLEMENTATIONS[place.implementation], wanted)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

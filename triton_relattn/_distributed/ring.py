@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .._blockwise.attention import Whole
 from .._core.dtypes import compute_dtype
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from .._implementations.base import Implementation, Whole
 from . import parts
 from .sharding import Meeting, Sharding, meetings
 
@@ -92,22 +92,22 @@ class Ring:
         received = message.new_empty(self.numel(self.owner(step + 1)))
         return Transfer(self.group, message, (self.rank + 1) % self.size, received, (self.rank - 1) % self.size, tag)
 
-    def forward(self, implementation: str) -> parts.Result:
+    def forward(self, implementation: Implementation) -> parts.Result:
         """The result of the rank's queries over all keys."""
-        held, unit = self.packed(), parts.unit_of(self.tensors, self.spec, implementation)
+        held, unit = self.packed(), implementation.unit_of_largest(self.tensors, self.spec)
         total = parts.Result.of_no_keys(self.tensors.query, self.tensors.value.shape[3])
         for step in range(self.last_step + 1):
             transfer = self.send_on(held, step, OF_KEYS) if step < self.last_step else None
             owner = self.owner(step)
             for meeting in self.meetings(self.rank, owner):
-                part = parts.forward(*meeting.call(self.tensors, self.spec, *self.unpacked(held, owner)), implementation)
+                part = implementation.forward_of_part(*meeting.call(self.tensors, self.spec, *self.unpacked(held, owner)))
                 total.of(meeting.queries).add(part, unit)
             if transfer is not None:
                 held = transfer.arrived()
         return total
 
     def backward(
-        self, d_out: torch.Tensor, of_rows: Whole, implementation: str, wanted: Sequence[bool]
+        self, d_out: torch.Tensor, of_rows: Whole, implementation: Implementation, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Gradients of spec.DIFFERENTIABLE, None where not wanted or not there: of the rank's own query, key, value and
         rel_query, and of tables the part that its queries have in them."""
@@ -126,7 +126,7 @@ class Ring:
             for meeting in self.meetings(self.rank, owner):
                 part, spec = meeting.call(tensors, self.spec, *self.unpacked(held, owner))
                 rows = Whole(*map(meeting.queries.of, of_rows))
-                found = parts.backward(meeting.queries.of(d_out), rows, part, spec, implementation, wanted)
+                found = implementation.backward_of_part(meeting.queries.of(d_out), rows, part, spec, wanted)
                 places = totals | {n: meeting.queries.of(totals[n]) for n in ("query", "rel_query") if n in totals}
                 if wants_keys:
                     places |= zip(("key", "value"), map(meeting.keys.of, self.unpacked(of_keys, owner)), strict=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .._blockwise import grids as blockwise
 from .._core.dtypes import without_autocast
 from .._core.grids import GridTensors
+from .._implementations import IMPLEMENTATIONS, Implementation
 from . import OPERATORS
 from .ops import Operator, define, refusal, register, register_elsewhere, save_nothing
 
@@ -23,37 +23,19 @@ define(
 
 
 def _forward(*arguments):  # type: ignore[no-untyped-def]
-    tensors, (*scalars, implementation) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
+    tensors, (*scalars, name) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
     with without_autocast(tensors.query.device):
-        if implementation == "triton":
-            from ..kernels.grid.launchers import forward
-
-            with torch.cuda.device_of(tensors.query):
-                return forward(tensors, *scalars)
-        return blockwise.forward(tensors, *scalars), _statistics(tensors, implementation)
-
-
-def _statistics(tensors: GridTensors, implementation: str) -> torch.Tensor:
-    """Allocate what is kept for the backward: two numbers of each query for the kernels, nothing for blockwise."""
-    batch, heads, length, _ = tensors.query.shape
-    return tensors.query.new_empty((batch, heads, 2, length) if implementation == "triton" else 0, dtype=torch.float32)
+        return IMPLEMENTATIONS[name].grid_forward(tensors, *scalars)
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
-    tensors = GridTensors(*arguments[:_NUM_TENSORS])
-    return blockwise.new_out(tensors), _statistics(tensors, arguments[-1])
+    return IMPLEMENTATIONS[arguments[-1]].empty_grid_results(GridTensors(*arguments[:_NUM_TENSORS]))
 
 
 def _backward(d_out, out, softmax_stats, *arguments):  # type: ignore[no-untyped-def]
-    tensors, (*scalars, implementation, wanted) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
+    tensors, (*scalars, name, wanted) = GridTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
     with without_autocast(d_out.device):
-        if implementation == "triton":
-            from ..kernels.grid.launchers import backward
-
-            with torch.cuda.device_of(d_out):
-                gradients = backward(d_out, out, softmax_stats, tensors, *scalars, wanted)
-        else:
-            gradients = blockwise.backward(d_out, tensors, *scalars, wanted)
+        gradients = IMPLEMENTATIONS[name].grid_backward(d_out, out, softmax_stats, tensors, *scalars, wanted)
     return tuple(d_out.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -68,8 +50,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     out, softmax_stats = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(softmax_stats)
-    # blockwise computes delta from its blocks and does not need out.
-    ctx.save_for_backward(out if inputs[-1] == "triton" else None, softmax_stats, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(out if IMPLEMENTATIONS[inputs[-1]].saves_statistics else None, softmax_stats, *inputs[:_NUM_TENSORS])
     ctx.scalars = inputs[_NUM_TENSORS:]
 
 
@@ -102,8 +83,8 @@ register(_Forward, _forward, _forward_fake)
 register(_Backward, _backward, _backward_fake)
 
 
-def grid_attention(tensors: GridTensors, scale: float, dropout_p: float, implementation: str) -> torch.Tensor:
-    """Compute out by "blockwise" or "triton", with gradients. The arguments have been validated."""
+def grid_attention(tensors: GridTensors, scale: float, dropout_p: float, implementation: Implementation) -> torch.Tensor:
+    """Compute out by an implementation that is not dense, with gradients. The arguments have been validated."""
     register_elsewhere()  # here too: inference mode has no autograd
-    out: torch.Tensor = OPERATORS.grid_attention_forward.default(*tensors, scale, dropout_p, implementation)[0]
+    out: torch.Tensor = OPERATORS.grid_attention_forward.default(*tensors, scale, dropout_p, implementation.name)[0]
     return out

@@ -12,11 +12,10 @@ from typing import Any, get_type_hints
 import torch
 from torch.autograd import forward_ad
 
-from .._blockwise import attention as blockwise
-from .._core.dtypes import compute_dtype, gradient_like, new_like, without_autocast
-from .._core.residual import keeps_residual
+from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
+from .._implementations import IMPLEMENTATIONS, Implementation
 from . import NAMESPACE, OPERATORS, flops, sharding
 
 _SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
@@ -39,66 +38,27 @@ define(
 ATTENTION_FORWARD, ATTENTION_BACKWARD = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
 
 
-def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, str, Any]:
+def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, Implementation, Any]:
     """Return tensors, scalars, implementation and the last argument from arguments in the order of a schema."""
-    *scalars, implementation, last = arguments[_NUM_TENSORS:]
-    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), implementation, last
+    *scalars, name, last = arguments[_NUM_TENSORS:]
+    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*scalars), IMPLEMENTATIONS[name], last
 
 
 def _forward(*arguments):  # type: ignore[no-untyped-def]
     tensors, spec, implementation, keeps = _split(arguments)
-    if implementation == "triton":
-        from ..kernels.forward import forward
-
-        with torch.cuda.device_of(tensors.query):
-            out, lse, softmax_stats, residual = forward(tensors, spec, keeps_residual=keeps)
-        return out, lse, softmax_stats, tensors.query.new_empty(0) if residual is None else residual
-    with without_autocast(tensors.query.device):
-        kept = _kept(tensors, implementation, keeps)
-        out, lse = blockwise.forward(tensors, spec, kept if keeps else None)
-    return out, lse, _statistics(tensors, implementation), kept
-
-
-def _statistics(tensors: AttentionTensors, implementation: str) -> torch.Tensor:
-    """Allocate the third result: two numbers of each query for the kernels, nothing for "blockwise"."""
-    query = tensors.query
-    if implementation == "blockwise":
-        return query.new_empty(0, dtype=compute_dtype(query.dtype))
-    return query.new_empty((*query.shape[:2], 2, query.shape[2]), dtype=compute_dtype(query.dtype))
-
-
-def _kept(tensors: AttentionTensors, implementation: str, keeps: bool) -> torch.Tensor:
-    """Allocate the fourth result. Probabilities of keys that the forward leaves out for their sequences' lengths are 0: the
-    backward, whose blocks depend on the number of threads at its time, may read them."""
-    query = tensors.query
-    if not keeps:
-        return query.new_empty(0)
-    if implementation == "triton":
-        return new_like(query, tensors.value.shape[-1])
-    has_gaps = tensors.key_lengths is not None
-    new = query.new_zeros if has_gaps else query.new_empty
-    return new((*query.shape[:3], tensors.key.shape[2]), dtype=compute_dtype(query.dtype))
+    return tuple(implementation.forward(tensors, spec, keeps))
 
 
 def _forward_fake(*arguments):  # type: ignore[no-untyped-def]
     tensors, spec, implementation, keeps = _split(arguments)
-    out = new_like(tensors.query, tensors.value.shape[-1])
-    lse = blockwise.new_lse(tensors, spec)
-    return out, lse, _statistics(tensors, implementation), _kept(tensors, implementation, keeps)
+    return tuple(implementation.empty_results(tensors, spec, keeps))
 
 
 def _backward(d_out, d_lse, out, lse, softmax_stats, kept, *arguments):  # type: ignore[no-untyped-def]
     tensors, spec, implementation, wanted = _split(arguments)
     if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
         d_lse = d_lse.masked_fill(lse == -torch.inf, 0) if spec.with_lse else None
-    if implementation == "triton":
-        from ..kernels.backward import backward
-
-        with torch.cuda.device_of(tensors.query):
-            gradients = backward(d_out, d_lse, out, softmax_stats, tensors, spec, wanted, residual=kept)
-    else:
-        with without_autocast(tensors.query.device):
-            gradients = blockwise.backward(d_out, d_lse, tensors, spec, wanted, kept)
+    gradients = implementation.backward(d_out, d_lse, out, softmax_stats, kept, tensors, spec, wanted)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -115,9 +75,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     *scalars, ctx.implementation, keeps = inputs[_NUM_TENSORS:]
     ctx.set_materialize_grads(False)  # autograd's zeros would not be distributed as a DTensor is
     ctx.mark_non_differentiable(softmax_stats, kept)
-    # blockwise computes delta from its blocks and does not need out.
-    needed_out, needed_statistics = (out, softmax_stats) if ctx.implementation == "triton" else (None, None)
-    ctx.save_for_backward(needed_out, lse, needed_statistics, kept if keeps else None, *inputs[:_NUM_TENSORS])
+    saved = (out, lse, softmax_stats) if IMPLEMENTATIONS[ctx.implementation].saves_statistics else (None, lse, None)
+    ctx.save_for_backward(*saved, kept if keeps else None, *inputs[:_NUM_TENSORS])
     ctx.scalars = scalars
 
 
@@ -251,21 +210,18 @@ def register_elsewhere() -> None:
 
 
 def relative_attention(
-    tensors: AttentionTensors, spec: AttentionSpec, implementation: str, with_lse: bool = True
+    tensors: AttentionTensors, spec: AttentionSpec, implementation: Implementation, with_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out and lse by "blockwise" or "triton", with gradients. The arguments have been validated.
+    """Compute out and lse, with gradients. The arguments have been validated.
 
     Args:
-        with_lse: False if lse is not used; "blockwise" saves the time that it takes.
+        with_lse: False if lse is not used.
     """
+    if implementation.is_dense:
+        return implementation.attend(tensors, spec)
     register_elsewhere()  # also here, since inference mode does not come through autograd
-    keeps = False
-    if implementation == "blockwise":
-        if not with_lse:
-            spec = spec._replace(with_lse=False)
-        # Probabilities are not kept while torch.compile traces: it would have to fix the sizes.
-        keeps = not torch.compiler.is_compiling() and _is_differentiated(tensors) and blockwise.keeps_probs(tensors, spec)
-    elif keeps_residual(tensors, spec):
-        keeps = _is_differentiated(tensors)
-    out, lse, *_ = ATTENTION_FORWARD(*tensors, *spec, implementation, keeps)
+    if implementation.skips_lse and not with_lse:
+        spec = spec._replace(with_lse=False)
+    keeps = _is_differentiated(tensors) and implementation.keeps(tensors, spec)
+    out, lse, *_ = ATTENTION_FORWARD(*tensors, *spec, implementation.name, keeps)
     return out, lse

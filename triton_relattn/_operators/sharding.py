@@ -9,6 +9,7 @@ import torch
 
 from .._core.grids import GridTensors
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors, is_per_head
+from .._implementations import IMPLEMENTATIONS
 from . import OPERATORS
 
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
@@ -74,8 +75,9 @@ def register() -> None:
         tensors, others = AttentionTensors(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
         ways = []
         for result, placements in kinds(tensors):
-            implementation, keeps = others[-2:]
-            results = [result, result, result if implementation == "triton" else Replicate(), result if keeps else Replicate()]
+            name, keeps = others[-2:]
+            has_statistics = IMPLEMENTATIONS[name].saves_statistics
+            results = [result, result, result if has_statistics else Replicate(), result if keeps else Replicate()]
             ways.append((results, [*of_tensors(tensors, placements), *(None for _ in others)]))
         return ways
 
@@ -103,7 +105,7 @@ def register() -> None:
 
     def grid_forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         tensors, others = GridTensors(*arguments[:_GRID_TENSORS]), arguments[_GRID_TENSORS:]
-        has_statistics = others[-1] == "triton"
+        has_statistics = IMPLEMENTATIONS[others[-1]].saves_statistics
         return [
             ([way, way if has_statistics else Replicate()], [*placements, *(None for _ in others)])
             for way, placements in on_grid(tensors)

@@ -6,7 +6,8 @@ from ..fault import Change, Fault
 from .places import OF_KERNELS, ON_OPS, ON_TORCH, OPS
 
 IMPLEMENTATIONS, CACHE, DOUBTS, VALIDATION, WARN = (
-    f"triton_relattn/_core/{name}.py" for name in ("implementations", "cache", "doubts", "validation", "warn")
+    f"triton_relattn/{name}.py"
+    for name in ("_implementations/__init__", "_core/cache", "_core/doubts", "_core/validation", "_core/warn")
 )
 INTERPRETED, PROFILES = (f"{OF_KERNELS}/{name}.py" for name in ("__init__", "config/profiles"))
 ON_FAULTS, ON_IMPORTS, ON_PROFILES, ON_VALIDATION = (

@@ -1,0 +1,122 @@
+"""What an implementation is. The operators, the choice, DTensor and context parallelism ask it; none of them knows its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .._core.grids import GridTensors
+from .._core.spec import AttentionSpec, AttentionTensors
+
+Gradients: TypeAlias = "tuple[torch.Tensor | None, ...]"
+"""Of spec.DIFFERENTIABLE, or of the first tensors of a call on a grid; None where not wanted or not there."""
+
+
+class Results(NamedTuple):
+    """What a forward gives. The last two are for the backward; of no elements if it does without."""
+
+    out: torch.Tensor  # (B, Hq, Nq, Dv)
+    lse: torch.Tensor  # (B, Hq, Nq)
+    softmax_stats: torch.Tensor  # (B, Hq, 2, Nq)
+    kept: torch.Tensor  # what an implementation keeps to save the backward work
+
+
+class Part(NamedTuple):
+    """Results of attention over some of the keys, in the compute dtype."""
+
+    out: torch.Tensor  # (B, Hq, Nq, Dv)
+    largest: torch.Tensor  # (B, Hq, Nq): the largest logit, divided by unit_of_largest; -inf: no key was seen
+    log_sum: torch.Tensor  # (B, Hq, Nq): logarithm of the sum of exp(logits - the largest one)
+
+
+class Whole(NamedTuple):
+    """Numbers of each query, (B, Hq, Nq), over all keys of a call, of which the backward has a part."""
+
+    largest: torch.Tensor
+    log_sum: torch.Tensor
+    delta: torch.Tensor
+
+
+class Implementation:
+    """One way to compute attention. Methods get tensors and scalars that have been validated."""
+
+    name: str
+    is_dense = False
+    """It has no operator: autograd differentiates its torch functions, in memory that grows with Nq * Nk."""
+    saves_statistics = False
+    """The backward needs out and softmax_stats."""
+    skips_lse = False
+    """It saves time where lse is not used."""
+
+    def why_not(
+        self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, on_grid: bool = False
+    ) -> str | None:
+        """Return why it cannot serve these tensors, with what to do about it; None if it can."""
+        return None
+
+    def warn(self, device: torch.device) -> None:
+        """Warn of what a user should know before the first call on a device."""
+
+    def attend(self, tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse, if it is dense."""
+        raise NotImplementedError
+
+    def keeps(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
+        """Return whether the forward of a call that is differentiated keeps something for the backward."""
+        raise NotImplementedError
+
+    def empty_results(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
+        """Allocate what forward returns; also of tensors without memory."""
+        raise NotImplementedError
+
+    def forward(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
+        raise NotImplementedError
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        out: torch.Tensor | None,
+        softmax_stats: torch.Tensor | None,
+        kept: torch.Tensor | None,
+        tensors: AttentionTensors,
+        spec: AttentionSpec,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        raise NotImplementedError
+
+    def unit_of_largest(self, tensors: AttentionTensors, spec: AttentionSpec) -> float:
+        """Return the factor that turns Part.largest into logits."""
+        return 1.0
+
+    def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
+        """Attend over a part of the keys, to be merged with others."""
+        raise NotImplementedError
+
+    def backward_of_part(
+        self, d_out: torch.Tensor, whole: Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
+    ) -> Gradients:
+        """Return the share of a part of the keys in all gradients."""
+        raise NotImplementedError
+
+    def empty_grid_results(self, tensors: GridTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate what grid_forward returns; also of tensors without memory."""
+        raise NotImplementedError
+
+    def grid_forward(self, tensors: GridTensors, scale: float, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and softmax_stats of attention on a grid."""
+        raise NotImplementedError
+
+    def grid_backward(
+        self,
+        d_out: torch.Tensor,
+        out: torch.Tensor | None,
+        softmax_stats: torch.Tensor,
+        tensors: GridTensors,
+        scale: float,
+        dropout_p: float,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        raise NotImplementedError

@@ -1,0 +1,92 @@
+"""Plain torch, block by block, as an implementation: linear memory on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._blockwise import attention, grids
+from .._core.dtypes import compute_dtype, new_like, without_autocast
+from .._core.grids import GridTensors
+from .._core.spec import AttentionSpec, AttentionTensors
+from .base import Gradients, Implementation, Part, Results, Whole
+
+
+class Blockwise(Implementation):
+    """Plain torch. It computes delta from its blocks, so the backward needs neither out nor statistics. Of short calls it keeps
+    the probabilities."""
+
+    name = "blockwise"
+    skips_lse = True
+
+    def keeps(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
+        # Not while torch.compile traces: it would have to fix the sizes.
+        return not torch.compiler.is_compiling() and attention.keeps_probs(tensors, spec)
+
+    def empty_results(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
+        out, lse = new_like(tensors.query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
+        return Results(out, lse, *_saved(tensors, keeps))
+
+    def forward(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
+        with without_autocast(tensors.query.device):
+            softmax_stats, kept = _saved(tensors, keeps)
+            out, lse = attention.forward(tensors, spec, kept if keeps else None)
+        return Results(out, lse, softmax_stats, kept)
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        out: torch.Tensor | None,
+        softmax_stats: torch.Tensor | None,
+        kept: torch.Tensor | None,
+        tensors: AttentionTensors,
+        spec: AttentionSpec,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        with without_autocast(tensors.query.device):
+            return attention.backward(d_out, d_lse, tensors, spec, wanted, kept)
+
+    def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
+        query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
+        largest = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+        with without_autocast(query.device):
+            out, log_sum = attention.forward(tensors, spec, dtype=dtype, largest_logits=largest)
+        return Part(out, largest, log_sum)
+
+    def backward_of_part(
+        self, d_out: torch.Tensor, whole: Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
+    ) -> Gradients:
+        with without_autocast(tensors.query.device):
+            return attention.backward(d_out, None, tensors, spec, wanted, whole=attention.Whole(*whole))
+
+    def empty_grid_results(self, tensors: GridTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return grids.new_out(tensors), tensors.query.new_empty(0, dtype=torch.float32)
+
+    def grid_forward(self, tensors: GridTensors, scale: float, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return grids.forward(tensors, scale, dropout_p), tensors.query.new_empty(0, dtype=torch.float32)
+
+    def grid_backward(
+        self,
+        d_out: torch.Tensor,
+        out: torch.Tensor | None,
+        softmax_stats: torch.Tensor,
+        tensors: GridTensors,
+        scale: float,
+        dropout_p: float,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        return grids.backward(d_out, tensors, scale, dropout_p, wanted)
+
+
+def _saved(tensors: AttentionTensors, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate softmax_stats, which has nothing, and the probabilities, if they are kept. Those of keys that the forward leaves
+    out for their sequences' lengths are 0: the backward, whose blocks depend on the number of threads at its time, may read
+    them."""
+    query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
+    nothing = query.new_empty(0, dtype=dtype)
+    if not keeps:
+        return nothing, query.new_empty(0)
+    new = query.new_empty if tensors.key_lengths is None else query.new_zeros
+    return nothing, new((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)
