@@ -24,7 +24,7 @@ from .places import (
     STACKS,
 )
 
-OF_BLOCKWISE = "triton_relattn/_implementations/blockwise.py"
+AS_IMPLEMENTATION = "triton_relattn/_implementations/blockwise.py"
 
 OF_BLOCKWISE = (
     Fault(
@@ -478,7 +478,7 @@ OF_BLOCKWISE = (
         "blockwise-gaps-of-kept-probabilities",
         "probabilities that the forward has not written are read by a backward with another number of threads",
         ("tests/cpu/test_determinism.py::test_another_number_of_threads_in_the_backward",),
-        (Change(OF_BLOCKWISE, "if tensors.key_lengths is None else query.new_zeros", "if True else query.new_zeros"),),
+        (Change(AS_IMPLEMENTATION, "if tensors.key_lengths is None else query.new_zeros", "if True else query.new_zeros"),),
     ),
     Fault(
         "blockwise-no-heads-uninitialised",
