@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ._core.arguments import Arguments
 from ._core.dropout import draw_seed, keep_mask, keep_scale
 from ._core.spec import AttentionSpec, AttentionTensors
+from ._core.validation import resolve
 from .positions import RelativePositions
 
 
@@ -15,63 +19,49 @@ def reference_attention(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    rel_query: torch.Tensor | None = None,
-    rel_value: torch.Tensor | None = None,
-    rel_bias: torch.Tensor | None = None,
-    rel_p2c: torch.Tensor | None = None,
-    positions: RelativePositions | None = None,
-    attn_mask: torch.Tensor | None = None,
-    key_lengths: torch.Tensor | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
-    dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
-    dropout_origins: torch.Tensor | None = None,
-    first_sequence: int = 0,
-    scale: float | None = None,
-    rel_scale: float | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = False,
-    exact_query_grad: bool = False,
+    **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out and lse as :func:`triton_relattn.fused_relative_attention` defines them, densely. It explains the arguments and
-    validates them; enable_gqa and exact_query_grad change nothing here.
+    """Compute out and lse as :func:`triton_relattn.fused_relative_attention` defines them, densely. It explains the arguments.
+    Key and value may have fewer heads than query. dropout_seed: by default drawn from torch's generator."""
+    tensors, spec = resolve(Arguments.of(query, key, value, rel_key, **named).replaced(enable_gqa=True))
+    if spec.dropout_p > 0:
+        tensors = tensors._replace(dropout_seed=draw_seed(query.device) if dropout_seed is None else dropout_seed)
+    return resolved_reference(tensors, spec)
 
-    Every step is one line of the formula, in the dtype of the inputs. dropout_seed, first_sequence, the number of the first
-    batch entry, and dropout_origins, as in AttentionTensors, select the probabilities that are dropped.
+
+def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out and lse of a batch that is not packed. Every step is one line of the formula, in the dtype of the inputs.
+
+    Args:
+        first_sequence: the number of the first batch entry, for dropout.
     """
+    query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c, attn_mask, key_lengths, query_offsets, *_ = tensors
+    softcap, dropout_p, dropout_seed, dropout_origins = spec.softcap, spec.dropout_p, *tensors[-2:]
     batch, heads, num_queries, _ = query.shape
     num_keys, device = key.shape[2], query.device
     if key.shape[1] != heads:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     i = torch.arange(num_queries, device=device)[:, None]
     j = torch.arange(num_keys, device=device)[None, :]
-    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    offset = spec.query_offset if query_offsets is None else query_offsets.view(-1, 1, 1, 1)
     relative_position = (j - i - offset).expand(batch, 1, num_queries, num_keys)
-    table = next((table for table in (rel_bias, rel_key, rel_value, rel_p2c) if table is not None), None)
-    if table is not None:
-        positions = positions or RelativePositions.centred(table.shape[-1] if table is rel_bias else table.shape[-2])
-        row, inside = positions.rows(relative_position)
+    if tensors.has_table:
+        row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(relative_position)
         row = row.expand(batch, heads, num_queries, num_keys)
 
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = scale * (query @ key.mT)
+    logits = spec.scale * (query @ key.mT)
     if not (rel_key is None and rel_bias is None and rel_p2c is None):
-        rel_scale = scale if rel_scale is None else rel_scale
         p = query if rel_query is None else rel_query
-        logits = logits + position_term(p, key, rel_key, rel_bias, rel_p2c, row, inside, rel_scale)
+        logits = logits + position_term(p, key, rel_key, rel_bias, rel_p2c, row, inside, spec.rel_scale)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
-    left, right = window_size or (-1, -1)
     visible = torch.ones_like(relative_position, dtype=torch.bool)
-    if left >= 0:
-        visible = visible & (relative_position >= -left)
-    if right >= 0:
-        visible = visible & (relative_position <= right)
-    if is_causal:
-        visible = visible & (relative_position <= 0)
+    if spec.window_left >= 0:
+        visible = visible & (relative_position >= -spec.window_left)
+    if spec.window_right >= 0:
+        visible = visible & (relative_position <= spec.window_right)
     if key_lengths is not None:
         visible = visible & (j < key_lengths.view(-1, 1, 1, 1))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -93,14 +83,16 @@ def reference_attention(
     top = logits.detach().amax(-1, keepdim=True) if num_keys else logits.new_zeros(batch, heads, num_queries, 1)
     lse = (top + (logits - top).exp().sum(-1, keepdim=True).log()).masked_fill(sees_nothing, float("-inf")).squeeze(-1)
     if dropout_p > 0:
-        seed = draw_seed(device) if dropout_seed is None else dropout_seed
+        assert dropout_seed is not None
         index = torch.arange(first_sequence, first_sequence + batch, device=device).view(-1, 1, 1, 1)
         head = torch.arange(heads, device=device).view(-1, 1, 1)
         if dropout_origins is None:
-            keep = keep_mask(seed, dropout_p, index, head, i, slice(0, num_keys))
+            keep = keep_mask(dropout_seed, dropout_p, index, head, i, slice(0, num_keys))
         else:
             of_entries = zip(index, dropout_origins.tolist(), strict=True)
-            masks = [keep_mask(seed, dropout_p, b, head + h, i + q, slice(k, k + num_keys)) for b, (h, q, k) in of_entries]
+            masks = [
+                keep_mask(dropout_seed, dropout_p, b, head + h, i + q, slice(k, k + num_keys)) for b, (h, q, k) in of_entries
+            ]
             keep = torch.stack(masks) if masks else torch.ones_like(probs, dtype=torch.bool)
         probs = torch.where(keep, probs, 0) * keep_scale(dropout_p)
     out = probs @ value
@@ -135,46 +127,22 @@ def position_term(
 
 def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse of a resolved call; the sequences of a packed batch are computed one after the other."""
-    query, key, value, rel_query = tensors[:4]
-
-    def attend(queries: slice, keys: slice, first_sequence: int, offset: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        origins = tensors.dropout_origins
-        if origins is not None and tensors.cu_seqlens_q is not None:
-            origins = origins[first_sequence : first_sequence + 1]
-        return reference_attention(
-            query[:, :, queries],
-            key[:, :, keys],
-            value[:, :, keys],
-            tensors.rel_key,
-            rel_query=None if rel_query is None else rel_query[:, :, queries],
-            rel_value=tensors.rel_value,
-            rel_bias=tensors.rel_bias,
-            rel_p2c=tensors.rel_p2c,
-            positions=RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero"),
-            attn_mask=tensors.attn_mask,
-            key_lengths=tensors.key_lengths,
-            window_size=(spec.window_left, spec.window_right),
-            query_offset=offset,
-            dropout_p=spec.dropout_p,
-            dropout_seed=tensors.dropout_seed,
-            dropout_origins=origins,
-            first_sequence=first_sequence,
-            scale=spec.scale,
-            rel_scale=spec.rel_scale,
-            softcap=spec.softcap,
-        )
-
-    everything = slice(None)
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        offset = spec.query_offset if tensors.query_offsets is None else tensors.query_offsets
-        return attend(everything, everything, 0, offset)
+        return _attention(tensors, spec)
     starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
-    offsets = [spec.query_offset] * tensors.num_sequences if tensors.query_offsets is None else tensors.query_offsets.tolist()
-    parts = [
-        attend(slice(*starts_q[number : number + 2]), slice(*starts_k[number : number + 2]), number, offset)
-        for number, offset in enumerate(offsets)
-    ]
+    whole = tensors._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    parts = []
+    for number in range(tensors.num_sequences):
+        queries, keys = slice(*starts_q[number : number + 2]), slice(*starts_k[number : number + 2])
+        of_sequence = {name: getattr(whole, name)[:, :, keys] for name in ("key", "value")}
+        of_sequence["query"] = whole.query[:, :, queries]
+        if whole.rel_query is not None:
+            of_sequence["rel_query"] = whole.rel_query[:, :, queries]
+        for name in ("query_offsets", "dropout_origins"):
+            if (vector := getattr(whole, name)) is not None:
+                of_sequence[name] = vector[number : number + 1]
+        parts.append(_attention(whole._replace(**of_sequence), spec, number))
     if not parts:
-        return attend(everything, everything, 0, 0)
+        return _attention(whole._replace(query_offsets=None, dropout_origins=None), spec)
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)

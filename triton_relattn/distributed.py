@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ._core import validation
+from ._core.arguments import Arguments
 from ._core.dropout import draw_seed
 from ._core.dtypes import compute_dtype
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
@@ -22,14 +23,11 @@ from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
 from ._implementations import choose_implementation
-from .functional import _autocast
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["fused_relative_attention", "fused_relative_attention_varlen", "shard", "unshard"]
-
-OPERANDS, ADDED = ("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_p2c"), ("rel_bias", "attn_mask")
 
 
 def fused_relative_attention(
@@ -85,7 +83,7 @@ def fused_relative_attention(
     Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023; Brandon et al., "Striped Attention", 2023 (balance);
     Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    given = {"query": query, "key": key, "value": value, "rel_key": rel_key, **options}
+    given = Arguments.of(query, key, value, rel_key, **options)
     sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
     out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
     return (out, lse) if return_lse else out
@@ -124,8 +122,7 @@ def fused_relative_attention_varlen(
         out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
     """
     starts, longest = {"q": cu_seqlens_q, "k": cu_seqlens_k}, {"q": max_seqlen_q, "k": max_seqlen_k}
-    given = {"query": query, "key": key, "value": value, "rel_key": rel_key, **options}
-    given |= {"cu_seqlens": starts, "max_seqlens": longest}
+    given = Arguments.of(query, key, value, rel_key, **options, cu_seqlens=starts, max_seqlens=longest)
     sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
     out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
     out = out[0].transpose(0, 1)
@@ -213,9 +210,9 @@ def _sizes(
     return queries, keys
 
 
-def _resolved(given: dict[str, Any], queries: Sharding, keys: Sharding) -> tuple[AttentionTensors, AttentionSpec]:
+def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[AttentionTensors, AttentionSpec]:
     """Check the call as one of the whole sequence, by tensors without memory in its shape; return it with the rank's own."""
-    packed = "cu_seqlens" in given
+    given, packed = arguments.by_name(), arguments.cu_seqlens is not None
     dim, rank = (0, 3) if packed else (2, 4)
     totals = {"query": queries.total, "key": keys.total, "value": keys.total, "rel_query": queries.total}
     whole = {}
@@ -236,7 +233,7 @@ def _resolved(given: dict[str, Any], queries: Sharding, keys: Sharding) -> tuple
             )
         stand_in = own.new_empty(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
         whole["attn_mask"] = stand_in.requires_grad_(own.requires_grad)
-    tensors, spec = validation.resolve(**{**given, **whole})
+    tensors, spec = validation.resolve(arguments.replaced(**whole))
     local = {name: given[name] for name in totals if given.get(name) is not None}
     if packed:
         local = {name: tensor.transpose(0, 1)[None] for name, tensor in local.items()}
@@ -246,7 +243,7 @@ def _resolved(given: dict[str, Any], queries: Sharding, keys: Sharding) -> tuple
 
 
 def _attend(
-    given: dict[str, Any],
+    arguments: Arguments,
     group: Any,
     reduce_tables: bool,
     shard_sizes: tuple[Sequence[int] | None, Sequence[int] | None],
@@ -256,16 +253,15 @@ def _attend(
     """out and lse of a call by its arguments. others: method, layout and return_lse."""
     if others["method"] not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {others['method']!r}")
-    cast = _autocast(*(given.get(name) for name in OPERANDS), added=tuple(given.get(name) for name in ADDED))
-    given = {**given, **{name: tensor for name, tensor in zip(OPERANDS + ADDED, cast, strict=True) if tensor is not None}}
-    is_spread = isinstance(given["query"], DTensor)
+    arguments = arguments.autocast()
+    is_spread = isinstance(arguments.query, DTensor)
     if is_spread:
-        tensors, spec = validation.resolve(**given, return_lse=others["return_lse"])
+        tensors, spec = validation.resolve(arguments.replaced(return_lse=others["return_lse"]))
     else:
         process_group, _, _ = _of_group(group)
-        dim = 0 if "cu_seqlens" in given else 2
-        sizes = _sizes(given["query"], given["key"], dim, process_group, *shard_sizes)
-        tensors, spec = _resolved(given, *(Sharding.of(others["layout"], each) for each in sizes))
+        dim = 2 if arguments.cu_seqlens is None else 0
+        sizes = _sizes(arguments.query, arguments.key, dim, process_group, *shard_sizes)
+        tensors, spec = _resolved(arguments, *(Sharding.of(others["layout"], each) for each in sizes))
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 
 from . import _implementations
 from ._core import validation
+from ._core.arguments import Arguments, Terms
 from ._core.dropout import draw_seed
-from ._core.dtypes import has_autocast
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._operators import ops
 from ._operators.sharding import shards_positions
@@ -17,25 +17,6 @@ from .positions import RelativePositions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _autocast(*operands: torch.Tensor | None, added: tuple[torch.Tensor | None, ...] = ()) -> tuple[Any, ...]:
-    """Under torch.autocast, cast operands to its dtype, as torch casts those of scaled_dot_product_attention; else do nothing.
-
-    added: tensors that are added to the logits. They become float32, unless they are bool, and come last in the result.
-    """
-    query = operands[0]
-    device = query.device.type if isinstance(query, torch.Tensor) else "meta"
-    if not has_autocast(device) or not torch.is_autocast_enabled(device):
-        return *operands, *added
-
-    def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in AUTOCAST else tensor
-
-    dtype = torch.get_autocast_dtype(device)
-    return *(cast(tensor, dtype) for tensor in operands), *(cast(tensor, torch.float32) for tensor in added)
 
 
 def _attend(
@@ -219,20 +200,11 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
-    operands = (query, key, value, rel_key, rel_query, rel_value, rel_p2c)
-    query, key, value, rel_key, rel_query, rel_value, rel_p2c, rel_bias, attn_mask = _autocast(
-        *operands, added=(rel_bias, attn_mask)
-    )
-    tensors, spec = validation.resolve(
+    arguments = Arguments(
         query,
         key,
         value,
-        rel_key,
-        rel_query=rel_query,
-        rel_value=rel_value,
-        rel_bias=rel_bias,
-        rel_p2c=rel_p2c,
-        positions=positions,
+        Terms(rel_key, rel_query, rel_value, rel_bias, rel_p2c, positions, rel_scale),
         attn_mask=attn_mask,
         key_lengths=key_lengths,
         is_causal=is_causal,
@@ -240,12 +212,12 @@ def fused_relative_attention(
         query_offset=query_offset,
         dropout_p=dropout_p,
         scale=scale,
-        rel_scale=rel_scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
         exact_query_grad=exact_query_grad,
         return_lse=return_lse,
     )
+    tensors, spec = validation.resolve(arguments.autocast())
     out, lse = _attend(tensors, spec, implementation, return_lse)
     return (out, lse) if return_lse else out
 
@@ -352,24 +324,16 @@ def fused_relative_attention_varlen(
         >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
         torch.Size([12, 2, 16])
     """
-    operands = (query, key, value, rel_key, rel_query, rel_value, rel_p2c)
-    query, key, value, rel_key, rel_query, rel_value, rel_p2c, rel_bias = _autocast(*operands, added=(rel_bias,))
-    tensors, spec = validation.resolve(
+    arguments = Arguments(
         query,
         key,
         value,
-        rel_key,
-        rel_query=rel_query,
-        rel_value=rel_value,
-        rel_bias=rel_bias,
-        rel_p2c=rel_p2c,
-        positions=positions,
+        Terms(rel_key, rel_query, rel_value, rel_bias, rel_p2c, positions, rel_scale),
         is_causal=is_causal,
         window_size=window_size,
         query_offset=query_offset,
         dropout_p=dropout_p,
         scale=scale,
-        rel_scale=rel_scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
         exact_query_grad=exact_query_grad,
@@ -377,6 +341,7 @@ def fused_relative_attention_varlen(
         cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
         max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},
     )
+    tensors, spec = validation.resolve(arguments.autocast())
     out, lse = _attend(tensors, spec, implementation, return_lse)
     out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out

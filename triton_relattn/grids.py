@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ._core.dropout import draw_seed, keep_mask, keep_scale
-from ._core.dtypes import compute_dtype, without_autocast
+from ._core.dtypes import autocast_dtype, cast, compute_dtype, without_autocast
 from ._core.grids import GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._implementations import choose_implementation
 from ._operators.grids import grid_attention
-from .functional import _autocast
 
 Grid = tuple[int, int]
 """Height and width."""
@@ -83,7 +82,8 @@ def decomposed_relative_attention(
         >>> decomposed_relative_attention(q, k, v, rel_pos_h, rel_pos_w, (6, 4)).shape
         torch.Size([1, 2, 24, 16])
     """
-    query, key, value, rel_pos_h, rel_pos_w = _autocast(query, key, value, rel_pos_h, rel_pos_w)
+    if (dtype := autocast_dtype(query)) is not None:
+        query, key, value, rel_pos_h, rel_pos_w = (cast(each, dtype) for each in (query, key, value, rel_pos_h, rel_pos_w))
     grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
     dropout_p = check_probability("dropout_p", dropout_p)
     chosen = choose_implementation(implementation, query, value, on_grid=True)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ._core import validation
-from ._reference import position_term, reference_attention
+from ._core.arguments import Arguments, Terms
+from ._core.spec import DIFFERENTIABLE
+from ._reference import position_term, resolved_reference
 from .positions import RelativePositions
 
 LARGEST = 4096 * 4096  # pairs
@@ -107,22 +109,23 @@ def attention_terms(
         others.pop(name, None)
     if rel_key is None and rel_bias is None and rel_p2c is None:  # positions of a table for values, which is not shown
         positions = None
-    terms: dict[str, Any] = {"rel_query": rel_query, "rel_bias": rel_bias, "rel_p2c": rel_p2c}
-    call = {"positions": positions, "query_offset": query_offset, "scale": scale, "rel_scale": rel_scale, **others}
     identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
-    _, spec = validation.resolve(query, key, identity, rel_key, **terms, **call)
-    query_offset = call["query_offset"] = 0 if query_offset is None else query_offset
+    terms = Terms(rel_key, rel_query, None, rel_bias, rel_p2c, positions, rel_scale)
+    arguments = Arguments(query, key, identity, terms, query_offset=query_offset, scale=scale)
+    tensors, spec = validation.resolve(arguments.replaced(**others))
 
     dtype = torch.promote_types(query.dtype, torch.float32)
-    query, key, identity = (tensor.detach().to(dtype) for tensor in (query, key, identity))
-    terms = {name: None if each is None else each.detach().to(dtype) for name, each in {"rel_key": rel_key, **terms}.items()}
-    probs, _ = reference_attention(query, key, identity, **terms, **call)
+    moved: dict[str, Any] = {
+        name: None if each is None else each.detach().to(dtype) for name, each in zip(DIFFERENTIABLE, tensors, strict=False)
+    }
+    tensors = tensors._replace(**moved)
+    probs, _ = resolved_reference(tensors, spec)
+    query, key, _, rel_query, rel_key, _, rel_bias, rel_p2c, *_ = tensors
     key = key.repeat_interleave(heads // key_heads, 1)
     content = spec.scale * (query @ key.mT)
-    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
+    offset = spec.query_offset if tensors.query_offsets is None else tensors.query_offsets.view(-1, 1, 1, 1)
     distance = torch.arange(num_keys, device=query.device) - torch.arange(num_queries, device=query.device)[:, None] - offset
     row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(distance)
-    rel_query, rel_key, rel_bias, rel_p2c = (terms[name] for name in ("rel_query", "rel_key", "rel_bias", "rel_p2c"))
     p = query if rel_query is None else rel_query
     position = position_term(p, key, rel_key, rel_bias, rel_p2c, row.expand_as(content), inside, spec.rel_scale)
     return content, position, probs

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._core.arguments import Arguments
 from ._core.dropout import draw_seed, keep_mask, keep_scale
-from ._core.spec import DIFFERENTIABLE, TABLES
+from ._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from ._core.validation import resolve
 from ._core.within import within
 from .positions import RelativePositions
 
@@ -195,20 +197,21 @@ class DenseGradients(NamedTuple):
     """Probabilities after dropout, (B, Hq, Nq, Nk)."""
 
 
-def _rows_of_pairs(
-    inputs: Inputs, positions: RelativePositions | None, query_offset: int | torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[AttentionTensors, AttentionSpec]:
+    """Return the call as implementations get it. Key and value are shared if they have fewer heads than query."""
+    given: dict[str, Any] = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    return resolve(Arguments.of(**given, **arguments).replaced(enable_gqa=True))
+
+
+def _rows_of_pairs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return relative position, table row, and whether relative terms apply, each (Nq, Nk) or (B, 1, Nq, Nk)."""
-    device = inputs.query.device
-    i = torch.arange(inputs.query.shape[2], device=device)[:, None]
-    j = torch.arange(inputs.key.shape[2], device=device)
-    offset = query_offset.view(-1, 1, 1, 1) if isinstance(query_offset, torch.Tensor) else query_offset
-    relative_position = j - i - offset
-    tables = {name: getattr(inputs, name) for name in TABLES}
-    num_rows = [table.shape[-1 - (name != "rel_bias")] for name, table in tables.items() if table is not None]
-    if not num_rows:
+    device, offsets = tensors.query.device, tensors.query_offsets
+    i = torch.arange(tensors.query.shape[2], device=device)[:, None]
+    j = torch.arange(tensors.key.shape[2], device=device)
+    relative_position = j - i - (spec.query_offset if offsets is None else offsets.view(-1, 1, 1, 1))
+    if not tensors.has_table:
         return relative_position, torch.zeros_like(relative_position), torch.zeros_like(relative_position, dtype=torch.bool)
-    positions = positions or RelativePositions.centred(num_rows[0])
+    positions = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero")
     return relative_position, *positions.rows(relative_position)
 
 
@@ -231,19 +234,8 @@ def _table_gradient(by_row: torch.Tensor, factor: torch.Tensor, per_head: bool) 
 def dense_gradients(
     inputs: Inputs,
     *,
-    positions: RelativePositions | None = None,
-    attn_mask: torch.Tensor | None = None,
-    key_lengths: torch.Tensor | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor = 0,
-    dropout_p: float = 0.0,
     keep: torch.Tensor | None = None,
-    scale: float | None = None,
-    rel_scale: float | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = False,
-    exact_query_grad: bool = False,
+    **arguments: Any,
 ) -> DenseGradients:
     """Compute forward and backward by hand, dense and in float64; arguments as of ``fused_relative_attention``.
 
@@ -258,17 +250,18 @@ def dense_gradients(
 
     Args:
         keep: the mask of what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
-        enable_gqa, exact_query_grad: change nothing. Key and value are shared if they have fewer heads, and delta is exact.
+        arguments: as of the function. enable_gqa and exact_query_grad change nothing: key and value are shared if they have fewer
+            heads, and delta is exact.
     """
-    if dropout_p > 0 and keep is None:
-        raise ValueError(f"dropout_p = {dropout_p} needs keep, the mask of what is not dropped")
+    tensors, spec = _resolved(inputs, arguments)
+    if spec.dropout_p > 0 and keep is None:
+        raise ValueError(f"dropout_p = {spec.dropout_p} needs keep, the mask of what is not dropped")
     query, key, value, rel_key, d_out, d_lse, rel_query, rel_value, rel_bias, rel_p2c = inputs.to(torch.float64)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rel_scale = scale if rel_scale is None else rel_scale
+    scale, rel_scale, softcap = spec.scale, spec.rel_scale, spec.softcap
     p = query if rel_query is None else rel_query
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    relative_position, row, applies = _rows_of_pairs(inputs, positions, query_offset)
+    relative_position, row, applies = _rows_of_pairs(tensors, spec)
 
     scores = scale * (query @ keys.mT)
     if rel_key is not None:
@@ -281,11 +274,10 @@ def dense_gradients(
     if softcap is not None:
         limited = torch.tanh(scores / softcap)
         scores, slope = softcap * limited, 1 - limited.square()
-    left, right = window_size or (-1, -1)
-    hidden = (relative_position > 0) & is_causal
-    hidden = hidden | ((relative_position < -left) & (left >= 0)) | ((relative_position > right) & (right >= 0))
-    if key_lengths is not None:
-        hidden = hidden | (torch.arange(key.shape[2], device=query.device) >= key_lengths.view(-1, 1, 1, 1))
+    left, right, attn_mask = spec.window_left, spec.window_right, tensors.attn_mask
+    hidden = ((relative_position < -left) & (left >= 0)) | ((relative_position > right) & (right >= 0))
+    if tensors.key_lengths is not None:
+        hidden = hidden | (torch.arange(key.shape[2], device=query.device) >= tensors.key_lengths.view(-1, 1, 1, 1))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = hidden | ~attn_mask
     elif attn_mask is not None:
@@ -294,7 +286,7 @@ def dense_gradients(
     lse = torch.logsumexp(logits, -1)
     probs = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0)[..., None])
     probs = probs / probs.sum(-1, keepdim=True).clamp_min(0.5)  # lse was rounded at its own magnitude
-    kept = 1.0 if keep is None else keep.double() * keep_scale(dropout_p)
+    kept = 1.0 if keep is None else keep.double() * keep_scale(spec.dropout_p)
     dropped_probs = probs * kept
     out, d_probs = dropped_probs @ values, d_out @ values.mT
     d_rel_query = d_rel_key = d_rel_value = d_rel_bias = d_rel_p2c = None
@@ -430,13 +422,13 @@ def table_gradient_budget(
         raise ValueError(f"the inputs have no table {table}")
     dense = dense_gradients(inputs, **arguments)
     golden: torch.Tensor = dense._asdict()[f"d_{table}"]
-    _, row, applies = _rows_of_pairs(inputs, arguments.get("positions"), arguments.get("query_offset", 0))
+    tensors, spec = _resolved(inputs, {name: value for name, value in arguments.items() if name != "keep"})
+    _, row, applies = _rows_of_pairs(tensors, spec)
     exact, dtype = dense.probs if table == "rel_value" else dense.d_scores, inputs.query.dtype
     keys = inputs.key.repeat_interleave(inputs.query.shape[1] // max(inputs.key.shape[1], 1), 1)
     vectors = {"rel_value": inputs.d_out, "rel_key": inputs.rel_query, "rel_p2c": keys, "rel_bias": None}[table]
     vectors = (inputs.query if vectors is None else vectors).double()
-    scales = (arguments.get("rel_scale"), arguments.get("scale"), inputs.query.shape[-1] ** -0.5)
-    scale = 1.0 if table in ("rel_value", "rel_bias") else next(scale for scale in scales if scale is not None)
+    scale = 1.0 if table in ("rel_value", "rel_bias") else spec.rel_scale
 
     def sums(by_pair: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         where = (by_pair.mT, row.mT, applies.mT) if table == "rel_p2c" else (by_pair, row, applies)

@@ -11,6 +11,7 @@ import torch
 
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 
 CLIPPED = 129  # rows: distances up to 64, as in Shaw's and the Conformer's clipped variants
@@ -139,7 +140,7 @@ class Case:
     def resolved(self, inputs: Inputs, has_table: bool = True) -> tuple[AttentionTensors, AttentionSpec]:
         """The same call as the launchers of the kernels see it, without gradients."""
         inputs = inputs.map(torch.Tensor.detach)
-        return validation.resolve(*inputs[:3], **self.terms(inputs, has_table))
+        return validation.resolve(Arguments.of(*inputs[:3], **self.terms(inputs, has_table)))
 
     def empty(self, device: str = "cpu") -> Inputs:
         """Inputs that nothing is known of but their shapes: they take no memory until they are touched."""

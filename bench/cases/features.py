@@ -9,6 +9,7 @@ import torch
 
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.grids import GridTensors
 
 Resolved = tuple[Any, Any]
@@ -110,11 +111,13 @@ def call(
         query = query[:, :1, :1, :1].expand(1, heads, length, head_dim)
     key = query[:, :key_heads]
     return validation.resolve(
-        query,
-        key,
-        key,
-        **arguments(name, query, per_head),
-        key_lengths=torch.zeros(1, dtype=torch.int32) if has_lengths else None,
-        is_causal=causal == "causal",
-        enable_gqa=heads != key_heads,
+        Arguments.of(
+            query,
+            key,
+            key,
+            **arguments(name, query, per_head),
+            key_lengths=torch.zeros(1, dtype=torch.int32) if has_lengths else None,
+            is_causal=causal == "causal",
+            enable_gqa=heads != key_heads,
+        )
     )

@@ -17,6 +17,7 @@ from bench.cases.configurations import WANTED, shown
 from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing
 from triton_relattn._core import residual, validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
@@ -94,7 +95,7 @@ class Case:
 def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
     query, key, value, rel_key = inputs[:4]
-    tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
+    tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **inputs.terms(), **arguments))
     config = Call(tensors, spec).tile(case.kernel)
     keeps = residual.keeps_residual(tensors, spec) and case.kernel != "dq"
     out, lse, softmax_stats, kept = forward(tensors, spec, keeps_residual=keeps)

@@ -18,6 +18,7 @@ from bench.compiled import Launch, recorded_launches
 from tests.compile.test_forward import NVIDIA
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import architecture_of
@@ -93,18 +94,20 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
     else:
         arguments |= {"attn_mask": torch.zeros(KEYS), "key_lengths": torch.zeros(BATCH, dtype=torch.int32)}
     tensors, spec = validation.resolve(
-        tensor(HEADS, QUERIES, width),
-        tensor(KEY_HEADS, KEYS, width),
-        tensor(KEY_HEADS, KEYS, width + 8),
-        torch.empty(HEADS, 33, width // 2, dtype=dtype),
-        rel_query=tensor(HEADS, QUERIES, width // 2),
-        rel_value=torch.empty(33, width + 8, dtype=dtype),
-        rel_bias=torch.empty(33),
-        rel_p2c=torch.empty(HEADS, 33, width, dtype=dtype),
-        positions=RelativePositions(-16, 16, outside),
-        query_offset=torch.zeros(BATCH, dtype=torch.int32),
-        exact_query_grad=True,
-        **arguments,
+        Arguments.of(
+            tensor(HEADS, QUERIES, width),
+            tensor(KEY_HEADS, KEYS, width),
+            tensor(KEY_HEADS, KEYS, width + 8),
+            torch.empty(HEADS, 33, width // 2, dtype=dtype),
+            rel_query=tensor(HEADS, QUERIES, width // 2),
+            rel_value=torch.empty(33, width + 8, dtype=dtype),
+            rel_bias=torch.empty(33),
+            rel_p2c=torch.empty(HEADS, 33, width, dtype=dtype),
+            positions=RelativePositions(-16, 16, outside),
+            query_offset=torch.zeros(BATCH, dtype=torch.int32),
+            exact_query_grad=True,
+            **arguments,
+        )
     )
     return tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64)), spec
 

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from bench.compiled import _AbsentGPU, recorded_launches
 from triton_relattn import RelativePositions, kernels
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionTensors
 from triton_relattn.kernels import backward as of_backward
 from triton_relattn.kernels import delta, launching
@@ -24,16 +25,16 @@ from triton_relattn.kernels.workspace import planning
 
 SHAPE = (2, 2, 32, 64)
 POSITIONS = RelativePositions(-31, 31)
-Arguments = dict[str, Any]
+Call = dict[str, Any]
 
 
-def usual(dtype: torch.dtype = torch.float32) -> Arguments:
+def usual(dtype: torch.dtype = torch.float32) -> Call:
     """Inputs of a call with a table, each in memory of its own."""
     query, key, value = (torch.zeros(SHAPE, dtype=dtype) for _ in range(3))
     return {"query": query, "key": key, "value": value, "rel_key": torch.zeros(63, 64, dtype=dtype), "positions": POSITIONS}
 
 
-def moved(name: str) -> Arguments:
+def moved(name: str) -> Call:
     """The same, one of them 4 bytes beyond a multiple of 16."""
     inputs = usual()
     shape = inputs[name].shape
@@ -41,14 +42,14 @@ def moved(name: str) -> Arguments:
     return inputs
 
 
-def transposed(name: str) -> Arguments:
+def transposed(name: str) -> Call:
     """The same sizes, one of them in the memory order (B, N, H, D)."""
     inputs = usual()
     inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
     return inputs
 
 
-CALLS: dict[str, Callable[[], Arguments]] = {
+CALLS: dict[str, Callable[[], Call]] = {
     "usual": usual,
     "bfloat16": lambda: usual(torch.bfloat16),
     "moved query": lambda: moved("query"),
@@ -78,9 +79,9 @@ WANTED = {
 }
 
 
-def launched(target: str, arguments: Arguments, wanted: tuple[bool, ...], d_out_moved: bool = False) -> list[tuple[Any, ...]]:
+def launched(target: str, arguments: Call, wanted: tuple[bool, ...], d_out_moved: bool = False) -> list[tuple[Any, ...]]:
     """For each launch of a call and, if any gradient is wanted, its backward: kernel, grid, and numbers, None for each tensor."""
-    tensors, spec = validation.resolve(**arguments)
+    tensors, spec = validation.resolve(Arguments.of(**arguments))
     if spec.dropout_p:
         tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
     found = list[tuple[Any, ...]]()
@@ -159,7 +160,7 @@ def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.Monk
     assert not set(kernels["sm_80", "bfloat16", "all", False]) & set(kernels["sm_90", "bfloat16", "all", False])
 
 
-def with_lengths(queries: int, keys: int, **others: Any) -> Arguments:
+def with_lengths(queries: int, keys: int, **others: Any) -> Call:
     """Inputs of a call with a table of all distances."""
     query = torch.zeros(1, 2, queries, 64, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, keys, 64, dtype=torch.bfloat16)
@@ -258,7 +259,7 @@ def test_what_is_kept_is_bounded(searches: list[str]) -> None:
 def test_every_group_is_described() -> None:
     """Dtype and alignment of every tensor of a call, wherever it stands, are in its description."""
     for name in ("usual", "bfloat16", "lengths", "mask", "bias", "dropout"):
-        tensors, spec = validation.resolve(**CALLS[name]())
+        tensors, spec = validation.resolve(Arguments.of(**CALLS[name]()))
         assert isinstance(tensors, AttentionTensors)
         if spec.dropout_p:
             tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))

@@ -14,6 +14,7 @@ from tests.cpu.oracle import assert_same, attend
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention
 from triton_relattn._blockwise.partition import Call
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import BLOCKWISE
 from triton_relattn._operators.ops import relative_attention
@@ -107,7 +108,7 @@ def test_lse_is_computed_if_it_is_wanted(arguments: dict[str, Any], num_keys: in
     results = []
     for return_lse, count in ((True, 30), (False, 0)):
         leaves = [tensor.detach().requires_grad_() for tensor in inputs[:4] if tensor is not None]
-        out, lse = relative_attention(*resolve(*leaves, **arguments), BLOCKWISE, return_lse)
+        out, lse = relative_attention(*resolve(Arguments.of(*leaves, **arguments)), BLOCKWISE, return_lse)
         assert lse.shape == (2, 2, count)
         results.append((out, *torch.autograd.grad(out, leaves, inputs.d_out)))
     for expected, result in zip(*results, strict=True):
@@ -407,7 +408,7 @@ def test_repeatable(dtype: torch.dtype, block_size: None) -> None:
 def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> None:
     """The fixture that the tests above rely on does cut queries and heads."""
     query, table = torch.zeros(1, 2, 37, 8), torch.zeros(73, 8)
-    blocks = list(Call(*resolve(query, query, query, table)).blocks())
+    blocks = list(Call(*resolve(Arguments.of(query, query, query, table))).blocks())
     bands = [block.frame.rel_key for block in blocks]
     small = "small_blocks" in request.node.name
     assert [(block.group.heads.start, block.queries.start, block.queries.stop) for block in blocks] == (

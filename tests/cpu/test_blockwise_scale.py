@@ -15,6 +15,7 @@ from tests.cpu.oracle import assert_same, attend, by_hand, results_of, unlucky_r
 from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._blockwise import partition
 from triton_relattn._blockwise.partition import Call
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.validation import resolve
 from triton_relattn._core.within import sum_allowance, within
 from triton_relattn.testing import Inputs, error_budget, forward_backward, last_place, make_inputs
@@ -98,7 +99,7 @@ def test_sequences_of_different_lengths_in_one_block() -> None:
     inputs = make_inputs(5, 2, 9, 40, 8, num_rows=15, **FURTHER_TABLES, dtype=torch.float64, seed=1)
     for length, key, value in zip(lengths, inputs.key, inputs.value, strict=True):
         key[:, length:], value[:, length:] = torch.nan, torch.nan
-    tensors, spec = resolve(*inputs[:4], key_lengths=torch.tensor(lengths))
+    tensors, spec = resolve(Arguments.of(*inputs[:4], key_lengths=torch.tensor(lengths)))
     assert len(list(Call(tensors, spec).blocks())) == 1
     together = forward_backward(attend, inputs, key_lengths=torch.tensor(lengths))
     tables = ("d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c")
@@ -158,10 +159,10 @@ def test_what_is_kept() -> None:
     for length, width, keeps in ((64, 32, True), (128, 32, True), (129, 32, False), (4096, 64, False)):
         query = torch.zeros(1, 1, 2, width)
         key = torch.zeros(1, 1, length, width)
-        assert blockwise.keeps_probs(*resolve(query, key, key)) == keeps
+        assert blockwise.keeps_probs(*resolve(Arguments.of(query, key, key))) == keeps
     query = torch.zeros(1, 1, 4, 8)
     operator = torch.ops.triton_relattn.attention_forward.default
-    tensors, spec = resolve(query, query, query)
+    tensors, spec = resolve(Arguments.of(query, query, query))
     for keeps, shape in ((True, (1, 1, 4, 4)), (False, (0,))):
         assert operator(*tensors, *spec, "blockwise", keeps)[3].shape == shape
 
@@ -225,7 +226,7 @@ def test_memory_by_names_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of a block grow with the threads only as far as the call's tensors and their gradients do."""
     monkeypatch.setattr(partition, "ELEMENTS_PER_THREAD", 1 << 14)
-    tensors, spec = resolve(*(torch.randn(2, 4, 300, 8) for _ in range(3)))
+    tensors, spec = resolve(Arguments.of(*(torch.randn(2, 4, 300, 8) for _ in range(3))))
     largest = []
     for threads in (1, 2, 4, 64):
         monkeypatch.setattr(partition, "threads_of", lambda device, threads=threads: threads)

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.call import Call, fixed
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.testing import make_inputs
@@ -51,7 +52,7 @@ def shown(name: str, arch: str, precision: str) -> dict[str, Any]:
     inputs = make_inputs(**shape)
     torch.set_float32_matmul_precision(precision)
     query, key, value, rel_key = inputs[:4]
-    tensors, spec = validation.resolve(query, key, value, rel_key, **inputs.terms(), **arguments)
+    tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **inputs.terms(), **arguments))
     if spec.dropout_p:
         tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
     call = Call(tensors, spec, arch=arch)
@@ -95,7 +96,7 @@ def test_no_call_gets_what_belongs_to_another() -> None:
 def test_what_is_kept_is_bounded() -> None:
     assert fixed.cache_info().maxsize is not None
     query = torch.zeros(1, 1, 4, 16)
-    tensors, spec = validation.resolve(query, query, query)
+    tensors, spec = validation.resolve(Arguments.of(query, query, query))
     first, second = (Call(tensors, spec, arch="sm_90") for _ in range(2))
     assert first.fixed is second.fixed
     with pytest.raises(AttributeError):

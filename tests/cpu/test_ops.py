@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._blockwise.attention import keeps_probs
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import IMPLEMENTATIONS
@@ -87,17 +88,19 @@ def resolved(name: str) -> tuple[Inputs, AttentionTensors, AttentionSpec]:
         packed: dict[str, Any] = {each: getattr(inputs, each) for each in DIFFERENTIABLE}
         packed |= {each: packed[each][0].transpose(0, 1) for each in in_order}
         tensors, spec = resolve(
-            **packed,
-            enable_gqa=True,
-            is_causal=True,
-            dropout_p=PACKED[name],
-            query_offset=torch.tensor([1, 0, 2]),
-            cu_seqlens={"q": torch.tensor([0, 3, 3, 9]), "k": torch.tensor([0, 4, 5, 13])},
-            max_seqlens={"q": 6, "k": 8},
+            Arguments.of(
+                **packed,
+                enable_gqa=True,
+                is_causal=True,
+                dropout_p=PACKED[name],
+                query_offset=torch.tensor([1, 0, 2]),
+                cu_seqlens={"q": torch.tensor([0, 3, 3, 9]), "k": torch.tensor([0, 4, 5, 13])},
+                max_seqlens={"q": 6, "k": 8},
+            )
         )
     else:
         inputs, arguments = CASES[name]
-        tensors, spec = resolve(*inputs[:4], **inputs.terms(), **arguments)  # type: ignore[misc]
+        tensors, spec = resolve(Arguments.of(*inputs[:4], **inputs.terms(), **arguments))  # type: ignore[misc]
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=torch.tensor([-123456789]))
     return inputs, tensors, spec

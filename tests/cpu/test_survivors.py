@@ -9,6 +9,7 @@ from tests.conftest import cut_blocks
 from tests.cpu.oracle import attend
 from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.within import within
 from triton_relattn._reference import resolved_reference
 from triton_relattn.testing import dense_gradients, forward_backward, make_inputs
@@ -19,7 +20,7 @@ from triton_relattn.testing import dense_gradients, forward_backward, make_input
 def test_lengths_beyond_the_keys_are_limited(implementation: str, num_rows: int | None, block_size: None) -> None:
     """Elsewhere than on a CPU key_lengths are not checked: they are limited to [0, Nk]."""
     inputs = make_inputs(2, 1, 40, 21, 8, num_rows=num_rows, dtype=torch.float64, seed=4)
-    tensors, spec = validation.resolve(inputs.query, inputs.key, inputs.value, inputs.rel_key)
+    tensors, spec = validation.resolve(Arguments.of(inputs.query, inputs.key, inputs.value, inputs.rel_key))
 
     def results(*lengths: int) -> list[torch.Tensor | None]:
         limited = tensors._replace(key_lengths=torch.tensor(lengths))

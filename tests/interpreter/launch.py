@@ -14,6 +14,7 @@ import torch
 
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
@@ -48,7 +49,7 @@ def tensors_of(inputs: Inputs) -> dict[str, Any]:
 
 def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
     """A call as the launchers get it; arguments are those of fused_relative_attention, and dropout has a fixed seed."""
-    tensors, spec = validation.resolve(**tensors_of(inputs), **arguments)
+    tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **arguments))
     seed = SEED.to(inputs.query.device)
     return (tensors._replace(dropout_seed=seed) if spec.dropout_p > 0 else tensors), spec
 

@@ -30,6 +30,7 @@ from tests.interpreter.guard import (
 from tests.interpreter.launch import GRADIENTS, SEED, resolve, tensors_of
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.backward import backward
@@ -144,7 +145,7 @@ def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, Attenti
         return inputs, *resolve(inputs, **arguments)
     others = dict(arguments)
     starts, longest = ({which: others.pop(f"{name}_{which}") for which in "qk"} for name in ("cu_seqlens", "max_seqlen"))
-    tensors, spec = validation.resolve(**tensors_of(inputs), **others, cu_seqlens=starts, max_seqlens=longest)
+    tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **others, cu_seqlens=starts, max_seqlens=longest))
     inputs = inputs._replace(d_out=inputs.d_out.transpose(0, 1)[None], d_lse=inputs.d_lse[None])
     return inputs, tensors._replace(dropout_seed=SEED) if spec.dropout_p > 0 else tensors, spec
 

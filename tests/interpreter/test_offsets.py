@@ -20,6 +20,7 @@ from tests.groups import flat, grouped
 from tests.interpreter.test_survivors import far_apart
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
@@ -150,7 +151,7 @@ def results(
     else:
         tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
     tables = {name: getattr(inputs, name) for name in TABLES}
-    call = validation.resolve(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset)
+    call = validation.resolve(Arguments.of(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
     tiles["dtable"] = TileConfig(max(block // 4, 16), block, 4, 1)  # its queries lie 4 apart: as many rows as the others'
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
@@ -231,7 +232,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         )
         assert single.rel_key is not None
         rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
-        call = validation.resolve(query, key, value, rel_key, positions=RelativePositions(-2, 3))
+        call = validation.resolve(Arguments.of(query, key, value, rel_key, positions=RelativePositions(-2, 3)))
         out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
         gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))

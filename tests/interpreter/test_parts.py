@@ -12,6 +12,7 @@ from tests.interpreter.launch import SEED, resolve
 from tests.parts import as_one, in_parts
 from triton_relattn import RelativePositions
 from triton_relattn._core import residual, validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import assert_within_budget, make_inputs
 
@@ -78,5 +79,5 @@ def test_parts_of_a_pack() -> None:
     rows: Any = {n: t[0].transpose(0, 1) for n, t in inputs._asdict().items() if n in ("query", "key", "value", "rel_query")}
     tables: Any = {n: getattr(inputs, n) for n in ("rel_key", "rel_value", "rel_bias")}
     packing: Any = {"cu_seqlens": {"q": starts, "k": starts}, "max_seqlens": {"q": longest, "k": longest}}
-    tensors, spec = validation.resolve(**rows, **tables, **packing, dropout_p=0.3, is_causal=True)
+    tensors, spec = validation.resolve(Arguments.of(**rows, **tables, **packing, dropout_p=0.3, is_causal=True))
     check(tensors._replace(dropout_seed=SEED), spec, inputs.d_out, inputs.d_lse)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .arguments import Arguments
 from .spec import AttentionSpec, AttentionTensors
 from .warn import warn_once
 
@@ -46,14 +47,13 @@ def with_cures(resolve: Resolve) -> Resolve:
     """Wrap a check so that its errors say what to do, if the call passes the check once that is done."""
 
     @functools.wraps(resolve)
-    def run(query: Any, key: Any, value: Any, rel_key: Any = None, **others: Any) -> Any:
+    def run(arguments: Arguments) -> Any:
         try:
-            return resolve(query, key, value, rel_key, **others)
+            return resolve(arguments)
         except (TypeError, ValueError) as error:
-            given = {"query": query, "key": key, "value": value, "rel_key": rel_key, **others}
-            for cure, changes in () if torch.compiler.is_compiling() else _perhaps_meant(given):
+            for cure, changes in () if torch.compiler.is_compiling() else _perhaps_meant(arguments.by_name()):
                 try:
-                    resolve(**{**given, **changes})
+                    resolve(arguments.replaced(**changes))
                 except (TypeError, ValueError):
                     continue
                 error.args = (f"{error}; {cure}",)

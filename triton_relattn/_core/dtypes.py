@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -35,3 +36,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scores and accumulators: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def autocast_dtype(query: object) -> torch.dtype | None:
+    """Return the dtype that torch.autocast has where this tensor is; None without autocast."""
+    device = query.device.type if isinstance(query, torch.Tensor) else "meta"
+    return torch.get_autocast_dtype(device) if has_autocast(device) and torch.is_autocast_enabled(device) else None
+
+
+def cast(tensor: Any, dtype: torch.dtype) -> Any:
+    """Cast a tensor as torch.autocast casts the operands of scaled_dot_product_attention: not from float64, nor from bool."""
+    return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in AUTOCAST else tensor

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import numbers
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..positions import LARGEST_POSITION, RelativePositions
+from .arguments import Arguments
 from .doubts import warn_of_doubts, with_cures
 from .spec import AttentionSpec, AttentionTensors
 
@@ -257,42 +257,18 @@ def refuse_tracing() -> None:
 
 
 @with_cures
-def resolve(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rel_key: torch.Tensor | None = None,
-    *,
-    rel_query: torch.Tensor | None = None,
-    rel_value: torch.Tensor | None = None,
-    rel_bias: torch.Tensor | None = None,
-    rel_p2c: torch.Tensor | None = None,
-    positions: RelativePositions | None = None,
-    attn_mask: torch.Tensor | None = None,
-    key_lengths: torch.Tensor | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-    query_offset: int | torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    rel_scale: float | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = False,
-    exact_query_grad: bool = False,
-    return_lse: bool = False,
-    cu_seqlens: Mapping[str, torch.Tensor] | None = None,
-    max_seqlens: Mapping[str, int] | None = None,
-) -> tuple[AttentionTensors, AttentionSpec]:
-    """Check one call and return its tensors and its scalars, with every default filled in.
-
-    Args:
-        cu_seqlens, max_seqlens: by "q" and "k", for a packed batch, whose tensors are returned as (1, heads, total, width) views.
+def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
+    """Check one call and return its tensors and its scalars, with every default filled in. Tensors of a packed batch are returned
+    as (1, heads, total, width) views.
 
     Raises:
         ValueError: wrong rank, shape, device or value; the message names the argument, what is wanted and what was got.
         TypeError: wrong type or dtype.
         NotImplementedError: torch.jit.trace is at work.
     """
+    query, key, value, terms, attn_mask, key_lengths, is_causal, window_size, query_offset, dropout_p = arguments[:10]
+    scale, softcap, enable_gqa, exact_query_grad, return_lse, cu_seqlens, max_seqlens = arguments[10:]
+    rel_key, rel_query, rel_value, rel_bias, rel_p2c, positions, rel_scale = terms
     refuse_tracing()
     if not isinstance(query, torch.Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")

@@ -72,7 +72,13 @@ OF_ALL = (
         "autocast-does-not-cast",
         "under autocast float32 inputs stay float32",
         (f"{ON_TORCH}::test_autocast_casts_as_for_sdpa",),
-        (Change(FUNCTIONAL, "    dtype = torch.get_autocast_dtype(device)\n", "    dtype = torch.float32\n"),),
+        (
+            Change(
+                "triton_relattn/_core/arguments.py",
+                "        if dtype is None:\n",
+                "        if dtype is not None:\n            dtype = torch.float32\n        if dtype is None:\n",
+            ),
+        ),
     ),
     Fault(
         "tangents-go-unnoticed",
