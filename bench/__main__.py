@@ -8,11 +8,11 @@ accuracy  errors against float64, beside those of plain torch
 tune      the best configurations for this GPU, as a profile that the package reads
 compile   what the compiled kernels take, for GPUs that are not there
 cycles    how fast they are there by a model; its calibration
-host      what a call takes the host, without a GPU
+host      CPU time of a call, without a GPU
 context   how long attention over several GPUs takes, by a model
 predictions  what the model says of all that make gpu measures: bench/predictions.csv
 plot      figures, from CSV files alone
-verify    the tests of what is measured
+verify    run the correctness tests
 """
 
 from __future__ import annotations

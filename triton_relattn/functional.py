@@ -185,7 +185,8 @@ def fused_relative_attention(
 
     Warns, once each:
         RuntimeWarning: a GPU gets "blockwise" by default.
-        UserWarning: the call is hardly meant. A causal call has fewer queries than keys, but no query_offset. A long table does
+        UserWarning: the call is probably a mistake. A causal call has fewer queries than keys, but no query_offset. A long
+        table does
             not cover the call (see positions). Dimensions seem to be in the order (B, N, H, D): there are more heads than
             positions, and either more than 256 heads, or as many as the positions that the table covers, or at least 32, more
             than twice the positions, with a table that heads share.

@@ -268,7 +268,8 @@ def test_every_group_is_described() -> None:
                 continue
             other = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
             likeness = [
-                of_forward.Call(each, spec, arch="sm_90").fixed.likeness for each in (tensors, tensors._replace(**{field: other}))
+                of_forward.Call(each, spec, arch="sm_90").fixed.cache_key
+                for each in (tensors, tensors._replace(**{field: other}))
             ]
             assert likeness[0] is not likeness[1], (name, field)
 

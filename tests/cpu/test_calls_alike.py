@@ -58,7 +58,7 @@ def shown(name: str, arch: str, precision: str) -> dict[str, Any]:
     call = Call(tensors, spec, arch=arch)
     common = call.common
     of_tensors = {"sequences": common.sequences[:3], "dropout": (common.dropout or ())[1:]}
-    tile = call.compiled_tile(TileConfig(64, 64, 4, 1), walks_keys=True)
+    tile = call.compiled_tile(TileConfig(64, 64, 4, 1), loops_over_keys=True)
     others = {"window": common.window, "scaling": common.scaling, "positions": call.limits}
     return {**of_tensors, **others, "kind": call.kind, "shape": call.shape, "tile": tile, "keep": call.fixed.keep_scale}
 

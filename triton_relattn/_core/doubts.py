@@ -1,8 +1,8 @@
-"""Calls that are hardly meant as they stand: a mask where the table belongs, dimensions in another order, a table too short, a
-step of decoding without its position.
+"""Likely mistakes: a mask where the table belongs, dimensions in another order, a table too short, a step of decoding without its
+position.
 
-If such a call is wrong, its error says what to do. If it is valid, a warning says so, once, unless the call may be meant: short
-tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means.
+If such a call is wrong, its error says what to do. If it is valid, a warning says so once, unless it is a common thing to do:
+short tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _seems_transposed(tensors: AttentionTensors, spec: AttentionSpec, num_rows: 
 def warn_of_doubts(
     tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None, has_offset: bool, lengths: list[int] | None
 ) -> None:
-    """Warn of a valid call that is hardly meant.
+    """Warn of a valid call that is probably a mistake.
 
     Args:
         num_rows: rows of the tables if the call was given no positions; else None.

@@ -212,7 +212,7 @@ def _window(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, 
 def _resolve_positions(positions: RelativePositions | None, num_rows: int | None) -> RelativePositions:
     if num_rows is None:
         if positions is not None:
-            raise ValueError("positions describes the rows of a table, but there is none")
+            raise ValueError("positions was given, but no table: rel_key, rel_value, rel_bias or rel_p2c")
         return NO_TABLE
     if positions is None:
         return RelativePositions.centred(num_rows)

@@ -10,7 +10,7 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
 from .._implementations import Implementation
 from .exchange import all_to_all_attention
-from .ops import Place, ring_attention
+from .ops import RingCall, ring_attention
 from .sharding import Sharding
 
 METHODS = ("ring", "all_to_all")
@@ -46,4 +46,4 @@ def attend(
         return all_to_all_attention(tensors, spec, implementation, group, queries, keys, return_lse)
     if implementation.is_dense:
         raise NotImplementedError('implementation="reference" computes with all keys at once; method="all_to_all" has it')
-    return ring_attention(tensors, spec, Place(implementation.name, _name_of(group), layout, *sizes))
+    return ring_attention(tensors, spec, RingCall(implementation.name, _name_of(group), layout, *sizes))

@@ -20,7 +20,7 @@ from .sharding import Sharding
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 
 
-class Place(NamedTuple):
+class RingCall(NamedTuple):
     """Who computes a call, and how its positions are spread. Field names are also the operators' schema."""
 
     implementation: str
@@ -42,10 +42,10 @@ _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 _SAVED = "Tensor d_out, Tensor? d_lse, Tensor out, Tensor softmax_stats"
 
 
-def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, Place]:
+def _split(arguments: Sequence[Any]) -> tuple[AttentionTensors, AttentionSpec, RingCall]:
     """Tensors, scalars and place from arguments in the order of the schema."""
     end = _NUM_TENSORS + len(AttentionSpec._fields)
-    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*arguments[_NUM_TENSORS:end]), Place(*arguments[end:])
+    return AttentionTensors(*arguments[:_NUM_TENSORS]), AttentionSpec(*arguments[_NUM_TENSORS:end]), RingCall(*arguments[end:])
 
 
 @torch.library.custom_op(
@@ -120,7 +120,7 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
 ring_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
-def ring_attention(tensors: AttentionTensors, spec: AttentionSpec, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def ring_attention(tensors: AttentionTensors, spec: AttentionSpec, place: RingCall) -> tuple[torch.Tensor, torch.Tensor]:
     """out, in the dtype and memory order of query, and lse of the rank's queries, with gradients."""
     out, lse, _ = ring_forward(*tensors, *spec, *place)
     return out.to(tensors.query.dtype), lse

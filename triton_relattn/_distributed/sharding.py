@@ -137,7 +137,7 @@ class Meeting(NamedTuple):
             first_query, first_key = (torch.full((), each.start, device=key.device) for each in (queries, keys))
         else:
             starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-            # Sequences that have begun before the queries, or the keys, do, are met at a later position.
+            # A sequence that starts before the piece is entered in its middle, at piece.start - start.
             first_query, first_key = (
                 (piece.start - starts[:-1]).clamp_min(0).minimum(starts.diff())
                 for piece, starts in ((queries, starts_q), (keys, starts_k))

@@ -18,7 +18,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (TRITO
 
 @untraced
 def _warn_of_blockwise(reason: str) -> None:
-    """Warn that a GPU gets blockwise. Float64 may be meant, but a triton that does not load hardly is."""
+    """Warn that a GPU gets blockwise. That is expected for float64, but usually a mistake if Triton does not load."""
     text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
 

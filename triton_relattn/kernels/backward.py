@@ -57,9 +57,9 @@ def backward(
         d_lse: None for zeros.
         softmax_stats: as the forward returns them.
         tiles: configurations by the names of kernels, in place of the selected ones.
-        delta: given if the keys are a part of those that softmax_stats are of: ``rowsum(out * d_out) - d_lse`` of all of them.
-            out and d_lse, which it stands for, are None then.
-        residual: as the forward returns it, if it was told to keep it.
+        delta: for keys that are only a part of those behind softmax_stats (ring attention): ``rowsum(out * d_out) - d_lse`` over
+            all keys. out and d_lse are None then.
+        residual: as the forward returns it with keeps_residual.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)

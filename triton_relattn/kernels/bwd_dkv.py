@@ -1,4 +1,4 @@
-"""Backward, second kernel: a program owns a block of keys and walks the queries that see them."""
+"""Backward, second kernel: a program owns a block of keys and loops over the queries that see them."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from .tile.key_terms import (
     reached_by_keys,
     store_key_sums,
 )
-from .tile.masking import FAR, NEAR, exists, first_part, locate, part_range, query_range, stop_part, walk_position
+from .tile.masking import FAR, NEAR, exists, first_part, locate, loop_position, part_range, query_range, stop_part
 from .tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .tile.table import reached_table
 from .workspace.planning import Part, Plan
@@ -51,7 +51,7 @@ def dkv_kernel(
     stored.py. LAYOUT is None without tables. With a clamped table, pairs that the workspace has count as near. They do so even if
     nothing is stored, so that d_key has the same bits.
 
-    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest walks. If
+    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest loops. If
     something is stored, the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
@@ -123,7 +123,7 @@ def dkv_kernel(
                 relative = key_start - start - place.query_offset
                 keys_carried = blocks_before(natural_key, keys_table, -relative, KEY_TILE)
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
-                row_start = walk_position(PART, position, near_start, near_stop, TILE)
+                row_start = loop_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
                 valid_m = offs_m < place.num_queries
                 relative = key_start - row_start - place.query_offset

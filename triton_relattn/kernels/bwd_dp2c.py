@@ -2,8 +2,9 @@
 
     d_rel_p2c[r] = sum_j dS[j - r, j] k_j
 
-A program owns a block of the table's rows and walks the keys: the dtable kernel with queries and keys exchanged. For each block
-of keys it takes of the two tiles of queries that the rows belong to the half that does. No two programs add to the same number.
+A program owns a block of the table's rows and loops over the keys: the dtable kernel with queries and keys exchanged. For each
+block of keys it takes of the two tiles of queries that the rows belong to the half that does. No two programs add to the same
+number.
 """
 
 import torch

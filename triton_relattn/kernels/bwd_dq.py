@@ -1,4 +1,4 @@
-"""Backward, first kernel: a program owns a block of queries and walks their keys, as the forward does.
+"""Backward, first kernel: a program owns a block of queries and loops over their keys, as the forward does.
 
 It computes d_query and d_rel_query. For the other kernels it stores the exact delta of each query and, for clamped tables, the
 terms of the keys beyond the table and sums over these keys.
@@ -15,15 +15,15 @@ from .tile.addressing import head_matrix, key_order, load_queries, load_rows, ro
 from .tile.band import add_tile, blocks_before, next_terms
 from .tile.dropout import keep_mask
 from .tile.key_terms import natural_keys
-from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, part_range, stop_part, walk_position
+from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, loop_position, part_range, stop_part
 from .tile.scores import (
     LN_2,
     exponent_scale,
+    lane_consistent,
     load_softmax_stats,
     probabilities,
     rel_unit,
     score_gradients,
-    settled,
     tile_scores,
 )
 from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
@@ -79,10 +79,11 @@ def dq_kernel(
     """Compute d_query, d_rel_query and per_query for BLOCK_M queries of one head. d_queries, d_rel_queries and d_lses (zeros) may
     be None.
 
-    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; if outs is None, it has the delta to start from already. With IS_PART
-    it keeps that delta, which is of more keys than the call has. The far_* tensors of per_query, [B, H, 2, Nq], are about keys in
-    tiles wholly beyond a clamped table, past and future: far_scores and far_values are the terms that the tables' end rows add to
-    scores and dP; far_sums are the sums of dS, far_kept those of the probabilities that dropout keeps.
+    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; if outs is None, it has the delta to start from already. IS_PART: the
+    call has a part of the keys (ring attention); that delta is of all of them, and stays. The far_* tensors of per_query, [B,
+    H, 2, Nq], are about keys in tiles wholly beyond a clamped table, past and future: far_scores and far_values are the terms
+    that the tables' end rows add to scores and dP; far_sums are the sums of dS, far_kept those of the probabilities that
+    dropout keeps.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
@@ -148,7 +149,7 @@ def dq_kernel(
             values_carried = blocks_before(d_out, values_table, relative, VALUE_TILE)
 
         for position in tl.range(start, stop, TILE.block_n, disable_licm=TILE.rotation != "gather" and SHAPE.block_d > 64):
-            key_start = walk_position(PART, position, near_start, near_stop, TILE)
+            key_start = loop_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset
@@ -218,16 +219,16 @@ def dq_kernel(
     if IS_PART:
         correction = tl.full([TILE.block_m], 0.0, tl.float32)
     else:
-        correction = settled(total, TILE.block_n)  # exact delta - delta
+        correction = lane_consistent(total, TILE.block_n)  # exact delta - delta
         if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
             correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
     tl.store(deltas + offs_m, delta + correction, mask=valid_m)
     if HAS_TERM and TILE.coverage == "clamp":
-        past = settled(past - correction * past_sum, TILE.block_n)
-        future = settled(future - correction * future_sum, TILE.block_n)
+        past = lane_consistent(past - correction * past_sum, TILE.block_n)
+        future = lane_consistent(future - correction * future_sum, TILE.block_n)
         store_sides(per_query.far_sums, place, head, offs_m, valid_m, past, future)
     if inputs.rel_value is not None and TILE.coverage == "clamp":
-        past_kept, future_kept = settled(past_kept, TILE.block_n), settled(future_kept, TILE.block_n)
+        past_kept, future_kept = lane_consistent(past_kept, TILE.block_n), lane_consistent(future_kept, TILE.block_n)
         store_sides(per_query.far_kept, place, head, offs_m, valid_m, past_kept, future_kept)
     unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
     if d_rel_queries is not None:

@@ -2,8 +2,8 @@
 
     d_query_i = scale (sum_j dS[i, j] k_j + sum_r dS[i, i + r] E[r])
 
-A program owns a block of queries and walks their keys and relative positions side by side: two products, where the dq kernel has
-five. Each dS is read twice, the second time from L2.
+A program owns a block of queries and loops over their keys and relative positions side by side: two products, where the dq
+kernel has five. Each dS is read twice, the second time from L2.
 """
 
 import torch
@@ -59,7 +59,7 @@ def dq_from_ds_kernel(
     num_blocks = tl.cdiv(call.sequences.max_seqlen_q, TILE.block_m * APART) * APART
     block = tl.program_id(0) % num_blocks
     if call.window[1] is not None:
-        block = num_blocks - 1 - block  # the longest walks first
+        block = num_blocks - 1 - block  # the longest loops first
     number = tl.program_id(0) // num_blocks
     first_item = first_program // tl.cdiv(call.sequences.max_seqlen_k, LAYOUT.dkv_block_n) * SHAPE.group
     head = (first_item + number) % num_heads
@@ -78,22 +78,22 @@ def dq_from_ds_kernel(
     )
     # Both products add to one sum, if it has one unit.
     HAS_ONE_SUM: tl.constexpr = d_queries is not None and inputs.rel_query is None and call.scaling.rel_scale is None
-    turns = 0
+    iterations = 0
     if d_queries is not None:
         acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
         keys_matrix = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
         start_key = first_key(row_start, place, call.window, TILE.block_n)
-        turns = tl.cdiv(tl.maximum(last_key(last_query, place, call.window) - start_key, 0), TILE.block_n)
+        iterations = tl.cdiv(tl.maximum(last_key(last_query, place, call.window) - start_key, 0), TILE.block_n)
     if WANTS_BAND:
         rel_acc = tl.full([TILE.block_m, SHAPE.block_dr], 0.0, tl.float32)
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
         table = reached_table(score_table(inputs, call, head, first, last, SHAPE, TILE), lowest, highest, TILE)
         # dS at the first position of a tile begin at multiples of 16 bytes.
         start_position = lowest - ((block % APART + place.query_offset + lowest) & (APART - 1))
-        turns = tl.maximum(turns, tl.cdiv(tl.maximum(highest + 1 - start_position, 0), TILE.block_n))
-    for turn in tl.range(turns):
+        iterations = tl.maximum(iterations, tl.cdiv(tl.maximum(highest + 1 - start_position, 0), TILE.block_n))
+    for iteration in tl.range(iterations):
         if WANTS_BAND:
-            relative = start_position + turn * TILE.block_n
+            relative = start_position + iteration * TILE.block_n
             d_band = load_tile(matrix, offs_m, offs_m + (place.query_offset + relative), 0, low, high, TILE.block_n)
             band_rows = table_rows(table, relative, TILE)
             # [M, N] @ [N, Dr] -> [M, Dr]
@@ -102,7 +102,7 @@ def dq_from_ds_kernel(
             else:
                 rel_acc = tl.dot(d_band, band_rows, rel_acc, input_precision=TILE.precision)
         if d_queries is not None:
-            key_start = start_key + turn * TILE.block_n
+            key_start = start_key + iteration * TILE.block_n
             valid_n = exists(key_start + tile_n, place, call.window)
             d_scores = load_tile(matrix, offs_m, key_start, 0, low, high, TILE.block_n)
             key = load_rows(keys_matrix, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)

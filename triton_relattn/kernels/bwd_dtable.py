@@ -2,9 +2,9 @@
 
     d_rel_key[r] = sum_i dS[i, i + r] q_i     d_rel_bias[r] = sum_i dS[i, i + r]     d_rel_value[r] = sum_i P[i, i + r] d_out_i
 
-A program owns a block of table rows and walks the queries. No two programs add to the same number, so there are no atomics and
-the result repeats bit for bit. Where there are fewer blocks of rows than a GPU can work on at once, several programs share a
-block, each with a partial sum of its own.
+A program owns a block of table rows and loops over the queries. No two programs add to the same number, so there are no atomics
+and the result repeats bit for bit. Where there are fewer blocks of rows than a GPU can work on at once, several programs share
+a block, each with a partial sum of its own.
 """
 
 from dataclasses import replace
@@ -92,14 +92,14 @@ def dtable_kernel(
         ones = tl.full([TILE.block_m, 16], 1.0, stored[0].dtype.element_ty)
 
     first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
-    first_key = first_key // APART * APART  # which it is; so the compiler knows
+    first_key = first_key // APART * APART  # changes nothing: so the compiler knows that it is a multiple
     stop_key = tl.minimum(stop_key, call.sequences.max_seqlen_k)
     item_start, item_step = items_of(table_head, first_item, num_heads, PER_HEAD)
     num_items = tl.cdiv(tl.maximum(stop_item - item_start, 0), item_step)
     lowest, highest = stored_positions(first, last, call.window, LAYOUT, TILE)
     for before in tl.range(APART):  # so many rows of the tile stand for positions before lowest_row
         relative = lowest_row - before
-        # In each turn but the first, when all sums are zero, every position moves on by a row.
+        # In each iteration but the first, when all sums are zero, every position moves on by a row.
         if d_rows is not None:
             acc = tl.gather(acc, tl.broadcast_to(row_before, acc.shape), axis=0)
         if d_biases is not None:

@@ -14,7 +14,7 @@ from .._core.dropout import keep_scale, largest_dropped
 from .._core.spec import AttentionSpec, AttentionTensors
 from .config import selection
 from .config.architectures import architecture_of
-from .config.fitting import DoesNotFit, Place, current
+from .config.fitting import DoesNotFit, Selection, current
 from .launching import classes, description, has_32_bits, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
@@ -198,7 +198,7 @@ def cdiv(length: int, block: int) -> int:
 class Fixed(NamedTuple):
     """Arguments that all calls with the same sizes, strides, dtypes, alignments and scalars share; ``fixed`` computes them."""
 
-    likeness: object  # the same for calls whose kernels are, and for no others
+    cache_key: object  # the same for calls whose kernels are, and for no others
     kind: selection.Kind
     shape: Shape
     window: tuple[int | None, int | None]
@@ -220,7 +220,7 @@ def fixed(
     terms: tuple[bool, bool, bool, bool, bool],
     offset_is_known: bool,
     wide_index: bool,
-    likeness: tuple[Any, ...],
+    cache_key: tuple[Any, ...],
 ) -> Fixed:
     """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
 
@@ -228,7 +228,7 @@ def fixed(
         heads: numbers of heads of query and key.
         widths: widths of query, value, and the vectors that rel_key is multiplied with.
         terms: whether there are rel_query, rel_key, rel_value, rel_bias and rel_p2c.
-        likeness: descriptions of the tensors, by which kernels may be compiled; see launching.py.
+        cache_key: descriptions of the tensors, by which kernels may be compiled; see launching.py.
     """
     (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
     has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
@@ -255,13 +255,15 @@ def fixed(
     is_scaled = (has_rel_key or has_rel_p2c) and rel_scale != 1
     scaling = Scaling(scale / math.log(2), rel_scale if is_scaled else None, 1 / scale, spec.softcap)
     rounds = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
-    numbers = (spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *window, *dropout, *scaling, *likeness)
-    same = alike(kind, shape, rounds, input_precision, classes(numbers), *map(has_32_bits, (spec.first, spec.last, num_heads)))
+    numbers = (spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *window, *dropout, *scaling, *cache_key)
+    same = shared_key(
+        kind, shape, rounds, input_precision, classes(numbers), *map(has_32_bits, (spec.first, spec.last, num_heads))
+    )
     return Fixed(same, kind, shape, window, *dropout, scaling, rounds, input_precision)
 
 
 @functools.cache
-def alike(*of_calls: Any) -> object:
+def shared_key(*of_calls: Any) -> object:
     """Return an object that stands for calls with these properties. Comparing it takes no time."""
     return object()
 
@@ -286,7 +288,7 @@ class Call:
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
         self.arch = arch or selection.architecture(query.device)
-        self.selected: dict[str, Place] = {}  # by kernel: configurations that self.tile has selected
+        self.selected: dict[str, Selection] = {}  # by kernel: configurations that self.tile has selected
         rel_query, rel_bias = query if tensors.rel_query is None else tensors.rel_query, tensors.rel_bias
         self.rel_query = rel_query
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
@@ -333,12 +335,12 @@ class Call:
             dropout = Dropout(of_dropout[0], of_call.largest_dropped, of_call.keep_scale, of_dropout[1])
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
-        self.likeness: tuple[Any, ...] = (of_call.likeness,)
+        self.cache_key: tuple[Any, ...] = (of_call.cache_key,)
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
         self.inputs = self.inputs._replace(far_keys=strided(far_keys))
-        self.likeness += classes(description((self.inputs.far_keys,)))
+        self.cache_key += classes(description((self.inputs.far_keys,)))
 
     def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
@@ -353,21 +355,21 @@ class Call:
             **self.limits,
             "num_heads": self.heads,
             "SHAPE": self.shape,
-            "TILE": self.compiled_tile(config, walks_keys=name in ("forward", "dq")),
+            "TILE": self.compiled_tile(config, loops_over_keys=name in ("forward", "dq")),
         }
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers is not None:
             options["maxnreg"] = config.max_registers
         try:
-            launch(kernel, programs, arguments, options, of_call, (*self.likeness, config))
+            launch(kernel, programs, arguments, options, of_call, (*self.cache_key, config))
         except OutOfResources as error:
             if name not in self.selected:
                 raise
             raise DoesNotFit(self.selected[name], error) from None
 
-    def compiled_tile(self, config: selection.TileConfig, *, walks_keys: bool) -> Tile:
-        """Return the constants that a kernel is compiled with. Only kernels that walk along the keys can carry anything."""
-        fixed, shape, carry = self.fixed, self.shape, config.carry if walks_keys else None
+    def compiled_tile(self, config: selection.TileConfig, *, loops_over_keys: bool) -> Tile:
+        """Return the constants that a kernel is compiled with. Only kernels that loop over the keys can carry anything."""
+        fixed, shape, carry = self.fixed, self.shape, config.carry if loops_over_keys else None
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
         of_call = (carry, self.coverage, fixed.precision)
         inputs, has_scale = self.inputs, fixed.scaling.rel_scale is not None
@@ -376,7 +378,15 @@ class Call:
         if inputs.rel_p2c is not None:
             in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
             square = (config.block_n, config.block_n, "registers" if in_registers else "gather", config.num_warps)
-            of_keys = (None if walks_keys else config.carry, *of_call[1:], shape.head_dim, shape.block_d, True, False, has_scale)
+            of_keys = (
+                None if loops_over_keys else config.carry,
+                *of_call[1:],
+                shape.head_dim,
+                shape.block_d,
+                True,
+                False,
+                has_scale,
+            )
             keys = Tile(*square, fixed.round_terms, *of_keys)
         has_terms = (inputs.rel_key is not None, inputs.rel_bias is not None, inputs.rel_key is not None and has_scale)
         round_terms = fixed.round_terms and inputs.rel_key is not None  # a bias alone is not
@@ -389,7 +399,7 @@ class Call:
             ValueError: the given configuration is not valid.
         """
         if config is None:
-            place = current(Place(kernel, self.kind, selection.select(kernel, *self.kind, self.length)))
+            place = current(Selection(kernel, self.kind, selection.select(kernel, *self.kind, self.length)))
             self.selected[kernel] = place
             return place.config
         if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):

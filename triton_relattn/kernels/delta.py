@@ -6,8 +6,8 @@ takes it from out, which two roundings have changed:
 
 * out was rounded. The forward keeps the residual in a tensor of its own.
 * P was rounded, to P', for the product with the values. So the residual is that of sum P' v / sum P', whose delta is off by
-  sum (P - P') * (dP - delta) / sum P', no more than rounding dS changes its sum. Divided by sum P instead, as out is, it would be
-  off by as many times more as delta is larger than dP - delta: 17 times in a call with sharp attention.
+  sum (P - P') * (dP - delta) / sum P', no more than rounding dS changes its sum. Division by sum P, as for out,
+  would make that error |delta| / |dP - delta| times as large: 17 times in a call with sharp attention.
 """
 
 from __future__ import annotations

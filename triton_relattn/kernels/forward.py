@@ -17,7 +17,7 @@ from .tile.addressing import head_matrix, key_order, load_queries, load_rows, ro
 from .tile.band import add_tile, blocks_before
 from .tile.dropout import keep_mask
 from .tile.key_terms import natural_keys
-from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, part_range, stop_part, walk_position
+from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, loop_position, part_range, stop_part
 from .tile.scores import LN_2, exponent_scale, softmax_update
 from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
 
@@ -40,9 +40,8 @@ def forward_kernel(
     """Compute out and lse of BLOCK_M queries of one head, and the softmax_stats [B, H, 2, Nq] from which the backward computes
     probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
-    Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: the grid has a second dimension, whose programs
-    share the keys; outs and softmax_stats hold the results of each as those of further heads (splits.py merges them), and
-    lses is None.
+    Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: program_id(1) has one share of the keys, and
+    stores partial results as those of head ``head + program_id(1) * num_heads``; merge_kernel combines them. lses is None then.
     residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
@@ -95,7 +94,7 @@ def forward_kernel(
             carried = blocks_before(rel_query, table, start - row_start - place.query_offset, TILE)
 
         for position in tl.range(start, stop, TILE.block_n):
-            key_start = walk_position(PART, position, near_start, near_stop, TILE)
+            key_start = loop_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
             relative = key_start - row_start - place.query_offset

@@ -2,7 +2,7 @@
 
 For each launch Triton looks at every argument, and finds the kernel by what it is compiled for: dtypes, None, alignment of
 pointers, numbers that are 1 or multiples of 16, constants. Kernels here have up to a hundred arguments, in groups, and most of
-them follow from the sizes and strides of a call. So these are described once for each call, and stand for what Triton looks at.
+them follow from the sizes and strides of a call. So a call's are described once, and the description is a key of the cache.
 Calls of other lengths share a compiled kernel here as they do in Triton.
 """
 
@@ -71,7 +71,7 @@ def _names(kernel: JITFunction) -> tuple[frozenset[str], frozenset[str]]:
     return constants, frozenset(parameter.name for parameter in kernel.params if parameter.do_not_specialize)
 
 
-def _likeness(kernel: JITFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
+def _cache_key(kernel: JITFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a kernel is compiled for of these arguments."""
     constants, general = _names(kernel)
     found, rest = list[Any](), list[Any]()
@@ -91,14 +91,14 @@ def launch(
     arguments: dict[str, Any],
     options: dict[str, Any] | None = None,
     of_call: dict[str, Any] | None = None,
-    likeness: object = None,
+    cache_key: object = None,
 ) -> None:
-    """Launch a kernel as ``kernel[programs](**arguments, **of_call, **options, **LAUNCH_OPTIONS)`` does.
+    """Launch a kernel as ``kernel[programs](**of_call, **arguments, **options, **LAUNCH_OPTIONS)`` does.
 
     Args:
         options: such as num_warps.
         of_call: arguments that all launches of a call have in common, which are not looked at.
-        likeness: stands for all that Triton compiles a kernel for of those.
+        cache_key: stands for all that Triton compiles a kernel for of those.
     """
     options, of_call = options or {}, of_call or {}
     # Triton does no more than launch: it is neither interpreted nor replaced, nor told to compile in another way.
@@ -111,15 +111,15 @@ def launch(
         and knobs.runtime.add_stages_inspection_hook is None
     )
     if not is_usual:
-        kernel[programs](**arguments, **of_call, **options, **LAUNCH_OPTIONS)
+        kernel[programs](**of_call, **arguments, **options, **LAUNCH_OPTIONS)
         return
     device = driver.active.get_current_device()
-    key = kernel, device, likeness, *options.items(), *_likeness(kernel, arguments)
+    key = kernel, device, cache_key, *options.items(), *_cache_key(kernel, arguments)
     compiled = _compiled.get(key)
     if compiled is not None:
         stream, every = driver.active.get_current_stream(device), arguments | of_call
         compiled[(*programs, 1, 1)](*[every[name] for name in kernel.arg_names], stream=stream)
         return
-    compiled = kernel[programs](**arguments, **of_call, **options, **LAUNCH_OPTIONS)
+    compiled = kernel[programs](**of_call, **arguments, **options, **LAUNCH_OPTIONS)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # AMD's are compiled for the sizes of tensors, too
         _compiled[key] = compiled

@@ -1,7 +1,8 @@
 """The logits of a tile: q.k, the relative terms, what is visible, softcap and mask. Here a new term goes.
 
-The forward, dq and dkv kernels call relative_terms, then tile_logits, so that the backward has the forward's logits. Along a
-walk, terms of one tile come partly from the product of the tile before; what is carried from turn to turn is in ``carried``.
+The forward, dq and dkv kernels call relative_terms, then tile_logits, so that the backward has the forward's logits. In a loop
+over tiles, terms of one tile come partly from the product of the tile before; what one iteration hands to the next is in
+``carried``.
 """
 
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def relative_terms(
     """Return the relative terms of a tile's scores [M, N], and what to carry on, of the queries' terms and of the keys'.
 
     table, keys_table: as of score_table and key_table. carried, keys_carried: as returned for the tile before.
-    For the first, a walk along the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
+    For the first, a loop over the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
     relative: the relative position of the first key to the first query. Beyond a clamped table (PART is FAR) keys are of the past
     or of the future, and far_term [M] is their queries' term.
     """

@@ -1,4 +1,4 @@
-"""The whole idea in one kernel: FlashAttention's loop, and in each turn the relative term from a slice of the table.
+"""The whole idea in one kernel: FlashAttention's loop, and in each iteration the relative term from a slice of the table.
 
     out = softmax((Q K^T + S) / sqrt(D)) V        S[i, j] = q_i . E[j - i]
 

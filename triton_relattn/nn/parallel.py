@@ -92,7 +92,7 @@ def _encoding_parallel() -> Any:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     class EncodingParallel(ParallelStyle):
-        """Shard the parameters and buffers of an encoding that have heads by these; replicate the others."""
+        """Shard parameters and buffers that are per head by head; replicate the others."""
 
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             dims = _head_dims(module)

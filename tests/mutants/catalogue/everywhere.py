@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..fault import Change, Fault
 from .places import (
     DROPOUT,
-    FUNCTIONAL,
     KEPT,
     ON_DROPOUT,
     ON_FEATURES,

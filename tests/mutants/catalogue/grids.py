@@ -158,7 +158,7 @@ OF_GRID_KERNELS = (
         "lanes that hold copies of a sum store what each has rounded",
         ("tests/emulator/test_grids.py::test_lanes_agree_in_float32",),
         KERNEL_TILES,
-        "settled(tl.sum(tile, axis=1), CUT.columns)[:, None]",
+        "lane_consistent(tl.sum(tile, axis=1), CUT.columns)[:, None]",
         "tl.sum(tile, axis=1)[:, None]",
     ),
     fault(

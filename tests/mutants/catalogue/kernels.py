@@ -201,8 +201,8 @@ OF_ROWS = (
         "far keys' sums of dS keep the rounding of out, which the end rows' gradients add up",
         (f"{ON_FEATURES}::test_sharp_attention_in_float16[clamp]", f"{ON_BACKWARD}::test_table_gradient_needs_the_exact_delta"),
         (
-            Change(DQ, "settled(past - correction * past_sum,", "settled(past,"),
-            Change(DQ, "settled(future - correction * future_sum,", "settled(future,"),
+            Change(DQ, "lane_consistent(past - correction * past_sum,", "lane_consistent(past,"),
+            Change(DQ, "lane_consistent(future - correction * future_sum,", "lane_consistent(future,"),
         ),
     ),
     Fault(

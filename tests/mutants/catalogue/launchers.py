@@ -56,7 +56,7 @@ OF_LAUNCHERS = (
         "launched-alike-whatever-the-call",
         "calls with other sizes, scalars and masks are launched with the kernels of an earlier one",
         (f"{ON_LAUNCHING}::test_as_triton_would_find_them",),
-        (Change(ARGUMENTS, "(*self.likeness, config)", "(config,)"),),
+        (Change(ARGUMENTS, "(*self.cache_key, config)", "(config,)"),),
     ),
     Fault(
         "launched-without-the-profiler",

@@ -146,7 +146,7 @@ OF_USE = (
         "where the file that becomes the profile is a link, the profile is written into what it points to",
         (f"{ON_PROFILES}::test_links_are_not_followed",),
         (
-            Change(PROFILES, "    temporary.unlink(missing_ok=True)  # what a link of that name points to is not ours\n", ""),
+            Change(PROFILES, "    temporary.unlink(missing_ok=True)  # never follow a symbolic link\n", ""),
             Change(PROFILES, 'open(temporary, "xb")', 'open(temporary, "wb")'),
         ),
     ),

@@ -16,7 +16,7 @@ Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Place:
+class Selection:
     """A selected configuration, and the kind of call that it is selected for."""
 
     kernel: str
@@ -24,18 +24,18 @@ class Place:
     config: TileConfig
 
 
-_replacements: dict[Place, Place] = {}
+_replacements: dict[Selection, Selection] = {}
 
 
 class DoesNotFit(Exception):
     """A launch failed for lack of shared memory or other resources of a multiprocessor."""
 
-    def __init__(self, place: Place, cause: OutOfResources) -> None:
+    def __init__(self, place: Selection, cause: OutOfResources) -> None:
         super().__init__(place, cause)
         self.place, self.cause = place, cause
 
 
-def current(place: Place) -> Place:
+def current(place: Selection) -> Selection:
     """Return the place with its own configuration, or with the smaller one that has replaced it."""
     while _replacements and place in _replacements:  # to hash a place takes longer than to ask whether there are any
         place = _replacements[place]

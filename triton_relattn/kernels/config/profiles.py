@@ -149,7 +149,7 @@ def _not_through_a_link(path: str, flags: int) -> int:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file in one step: a process that reads it meanwhile gets the old content or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # what a link of that name points to is not ours
+    temporary.unlink(missing_ok=True)  # never follow a symbolic link
     try:
         with open(temporary, "xb") as file:
             file.write(content)

@@ -24,7 +24,7 @@ DEFAULTS, PACKAGE_FOLDER = Path(__file__).parent / "defaults.csv", Path(__file__
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
 MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, where they lie apart; see stored.py
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose walks differ in length: several balance each other
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose loops differ in length: several balance each other
 
 
 @functools.cache

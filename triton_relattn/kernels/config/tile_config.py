@@ -8,7 +8,7 @@ from .architectures import architecture_of
 
 KERNELS = ("forward", "dq", "dq_from_ds", "dkv", "dtable", "dp2c")
 WITHOUT_BANDS = ("dtable", "dq_from_ds")
-"""Kernels whose tiles have any ratio of queries to keys."""
+"""Kernels whose block_m need not be block_n or twice that."""
 OF_STORED = (*WITHOUT_BANDS, "dp2c")
 """Kernels that read what the dkv kernel has stored, and so rotate nothing in registers."""
 COVERAGES = ("no table", "full", "clamp", "zero")
@@ -23,7 +23,7 @@ REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: the state that kernels which walk along the keys, forward and dq, keep for the next tile. "scores": rotated table
+    carry: the state that kernels that loop over the keys, forward and dq, keep for the next tile. "scores": rotated table
     blocks; None: nothing, which takes more products and fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
     registers.py).

@@ -1,4 +1,4 @@
-"""Backward on a grid, second kernel: a program owns a tile of keys and walks all queries."""
+"""Backward on a grid, second kernel: a program owns a tile of keys and loops over all queries."""
 
 import torch
 import triton

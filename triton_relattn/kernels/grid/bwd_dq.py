@@ -1,4 +1,4 @@
-"""Backward on a grid, first kernel: a program owns a block of queries and walks all keys, as the forward does.
+"""Backward on a grid, first kernel: a program owns a block of queries and loops over all keys, as the forward does.
 
 It computes d_query, and sums of dS over the rows and over the columns of the grid: the gradients of the queries' terms. It stores
 the exact delta of each query for the other kernel.
@@ -14,7 +14,7 @@ from ..config.selection import TileConfig
 from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from ..tile.dropout import keep_mask
 from ..tile.masking import locate_queries
-from ..tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, settled, tile_scores
+from ..tile.scores import LN_2, exponent_scale, lane_consistent, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .call import GridCall, Sums
 from .tile import (
     column_mask,
@@ -114,7 +114,7 @@ def grid_dq_kernel(
             tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, CUT), d_columns, mask=wanted)
             tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, CUT), p_columns, mask=wanted)
 
-    correction = settled(total, TILE.block_n)  # exact delta - delta
+    correction = lane_consistent(total, TILE.block_n)  # exact delta - delta
     tl.store(row_vector(per_query.deltas, place.entry, head, 0) + offs_m, delta + correction, mask=valid_m)
     if sums is not None:
         tl.store(row_vector(sums.corrections, place.entry, head, 0) + offs_m, correction, mask=valid_m)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.scores import settled
+from ..tile.scores import lane_consistent
 
 
 class Cut(NamedTuple):
@@ -176,9 +176,10 @@ def with_terms(products, of_rows, of_columns, CUT: tl.constexpr):
 
 @triton.jit
 def sums_by_place(tile, CUT: tl.constexpr):
-    """Sum up a tile [M, N] by its lines, [M, lines], and by its columns, [M, columns]. The first are settled: see scores.py."""
+    """Sum up a tile [M, N] by its lines, [M, lines], and by its columns, [M, columns]. The first are lane_consistent: see
+    scores.py."""
     if CUT.lines == 1:
-        return settled(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
+        return lane_consistent(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
     else:
         by_place = tl.reshape(tile, [tile.shape[0], CUT.lines, CUT.columns])
         of_lines = tl.sum(by_place, axis=2)

@@ -41,11 +41,13 @@ def rotate(tile, TILE: tl.constexpr, BACK: tl.constexpr = False):
 
 @triton.jit
 def delayed(tile, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.constexpr):
-    """Replace each element of a tile by its value ``group + wraps`` chunks ago; return the tile and the state to carry on.
+    """Let element [m, n] take the value that it had ``group(m) + wraps(m, n)`` chunks earlier; return the tile and the chunks to
+    carry on.
 
-    BACK: the delay is ``M / W - group - wraps`` chunks, so that forward and back together delay all elements alike, by M / N
-    tiles. ROTATED: the columns are those of the tile; else those of the table block.
-    All of the carried state is computed in this turn: if a value were passed on unchanged, Triton would not pipeline the loop.
+    BACK: the complementary delay, ``M / W - group - wraps``, so that both one after the other delay all by M / N tiles. ROTATED:
+    the tile's rows have been rotated, and its columns are those of keys; else they are those of the table block.
+    All of the carried state is computed in this iteration: if a value were passed on unchanged, Triton would not pipeline the
+    loop.
     """
     M: tl.constexpr = TILE.block_m
     N: tl.constexpr = TILE.block_n
@@ -109,7 +111,7 @@ def whole_tile(query, table, relative_position, TILE: tl.constexpr):
 
 @triton.jit
 def blocks_before(query, table, relative_position, TILE: tl.constexpr):
-    """Compute the carried state that next_terms needs for the first tile of a walk, at this relative position; not with carry
+    """Compute the carried state that next_terms needs for the first tile of a loop, at this relative position; not with carry
     None."""
     if TILE.rotation == "registers":
         return band_registers.blocks_before(query, table, relative_position, TILE)
@@ -123,7 +125,7 @@ def blocks_before(query, table, relative_position, TILE: tl.constexpr):
 
 @triton.jit
 def next_terms(query, table, carried, relative_position, TILE: tl.constexpr):
-    """Return the terms [M, N] of the next tile of a walk along the keys, and the state to carry on. With carry None there is no
+    """Return the terms [M, N] of the next tile of a loop over the keys, and the state to carry on. With carry None there is no
     state, which takes more products and fewer registers."""
     if TILE.carry is None:
         return whole_tile(query, table, relative_position, TILE), carried

@@ -64,8 +64,8 @@ def whole(halves, TILE: tl.constexpr):
 
 @triton.jit
 def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
-    """Return the terms [M, N] of the next tile of a walk, and the state to carry on. key: the tile's keys in their natural order,
-    [N, D]; table: a mirrored one. Only a walk along the queries carries anything."""
+    """Return the terms [M, N] of the next tile of a loop, and the state to carry on. key: the tile's keys in their natural order,
+    [N, D]; table: a mirrored one. Only a loop over the queries carries anything."""
     KEY_TILE: tl.constexpr = TILE.key_tile
     DTYPE: tl.constexpr = tl.float16 if KEY_TILE.round_terms else tl.float32
     halves = ()
@@ -159,7 +159,7 @@ def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.c
     return add_end_rows(d_key, future, past, table, lowest, highest, KEY_TILE)
 
 
-# The kernels of the table's gradient own rows of it, which fall along the queries, and walk the keys.
+# The kernels of the table's gradient own rows of it, which fall along the queries, and loop over the keys.
 
 
 @triton.jit

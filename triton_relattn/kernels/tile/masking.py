@@ -1,6 +1,6 @@
-"""The keys that a query sees, stated once: for each element, and for blocks of queries or keys as the ends of a walk along them.
+"""The keys that a query sees, stated once: for each element, and for blocks of queries or keys as the ends of a loop over them.
 
-A walk has two parts: near the diagonal, where the table has rows, and far from it.
+A loop has two parts: near the diagonal, where the table has rows, and far from it.
 """
 
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# The two parts of a walk along keys or queries. Without a table there is only the far part; with a table that covers every pair,
+# The two parts of a loop over keys or queries. Without a table there is only the far part; with a table that covers every pair,
 # only the near part.
 FAR = tl.constexpr(0)
 NEAR = tl.constexpr(1)
@@ -69,7 +69,7 @@ def locate_queries(sequences, window, num_heads, BLOCK_M: tl.constexpr):
     head = tl.program_id(0) // num_blocks % num_heads
     place = locate(sequences, window, tl.program_id(0) // num_blocks // num_heads)
     if window[1] is not None:
-        block = num_blocks - 1 - block  # the longest walks first
+        block = num_blocks - 1 - block  # the longest loops first
     return block * BLOCK_M, head, place
 
 
@@ -138,13 +138,13 @@ def mask_values(matrix, offs_m, offs_n, exists):
 
 @triton.constexpr_function
 def first_part(tile):
-    """Return the first part of a walk, FAR or NEAR."""
+    """Return the first part of a loop, FAR or NEAR."""
     return 1 if tile.coverage == "full" else 0
 
 
 @triton.constexpr_function
 def stop_part(tile):
-    """Return one past the last part of a walk."""
+    """Return one past the last part of a loop."""
     return 1 if tile.coverage == "no table" else 2
 
 
@@ -190,7 +190,7 @@ def query_range(key_start, first, last, place, window, TILE: tl.constexpr):
     near_start = row_first
     near_stop = row_first if TILE.coverage == "no table" else row_stop
     if TILE.coverage == "clamp" or TILE.coverage == "zero":
-        # As seen from the keys: i - j has the sign and the limits turned round.
+        # As seen from the keys: the sign of j - i and the limits are exchanged.
         near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, TILE.block_n, TILE.block_m, TILE)
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
     return row_first, row_stop, near_start, near_stop
@@ -198,7 +198,7 @@ def query_range(key_start, first, last, place, window, TILE: tl.constexpr):
 
 @triton.jit
 def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
-    """Return (start, stop) of one part of a walk. The far part joins the keys before and behind the near part into one range."""
+    """Return (start, stop) of one part of a loop. The far part joins the keys before and behind the near part into one range."""
     if PART == FAR:
         return start, tl.minimum(near_start, stop) + tl.maximum(stop - near_stop, 0)
     else:
@@ -206,8 +206,8 @@ def part_range(PART: tl.constexpr, start, stop, near_start, near_stop):
 
 
 @triton.jit
-def walk_position(PART: tl.constexpr, position, near_start, near_stop, TILE: tl.constexpr):
-    """Return the key (or query) at a position of the walk: the far part skips the near one."""
+def loop_position(PART: tl.constexpr, position, near_start, near_stop, TILE: tl.constexpr):
+    """Return the key (or query) at a position of the loop: the far part skips the near one."""
     if PART == FAR and TILE.coverage != "no table":
         return tl.where(position < near_start, position, position + near_stop - near_start)
     else:

@@ -111,7 +111,7 @@ def softmax_update(scores, row_max, row_sum, scale):
 
 
 @triton.jit
-def settled(sums, BLOCK_N: tl.constexpr):
+def lane_consistent(sums, BLOCK_N: tl.constexpr):
     """Make all lanes that hold a copy of a row's sum [M] agree on its bits: they take the largest copy.
 
     A lane fuses its own products with additions, but gets the sums of other lanes rounded. So copies may differ in the last bit,

@@ -49,8 +49,8 @@ def stored_positions(first, last, window, LAYOUT: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def near_limits(first, last, lowest, highest, LAYOUT: tl.constexpr):
-    """Return (first, last) of a clamped table for the dkv kernel: pairs within are near. It stores near pairs alone, so those
-    that are wanted, of relative positions from lowest to highest, must be near.
+    """Return (first, last) of a clamped table for the dkv kernel: pairs within are near. The dkv kernel stores only near pairs,
+    so every pair at a relative position from lowest to highest must count as near.
 
     With rel_p2c, all near pairs are wanted, and near tiles reach beyond the limits. These are that much closer then.
     """
@@ -117,7 +117,8 @@ def queries_apart(bits):
 
 @triton.constexpr_function
 def rows_of_program(block_n, apart):
-    """Return how many rows of a table a program of dtable_kernel owns: its tile less those that it moves by."""
+    """Return how many rows of a table a program of dtable_kernel owns: BLOCK_N less the ``apart - 1`` that it shares with the
+    next."""
     return (block_n - apart + 1) // apart * apart
 
 
@@ -130,7 +131,7 @@ def load_tile(matrix, offs_m, keys, column_keys, low, high, BLOCK_N: tl.constexp
     low, high: [M, 1] or scalars.
     """
     APART: tl.constexpr = queries_apart(matrix[0].dtype.element_ty.primitive_bitwidth)
-    keys = (keys + tl.zeros_like(offs_m)) // APART * APART  # which they are; so the compiler knows
+    keys = (keys + tl.zeros_like(offs_m)) // APART * APART  # changes nothing: so the compiler knows that they are multiples
     starts = tl.multiple_of(offs_m * matrix[1] + (keys - column_keys), APART)
     tile_keys = keys[:, None] + tl.arange(0, BLOCK_N)[None, :]
     pointers = matrix[0] + (starts[:, None] + tl.arange(0, BLOCK_N)[None, :])
