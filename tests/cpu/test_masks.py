@@ -12,7 +12,11 @@ import torch
 from tests.blind import BATCH, BLIND, KEYS, QUERIES
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
 from triton_relattn import RelativePositions
+from triton_relattn._blockwise import attention as blockwise
+from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.within import tolerance_of, within
+from triton_relattn._reference import resolved_reference
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")
@@ -300,3 +304,22 @@ def test_nan_gradient_of_an_lse_that_is_infinite(block_size: None) -> None:
     d_lse[:, :, :3] = math.nan
     for name, result in forward_backward(attend, inputs._replace(d_lse=d_lse), **arguments).items():
         assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize("num_rows", [None, 9])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_lengths_beyond_the_keys_are_limited(implementation: str, num_rows: int | None, block_size: None) -> None:
+    """Elsewhere than on a CPU key_lengths are not checked: they are limited to [0, Nk]."""
+    inputs = make_inputs(2, 1, 40, 21, 8, num_rows=num_rows, dtype=torch.float64, seed=4)
+    tensors, spec = validation.resolve(Arguments.of(inputs.query, inputs.key, inputs.value, inputs.rel_key))
+
+    def results(*lengths: int) -> list[torch.Tensor | None]:
+        limited = tensors._replace(key_lengths=torch.tensor(lengths))
+        if implementation == "reference":
+            return list(resolved_reference(limited, spec))
+        out, lse = blockwise.forward(limited, spec)
+        return [out, lse, *blockwise.backward(inputs.d_out, None, limited, spec)]
+
+    for result, expected in zip(results(1000, -7), results(21, 0), strict=True):
+        assert (result is None) == (expected is None)
+        assert result is None or expected is None or torch.equal(result, expected)

@@ -37,9 +37,8 @@ COUNTED = {
     "cpu/test_music_example.py": ("moved - plain",),
     "cpu/test_transformers.py": ("sums.mean",),
     "fuzz/budget.py": ("result - golden",),
-    "interpreter/test_backward.py": ("exact - rounded",),
-    "interpreter/test_backward_edges.py": ("- logit",),
-    "interpreter/test_forward_edges.py": ("exact_lse - logit",),
+    "interpreter/test_backward.py": ("exact - rounded", "- logit"),
+    "interpreter/test_forward.py": ("exact_lse - logit",),
 }
 """Differences, by file and a part of their text, that are no rounding errors: of counts, shares of random numbers, or what a test
 starts from; and the message that says where an error is."""

@@ -17,8 +17,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.groups import flat, grouped
-from tests.interpreter.test_survivors import far_apart
-from triton_relattn import RelativePositions
+from tests.interpreter.launch import run
+from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
@@ -27,6 +27,19 @@ from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
+
+
+def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """The same numbers with this stride in one dimension; the storage is mapped but hardly touched.
+
+    It begins 2**31 elements earlier: an offset that has overflowed leads to zeros instead of to memory that is not there.
+    """
+    strides = [*tensor.contiguous().stride()]
+    strides[dim] = stride
+    length = 2**31 + stride * (tensor.shape[dim] - 1) + tensor.numel()
+    storage = torch.from_numpy(np.memmap("/dev/zero", dtype=np.float32, mode="c", shape=(length,)))
+    return storage.as_strided(tensor.shape, strides, 2**31).copy_(tensor)
+
 
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
@@ -245,3 +258,47 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
     assert len(found) == 5 + is_alone
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
+
+
+# A dimension, its size, and the stride that makes the offset of its last tile 2**31 and more.
+OFFSETS = {"entry": (0, 3, 2**30), "head": (1, 3, 2**30), "tile": (2, 530, 2**22)}
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("where", OFFSETS)
+def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
+    """Each summand of an address is computed in 64 bits, also where a tile's own rows need no more than 32."""
+    dim, size, stride = OFFSETS[where]
+    batch, heads, num_keys = (size if dim == each else small for each, small in enumerate((1, 1, 20)))
+    inputs = make_inputs(batch, heads, 5, num_keys, 8, num_rows=None, dtype=torch.float32, seed=6)
+    wide = far_apart(getattr(inputs, name), dim, stride)
+    assert not selection.needs_wide_index(wide)
+    config = TileConfig(16, 256, 4, 1)
+    for result, expected in zip(run(inputs._replace(**{name: wide}), config), run(inputs, config), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_offsets_of_a_packed_sequence() -> None:
+    """The second sequence begins 2**31 elements behind the first."""
+    inputs = make_inputs(1, 1, 20, 20, 8, num_rows=7, dtype=torch.float32, seed=6)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs[:3])
+    starts = torch.tensor([0, 16, 20], dtype=torch.int32)
+    packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 16, "max_seqlen_k": 16}
+
+    def attend(key: torch.Tensor) -> Any:
+        return fused_relative_attention_varlen(query, key, value, inputs.rel_key, **packing, implementation="triton")
+
+    assert torch.equal(attend(far_apart(key, 0, 2**27)), attend(key))
+
+
+@pytest.mark.parametrize("name", ["rel_key", "rel_value"])
+def test_offsets_of_a_table(name: str) -> None:
+    """One table alone has rows so far apart that a tile's own offsets need 64 bits."""
+    terms: dict[str, Any] = {"rel_key": name == "rel_key", "rel_value": name == "rel_value"}
+    inputs = make_inputs(1, 1, 20, 20, 8, num_rows=19, **terms, dtype=torch.float32, seed=6)
+    wide = far_apart(getattr(inputs, name), 0, 2**27)
+    assert selection.needs_wide_index(wide)
+    for result, expected in zip(
+        run(inputs._replace(**{name: wide}), TileConfig(32, 16, 4, 1)), run(inputs, TileConfig(32, 16, 4, 1)), strict=True
+    ):
+        assert torch.equal(result, expected)

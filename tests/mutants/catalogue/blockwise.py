@@ -17,7 +17,6 @@ from .places import (
     ON_RANDOM,
     ON_SCALE,
     ON_STACKS,
-    ON_SURVIVORS,
     OPS,
     RANDOM,
     RANDOM_PACKED,
@@ -245,7 +244,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-lengths-not-limited-elsewhere",
         "where key_lengths are not checked, those beyond the keys count keys that do not exist",
-        (ON_SURVIVORS, "-k", "blockwise"),
+        (f"{ON_MASKS}::test_lengths_beyond_the_keys_are_limited",),
         (Change(STACKS, "tensors.key_lengths.clamp(0, num_keys).tolist()", "tensors.key_lengths.tolist()"),),
     ),
     Fault(
@@ -386,7 +385,7 @@ OF_BLOCKWISE = (
     Fault(
         "gradients-collected-in-the-inputs-dtype",
         "the gradient of key is rounded at every block of queries",
-        (f"{ON_SURVIVORS}::test_gradients_are_rounded_once",),
+        (f"{ON_BLOCKWISE}::test_gradients_are_rounded_once",),
         (
             Change(
                 BLOCKWISE,

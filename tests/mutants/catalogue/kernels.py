@@ -13,14 +13,12 @@ from .places import (
     LOGITS,
     MASKING,
     ON_BACKWARD,
-    ON_BACKWARD_EDGES,
     ON_FEATURES,
     ON_FORWARD,
-    ON_FORWARD_EDGES,
     ON_GUARDS,
-    ON_KERNEL_SURVIVORS,
     ON_PROBABILITIES,
     ON_ROTATIONS,
+    ON_TABLES,
     ROWS_OF_TABLE,
     SCORES,
     STORED,
@@ -43,7 +41,7 @@ OF_FORWARD = (
     Fault(
         "accumulator-not-rescaled",
         "what was summed keeps its scale when the maximum grows",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (Change(FORWARD, "value, acc * rescale[:, None], input", "value, acc, input"),),
     ),
     Fault(
@@ -55,25 +53,25 @@ OF_FORWARD = (
     Fault(
         "sum-not-rescaled",
         "the softmax's sum keeps its scale when the maximum grows",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (Change(SCORES, "row_sum * rescale + tl.sum(probs, axis=1), rescale", "row_sum + tl.sum(probs, axis=1), rescale"),),
     ),
     Fault(
         "accumulator-in-16-bits",
         "the sum of probabilities times values is rounded to the inputs' dtype at every tile",
-        (f"{ON_KERNEL_SURVIVORS}::test_long_sums_are_rounded_once",),
+        (f"{ON_BACKWARD}::test_long_sums_are_rounded_once",),
         (Change(FORWARD, "acc * rescale[:, None], input", "(acc * rescale[:, None]).to(value.dtype).to(tl.float32), input"),),
     ),
     Fault(
         "lse-in-base-2",
         "the factor from base 2 is missing in lse",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (Change(FORWARD, "row_max * (scale * LN_2) + log_sum * LN_2", "row_max * scale + log_sum * LN_2"),),
     ),
     Fault(
         "nothing-seen-so-far",
         "-inf - -inf: a row whose first tile is hidden becomes NaN",
-        (f"{ON_FORWARD_EDGES}::test_rows_that_see_nothing[torch.float32-causal]",),
+        (f"{ON_FORWARD}::test_rows_that_see_nothing[torch.float32-causal]",),
         (
             Change(
                 SCORES,
@@ -85,7 +83,7 @@ OF_FORWARD = (
     Fault(
         "nothing-seen-at-all",
         "0 / 0: out of a query that sees nothing is NaN",
-        (f"{ON_FORWARD_EDGES}::test_rows_that_see_nothing[torch.float32-causal]",),
+        (f"{ON_FORWARD}::test_rows_that_see_nothing[torch.float32-causal]",),
         (Change(FORWARD, "row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  #", "row_sum = row_sum  #"),),
     ),
     Fault(
@@ -145,7 +143,7 @@ OF_FORWARD = (
     Fault(
         "strides-of-the-key-for-the-value",
         "value is addressed with the strides of key",
-        (f"{ON_FORWARD_EDGES}::test_strides[padded]",),
+        (f"{ON_FORWARD}::test_strides[padded]",),
         (
             Change(
                 ARGUMENTS,
@@ -256,7 +254,7 @@ OF_ROWS = (
     Fault(
         "rows-query-offset",
         "the gradient of the query is taken at distances with the sign of query_offset turned round",
-        (f"{ON_BACKWARD_EDGES}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
+        (f"{ON_BACKWARD}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
         (
             Change(
                 DQ,
@@ -274,7 +272,7 @@ OF_COLUMNS = (
         "queries that do not exist take part: zeros, or NaN with a table row that holds NaN",
         (
             f"{ON_FEATURES}::test_nan_that_no_query_sees[-lengths]",
-            f"{ON_BACKWARD_EDGES}::test_nan_in_rows_that_no_visible_pair_has",
+            f"{ON_BACKWARD}::test_nan_in_rows_that_no_visible_pair_has",
         ),
         (Change(LOGITS, "if CHECKS_QUERIES or mask is not None:", "if mask is not None:"),),
     ),
@@ -305,7 +303,7 @@ OF_COLUMNS = (
     Fault(
         "value-gradient-in-16-bits",
         "the sum of probabilities times d_out is rounded to the inputs' dtype at every tile",
-        (f"{ON_KERNEL_SURVIVORS}::test_long_sums_are_rounded_once",),
+        (f"{ON_BACKWARD}::test_long_sums_are_rounded_once",),
         (Change(DKV, "d_out, d_value, input_precision", "d_out, d_value.to(d_out.dtype).to(tl.float32), input_precision"),),
     ),
     Fault(
@@ -357,7 +355,7 @@ OF_TABLE = (
     Fault(
         "shared-table-of-the-first-heads",
         "the gradient of a table that heads share is not summed over them",
-        (f"{ON_BACKWARD_EDGES}::test_number_of_splits[False-clamp]",),
+        (f"{ON_BACKWARD}::test_number_of_splits[False-clamp]",),
         (Change(STORED, "        return first_item, 1\n", "        return first_item, num_heads\n"),),
     ),
     Fault(
@@ -369,13 +367,13 @@ OF_TABLE = (
     Fault(
         "table-loses-the-diagonal",
         "a block of rows that begins at the edge of the window is skipped",
-        (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_a_window",),
+        (f"{ON_TABLES}::test_every_alignment_of_a_window",),
         (Change(DTABLE, "tl.where(relative > call.window[1], 0, span)", "tl.where(relative >= call.window[1], 0, span)"),),
     ),
     Fault(
         "race-of-table-splits",
         "all programs that share a block of rows write their sum to the same place",
-        (f"{ON_BACKWARD_EDGES}::test_number_of_splits[True-full]",),
+        (f"{ON_BACKWARD}::test_number_of_splits[True-full]",),
         (Change(DTABLE, "head_matrix(d_rows, split, table_head", "head_matrix(d_rows, 0, table_head"),),
     ),
     Fault(

@@ -16,7 +16,7 @@ from .places import (
     ON_CALLS,
     ON_FEATURES,
     ON_FORWARD,
-    ON_KERNEL_SURVIVORS,
+    ON_TABLES,
     OPS,
     SCORES,
     SPEC,
@@ -100,7 +100,7 @@ OF_LAUNCHERS = (
     Fault(
         "table-thought-to-cover",
         "a table whose last row is missing for one pair counts as one that covers all",
-        (ON_KERNEL_SURVIVORS, "-k", "short"),
+        (ON_TABLES, "-k", "short"),
         (Change(SPEC, "farthest_future <= self.last:", "farthest_future <= self.last + 1:"),),
     ),
     Fault(
@@ -112,7 +112,7 @@ OF_LAUNCHERS = (
     Fault(
         "end-rows-scaled-as-the-query",
         "far keys' part of the end rows' gradients has scale for rel_scale",
-        (f"{ON_KERNEL_SURVIVORS}::test_far_keys[scale-query]",),
+        (f"{ON_TABLES}::test_far_keys[scale-query]",),
         (Change(TABLE_SUMS, "self.call.rel_query, self.spec.rel_scale)", "self.call.rel_query, self.spec.scale)"),),
     ),
     Fault(
@@ -124,7 +124,7 @@ OF_LAUNCHERS = (
     Fault(
         "shared-table-beside-tables-of-heads",
         "where another table has one for each head, a shared one's gradient is that of the first head",
-        (ON_KERNEL_SURVIVORS, "-k", "shared"),
+        (ON_TABLES, "-k", "shared"),
         (
             Change(
                 TABLE_SUMS,
@@ -173,7 +173,7 @@ OF_LAUNCHERS = (
     Fault(
         "start-in-32-bits",
         "the offset of a batch entry overflows at 2**31 elements",
-        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_head_and_of_a_tile[entry-key]",),
+        ("tests/interpreter/test_offsets.py::test_offsets_of_a_head_and_of_a_tile[entry-key]",),
         (
             Change(
                 TILES,
@@ -186,7 +186,7 @@ OF_LAUNCHERS = (
     Fault(
         "head-in-32-bits",
         "the offset of a head overflows at 2**31 elements",
-        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_head_and_of_a_tile[head-key]",),
+        ("tests/interpreter/test_offsets.py::test_offsets_of_a_head_and_of_a_tile[head-key]",),
         (
             Change(
                 TILES,
@@ -198,25 +198,25 @@ OF_LAUNCHERS = (
     Fault(
         "sequence-in-32-bits",
         "the offset of a packed sequence overflows at 2**31 elements",
-        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_packed_sequence",),
+        ("tests/interpreter/test_offsets.py::test_offsets_of_a_packed_sequence",),
         (Change(TILES, "tl.cast(first_row, tl.int64) * strides[2]", "tl.cast(first_row, tl.int32) * strides[2]"),),
     ),
     Fault(
         "tile-in-32-bits",
         "the offset of a tile overflows at 2**31 elements",
-        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_head_and_of_a_tile[tile-key]",),
+        ("tests/interpreter/test_offsets.py::test_offsets_of_a_head_and_of_a_tile[tile-key]",),
         (Change(TILES, "matrix[0] + tl.cast(start, tl.int64) * matrix[1]", "matrix[0] + start * matrix[1]"),),
     ),
     Fault(
         "wide-rows-in-32-bits",
         "rows far apart are thought to need no 64-bit offsets",
-        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_table[rel_key]",),
+        ("tests/interpreter/test_offsets.py::test_offsets_of_a_table[rel_key]",),
         (Change(CONFIGS, "column_stride >= 2**31", "column_stride >= 2**41"),),
     ),
     Fault(
         "wide-values-table-in-32-bits",
         "of the tables only rel_key is looked at for 64-bit offsets",
-        (f"{ON_KERNEL_SURVIVORS}::test_offsets_of_a_table[rel_value]",),
+        ("tests/interpreter/test_offsets.py::test_offsets_of_a_table[rel_value]",),
         (
             Change(
                 ARGUMENTS,

@@ -34,11 +34,9 @@ OPS = "triton_relattn/_operators/ops.py"
 FUNCTIONAL, REFERENCE, POSITIONS = (f"triton_relattn/{name}.py" for name in ("functional", "_reference", "positions"))
 
 # Tests of the kernels, and those of the rest.
-ON_FORWARD, ON_FORWARD_EDGES, ON_BACKWARD, ON_BACKWARD_EDGES, ON_FEATURES = (
-    f"tests/interpreter/test_{name}.py" for name in ("forward", "forward_edges", "backward", "backward_edges", "features")
-)
-ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_KERNEL_SURVIVORS = (
-    f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "survivors")
+ON_FORWARD, ON_BACKWARD, ON_FEATURES = (f"tests/interpreter/test_{name}.py" for name in ("forward", "backward", "features"))
+ON_GUARDS, ON_PROBABILITIES, ON_ROTATIONS, ON_TABLES = (
+    f"tests/interpreter/test_{name}.py" for name in ("guards", "probabilities", "rotations", "tables")
 )
 ON_KEY_TERMS = "tests/interpreter/test_key_terms.py"
 ON_KEY_SPLITS = "tests/interpreter/test_key_splits.py"
@@ -56,7 +54,6 @@ ON_QUERY_FROM_DS = "tests/interpreter/test_query_from_ds.py"
     ON_TORCH,
     ON_DELTA,
     ON_POSITIONS,
-    ON_SURVIVORS,
 ) = (
     f"tests/cpu/test_{name}.py"
     for name in (
@@ -71,7 +68,6 @@ ON_QUERY_FROM_DS = "tests/interpreter/test_query_from_ds.py"
         "torch",
         "delta",
         "positions",
-        "survivors",
     )
 )
 ON_STACKS = "tests/cpu/test_stacks.py"

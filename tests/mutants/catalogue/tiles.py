@@ -8,12 +8,11 @@ from .places import (
     BAND,
     BAND_REGISTERS,
     MASKING,
-    ON_BACKWARD_EDGES,
+    ON_BACKWARD,
     ON_FEATURES,
     ON_FORWARD,
-    ON_FORWARD_EDGES,
-    ON_KERNEL_SURVIVORS,
     ON_ROTATIONS,
+    ON_TABLES,
     QUADS,
     ROWS_OF_TABLE,
     TILES,
@@ -82,37 +81,37 @@ OF_BAND = (
     Fault(
         "rotation-off-by-one",
         "rows of the band are rotated by one column too many",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (Change(BAND, "else (n - m + M) % W", "else (n - m + M - 1) % W"),),
     ),
     Fault(
         "rotation-back-off-by-one",
         "gradients are rotated back by one column too many",
-        (f"{ON_BACKWARD_EDGES}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
+        (f"{ON_BACKWARD}::test_one_table_row_reaches_only_its_diagonal[small--1]",),
         (Change(BAND, "(n + m) % W if BACK", "(n + m + 1) % W if BACK"),),
     ),
     Fault(
         "wrap-off-by-one",
         "the column that has not wrapped is taken from the chunk before",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-0]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-0]",),
         (Change(BAND, "m % W > n if ROTATED", "m % W >= n if ROTATED"),),
     ),
     Fault(
         "wrap-off-by-one-in-a-block",
         "the same in the columns of a table block, where nothing is carried",
-        (f"{ON_BACKWARD_EDGES}::test_one_hot_d_out_reaches_only_its_pairs[zero-torch.float32]",),
+        (f"{ON_BACKWARD}::test_one_hot_d_out_reaches_only_its_pairs[zero-torch.float32]",),
         (Change(BAND, "else m % W + n >= W", "else m % W + n > W"),),
     ),
     Fault(
         "group-of-the-lower-half",
         "with tiles twice as high as wide the lower half of the queries takes the block of the upper",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (Change(BAND, "tl.where(group >= 2, carried[2], low)", "tl.where(group > 2, carried[2], low)"),),
     ),
     Fault(
         "carried-from-the-wrong-block",
         "a walk begins with the block of its own tile instead of the one before",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (
             Change(
                 BAND,
@@ -160,7 +159,7 @@ OF_BAND = (
     Fault(
         "near-part-begins-late",
         "a tile that reaches into the table by one column counts as far",
-        (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_the_near_part[clamp]",),
+        (f"{ON_TABLES}::test_every_alignment_of_the_near_part[clamp]",),
         (Change(WALK, "SLACK: tl.constexpr = 0 if", "SLACK: tl.constexpr = -1 if"),),
     ),
     Fault(
@@ -172,7 +171,7 @@ OF_BAND = (
     Fault(
         "unused-rows-are-multiplied",
         "table rows that no visible pair has are multiplied by 0: NaN if they hold NaN",
-        (f"{ON_BACKWARD_EDGES}::test_nan_in_rows_that_no_visible_pair_has[small-longer]",),
+        (f"{ON_BACKWARD}::test_nan_in_rows_that_no_visible_pair_has[small-longer]",),
         (Change(ROWS_OF_TABLE, "        start = tl.maximum(first, lowest)\n", "        start = first\n"),),
     ),
 )
@@ -182,7 +181,7 @@ OF_MASKS = (
     Fault(
         "tail-of-keys-unmasked",
         "keys of the last tile that do not exist take part in the softmax",
-        (f"{ON_FORWARD_EDGES}::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        (f"{ON_FORWARD}::test_one_table_row_moves_only_its_diagonal[0-2]",),
         (Change(MASKING, "seen = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)", "seen = offs_n >= 0"),),
     ),
     Fault(
@@ -194,7 +193,7 @@ OF_MASKS = (
     Fault(
         "causal-without-the-diagonal",
         "a causal query does not see its own position, a window not its last",
-        (f"{ON_FORWARD_EDGES}::test_strides[packed]", f"{ON_FORWARD}::test_tables[32x16-shorter-clamp]"),
+        (f"{ON_FORWARD}::test_strides[packed]", f"{ON_FORWARD}::test_tables[32x16-shorter-clamp]"),
         (Change(MASKING, "offs_n <= offs_m + (place", "offs_n < offs_m + (place"),),
     ),
     Fault(
@@ -212,13 +211,13 @@ OF_MASKS = (
     Fault(
         "walk-begins-late",
         "the first key that a window shows is left out if it ends a tile",
-        (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_a_window",),
+        (f"{ON_TABLES}::test_every_alignment_of_a_window",),
         (Change(MASKING, "place.query_offset - window[0], 0)", "place.query_offset - window[0] + 1, 0)"),),
     ),
     Fault(
         "columns-walk-begins-late",
         "the first query that sees a block of keys is left out if it ends a tile",
-        (f"{ON_KERNEL_SURVIVORS}::test_every_alignment_of_a_window",),
+        (f"{ON_TABLES}::test_every_alignment_of_a_window",),
         (
             Change(
                 MASKING, "first_key - place.query_offset - window[1], 0)", "first_key - place.query_offset - window[1] + 1, 0)"
@@ -228,7 +227,7 @@ OF_MASKS = (
     Fault(
         "key-lengths-not-limited",
         "key_lengths beyond the keys lead beyond their memory",
-        (f"{ON_FORWARD_EDGES}::test_lengths_beyond_the_keys_are_limited",),
+        (f"{ON_FORWARD}::test_lengths_beyond_the_keys_are_limited",),
         (
             Change(
                 MASKING,
