@@ -1,7 +1,7 @@
 """Resources of the kernels on GPUs that are not there, and how many instructions the relative terms add.
 
 For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table; on sm_80
-and sm_90 the cycles that a model predicts, too (bench/cycles/README.md).
+and sm_90 the cycles that a model predicts, too (tools/cycles/README.md).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import triton
 
+from tools.cycles.predict import Prediction, predict
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import ARCHITECTURES
 from triton_relattn.kernels.config.tile_config import WITHOUT_BANDS
@@ -26,7 +27,6 @@ from .cases.configurations import TILE_COLUMNS, own_tile
 from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import Resources, compiled, launched, matrix_instructions, resources, selected, shuffles
-from .cycles.predict import Prediction, predict
 from .measure.processes import processes
 from .report.progress import progress
 from .report.rows import ROOT, Table, in_one_line, read, stamp

@@ -23,6 +23,8 @@ from typing import Any
 
 import triton
 
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import SCORES, Prediction, near_share, predict
 from triton_relattn.kernels.bwd_dtable import fitted
 from triton_relattn.kernels.call import Call, cdiv
 from triton_relattn.kernels.config import selection
@@ -36,8 +38,6 @@ from .cases.methods import OURS
 from .compiled import compiled
 from .cycles.calls import STORED
 from .cycles.calls import cycles_of as cycles_for_scores
-from .cycles.machine import MACHINES
-from .cycles.predict import SCORES, Prediction, near_share, predict
 from .measure import timing
 from .measure.processes import processes
 from .report.progress import progress

@@ -1,7 +1,7 @@
 """The best configuration of every kernel for this GPU, as a profile that the package reads.
 
 For each kernel of each case: all valid configurations near the default are compiled; those that do not fit are left out; the rest
-are ranked by the model of cycles (bench/cycles), on GPUs that it does not know by the instructions of their loop for a score; the
+are ranked by the model of cycles (tools/cycles), on GPUs that it does not know by the instructions of their loop for a score; the
 first of them, and the default, are checked against float64 and timed in turn. Without a GPU there is only the ranking. Spilled
 registers count by the cycles that they cost: some are cheaper than a smaller tile.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tools.cycles.predict import near_share, predict
 from triton_relattn._core import residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels import kernels_are_interpreted
@@ -34,7 +35,6 @@ from .cases.attention import Case
 from .cases.configurations import TILE_COLUMNS, WANTED, own_tile, shown
 from .compile import counts
 from .compiled import compiled, launched, resources
-from .cycles.predict import near_share, predict
 from .measure import timing
 from .measure.processes import processes
 from .report.progress import progress

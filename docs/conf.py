@@ -37,7 +37,7 @@ html_show_sphinx = html_show_copyright = False
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "versions.md",
-    "bench/cycles/README.md": "cycles.md",
+    "tools/cycles/README.md": "cycles.md",
     "examples/README.md": "examples.md",
 }
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)")

@@ -1,6 +1,2 @@
-"""A model of cycles: loops of compiled kernels, instruction by instruction, on one multiprocessor of a GPU that is not there.
-
-sass.py reads machine code; machine.py says what a multiprocessor is, decode.py what it does for an instruction; simulate.py runs
-a loop on it; predict.py says what that means for a kernel, calls.py for a call; calibrate.py compares it with published speeds of
-kernels like those in known.py; sensitivity.py varies what is assumed; report.py prints. README.md is the page to begin with.
-"""
+"""The model of tools/cycles for this package's kernels: calls.py has the time of a call, sensitivity.py
+varies what is assumed, report.py prints."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from tools.cycles.machine import Machine
+from tools.cycles.predict import SCORES, Prediction
 from triton_relattn.kernels.config.selection import KERNELS
 
 from ..cases.features import GRIDS
 from ..compile import KernelCase
-from .machine import Machine
-from .predict import SCORES, Prediction
 
 FORWARD, BACKWARD = KERNELS[:1], KERNELS[1:]
 """Kernels of a direction."""

@@ -1,4 +1,4 @@
-"""How fast the kernels are on GPUs that are not there, by a model of cycles: bench/cycles/README.md.
+"""How fast the kernels are on GPUs that are not there, by a model of cycles: tools/cycles/README.md.
 
 For each kernel: cycles of a multiprocessor for 64 x 64 scores, what is busy, what limits it. For the forward and the backward of
 each call: operations a second as FlashAttention counts them, and cycles relative to attention without a table. For the backward
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from tools.cycles import calibrate
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import UNITS, Prediction, teraflops, why_serialised
 from triton_relattn.kernels.config import selection
 
 from ..cases import configurations
@@ -25,10 +28,8 @@ from ..report.progress import progress
 from ..report.rows import in_one_line
 from ..report.text import table
 from ..verbs.options import add_jobs, add_list, some_of
-from . import calibrate, sensitivity
+from . import sensitivity
 from .calls import BACKWARD, FORWARD, PRODUCTS, Size, cycles_of, designs, of_call, workspace
-from .machine import MACHINES
-from .predict import UNITS, Prediction, teraflops, why_serialised
 
 HEADER = ("kernel", "tile", "registers", "spilled", "shared", "programs", "cycles", "far", *UNITS, "wgmma", "limit")
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     cases = [case for case in named if case.exists]
     with processes(options.jobs) as map_all:
         if options.calibrate:
-            print(calibrate.shown(calibrate.compare(map_all)))
+            print(shown(calibrate.compare(map_all)))
             return 0
         if options.sensitivity:
             found = zip(progress(cases, str), map_all(sensitivity.predicted_variants, cases), strict=True)
@@ -131,3 +132,23 @@ def backward_designs(known: Mapping[KernelCase, Prediction | None]) -> str:
             body.append((call, f"{value:.0f}", f"{speed:.0f}", f"{space / 2**20:.0f} MiB"))
     header = (f"backward of b{default.batch} h{default.heads} n{default.length}", "cycles", "TFLOP/s", "workspace")
     return table(header, body) if body else ""
+
+
+def shown(comparisons: Sequence[calibrate.Comparison]) -> str:
+    """Return a table of comparisons."""
+    body = []
+    for one in comparisons:
+        published = one.published
+        options = " + ".join(f"{m}x{n} w{warps} s{stages}" for m, n, warps, stages in one.options)
+        body.append(
+            (
+                f"{published.what}, {published.head_dim}, {MACHINES[published.target].name}",
+                f"{published.teraflops:.0f}",
+                f"{one.model:.0f}",
+                f"{one.model / published.teraflops - 1:+.0%}",
+                f"{one.ratio:.2f}",
+                options + " spills" * one.spills,
+            )
+        )
+    header = ("TFLOP/s", "published", "model", "error", "efficiency", "configuration")
+    return f"{table(header, body)}\n\nefficiency, mean of those that do not spill: {calibrate.fitted_efficiency(comparisons):.2f}"

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import Prediction, predict
+
 from ..cases.configurations import own_tile
 from ..compile import KernelCase
 from ..compiled import compiled
 from ..report.text import table
 from .calls import FORWARD, PRODUCTS, of_call
-from .machine import MACHINES
-from .predict import Prediction, predict
 
 AS_IT_IS = "as it is"
 VARIED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Configurations that a model of cycles finds promising, and what they are compared with: bench/cycles/README.md.
+"""Configurations that a model of cycles finds promising, and what they are compared with: tools/cycles/README.md.
 
 All are of attention that is not causal. Those that are selected by now are not tried twice.
 """

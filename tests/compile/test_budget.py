@@ -12,10 +12,10 @@ import triton
 
 from bench.compile import BUDGET, KernelCase, budgets, counts, predicted, used_by
 from bench.compiled import Resources
-from bench.cycles.machine import MACHINES
-from bench.cycles.predict import Loop, Prediction
-from bench.cycles.simulate import Steady
 from bench.report.text import table
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import Loop, Prediction
+from tools.cycles.simulate import Steady
 from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.config.selection import KERNELS
 

@@ -11,10 +11,11 @@ from bench.__main__ import main
 from bench.cases.features import call
 from bench.compile import KernelCase, predicted
 from bench.compiled import compiled, recorded_launches, resources, selected
-from bench.cycles import calibrate
-from bench.cycles.machine import MACHINES
-from bench.cycles.predict import SCORES, predict, teraflops, why_serialised
+from bench.cycles.report import shown
 from bench.cycles.sensitivity import AS_IT_IS, VARIED
+from tools.cycles import calibrate
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import SCORES, predict, teraflops, why_serialised
 from triton_relattn.kernels.forward import forward
 
 PLAIN_PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
@@ -82,7 +83,7 @@ def test_comparisons_take_the_best_configuration(monkeypatch: pytest.MonkeyPatch
     machine = MACHINES["sm_90"]
     assert comparisons[0].model == teraflops(403, machine, 64, 2)
     assert calibrate.fitted_efficiency(comparisons) == pytest.approx(403 / comparisons[0].model * machine.efficiency)
-    assert "spills" in calibrate.shown(comparisons)
+    assert "spills" in shown(comparisons)
 
 
 def test_what_has_no_model() -> None:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from bench.compiled import _AbsentGPU, recorded_launches
+from bench.compiled import recorded_launches
+from tools.absent_gpu import AbsentGPU
 from triton_relattn import RelativePositions, kernels
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -234,7 +235,7 @@ def test_each_gpu_has_its_own(searches: list[str], monkeypatch: pytest.MonkeyPat
     """A kernel that is loaded on one GPU is not launched on another, even of the same kind."""
     arguments = usual(torch.bfloat16)
     for gpu in (0, 1):
-        monkeypatch.setattr(_AbsentGPU, "get_current_device", lambda _, gpu=gpu: gpu)
+        monkeypatch.setattr(AbsentGPU, "get_current_device", lambda _, gpu=gpu: gpu)
         before = len(searches)
         count = len(launched("sm_90", arguments, WANTED["all"]))
         assert len(searches) - before == count > 0

@@ -6,7 +6,7 @@ layout, see kernels/tile/registers.py: "gather" is then the better form.
 What moves values between threads is the same with any version. All else that a loop has is the version's: the dq kernel's has
 875 instructions with 3.6, 877 with 3.7 and 841 with 3.8, and 3.9 computes addresses otherwise and spills more. So numbers of
 instructions and bytes of stack are figures of one version, as all budgets are. With every version a turn of the loop must take
-fewer cycles than with the gather, by the model of bench/cycles, which counts what is spilled, too.
+fewer cycles than with the gather, by the model of tools/cycles, which counts what is spilled, too.
 """
 
 from __future__ import annotations

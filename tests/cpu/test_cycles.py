@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 
 from bench.compile import KernelCase
 from bench.cycles.calls import BACKWARD, FORWARD, Size, designs, of_call, workspace
-from bench.cycles.decode import decode
-from bench.cycles.machine import MACHINES, Machine
-from bench.cycles.predict import SCORES, Loop, Prediction, near_share, of_sass, teraflops
-from bench.cycles.sass import Instruction, loops, parse
-from bench.cycles.simulate import Steady, steady
+from tools.cycles.decode import decode
+from tools.cycles.machine import MACHINES, Machine
+from tools.cycles.predict import SCORES, Loop, Prediction, near_share, of_sass, teraflops
+from tools.cycles.sass import Instruction, loops, parse
+from tools.cycles.simulate import Steady, steady
 
 WARPS = 4  # one for each scheduler
 EXACT = {target: replace(machine, late_share=0.0, l2_spread=0.0) for target, machine in MACHINES.items()}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cycles.machine import MACHINES
-from bench.cycles.predict import SCORES
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import SCORES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
 from triton_relattn._implementations import IMPLEMENTATIONS

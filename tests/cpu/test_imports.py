@@ -68,6 +68,16 @@ def test_layers() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_tools_stand_apart() -> None:
+    """They serve other projects, too: nothing of this repository is imported but what stands beside them."""
+    root = Path(__file__).parents[2]
+    for path in (root / "tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & {"triton_relattn", "bench", "tests", "examples", "hub"}, path
+
+
 def run(program: str) -> str:
     child = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False

@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 from bench import predictions
 from bench.cases.attention import CLIPPED, Case
 from bench.cases.methods import OURS
-from bench.cycles.machine import MACHINES
-from bench.cycles.predict import SCORES, Prediction
 from bench.predictions import KEYS, MACHINE, PATH, Kernel, Wanted, beside, largest_deviations, row_of, seconds_of, wanted
 from bench.report.rows import read
+from tools.cycles.machine import MACHINES
+from tools.cycles.predict import SCORES, Prediction
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 

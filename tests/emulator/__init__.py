@@ -1,1 +1,1 @@
-"""Runs the PTX that Triton compiles kernels to on the CPU, and reports wrong accesses, missing waits and races; see README.md."""
+"""This package's calls in the emulator (tools/emulator), and the emulator's own tests."""

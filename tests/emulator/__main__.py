@@ -22,13 +22,13 @@ from tqdm import tqdm
 from bench.measure.processes import processes
 from bench.report.progress import progress
 from bench.verbs.options import add_jobs, add_list
+from tools.emulator.device import TARGETS
+from tools.emulator.machine import NoCompiler, core
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
 from .calls import CALLS, unknown_words
 from .check import DTYPES, Row, Subject, row_of
-from .device import TARGETS
 from .judge import Ratio
-from .machine import NoCompiler, core
 
 Item = TypeVar("Item")
 
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
     cases = f'a table and features, "clamp causal dropout", or "random 7" (default: {len(CALLS)} kinds, --list shows them)'
     config = "KERNEL=MxNxWARPSxSTAGES[/carry[/rotation[/registers]]],..."
-    add_list(made, "target", TARGETS, ("sm_90",), "GPUs to compile for")
+    add_list(made, "target", tuple(TARGETS), ("sm_90",), "GPUs to compile for")
     add_list(made, "dtype", DTYPES, ("bfloat16",))
     made.add_argument("--width", type=several(int), default=[64], metavar="A,B", help="of heads (default: 64)")
     made.add_argument("--lengths", type=several(lengths), default=[(130, 130)], metavar="A,B", help="N, or NQxNK (default: 130)")

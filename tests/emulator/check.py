@@ -12,7 +12,9 @@ from unittest import mock
 
 import torch
 
+from bench.compiled import selected_for
 from bench.report.rows import in_one_line
+from tools.emulator.device import Emulated, emulated
 from triton_relattn import _implementations as implementations
 from triton_relattn._core import residual
 from triton_relattn.kernels.config import selection
@@ -20,7 +22,6 @@ from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 
 from .calls import SMALL_WORKSPACE, Call, build
-from .device import Emulated, emulated
 from .judge import Judge, Ratio, results_of
 
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
@@ -116,7 +117,7 @@ def run(
         tiles: configurations by the kernels' names, instead of the selected ones.
         change: see device.emulated.
     """
-    with settings(subject, tiles or {}), emulated(subject.target, subject.seed, change) as launches:
+    with settings(subject, tiles or {}), selected_for(subject.target), emulated(subject.target, subject.seed, change) as launches:
         return results_of(call, None), launches
 
 

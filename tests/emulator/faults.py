@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 from bench.report.progress import progress
+from tools.emulator.device import TARGETS
+from tools.emulator.machine import NoCompiler, core
+from tools.emulator.ptx import UnknownPTX
 
 from .check import DTYPES, Checked, Subject, check
-from .device import TARGETS
 from .judge import Judge
-from .machine import NoCompiler, core
-from .ptx import UnknownPTX
 
 Replacement = str | Callable[["re.Match[str]"], str]
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.emulator.calls import CALLS, SMALL_WORKSPACE, build
 from tests.emulator.check import Subject, check, run
-from tests.emulator.device import TARGETS
+from tools.emulator.device import TARGETS
 from triton_relattn.kernels import forward, splits
 
 SAMPLE = (

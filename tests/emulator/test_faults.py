@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
-from tests.emulator import faults, small_kernels
-from tests.emulator.device import Emulated, emulated
+from tests.emulator import faults
 from tests.emulator.faults import FAULTS, Fault, Planted, plant
-from tests.emulator.ptx import UnknownPTX
+from tools.emulator import small_kernels
+from tools.emulator.device import Emulated, emulated
+from tools.emulator.ptx import UnknownPTX
 
 LENGTH, WIDTH = 136, 64
 ONLY_WGMMA = {"proxy fence removed", "wgmma.fence removed"} | {fault.name for fault in FAULTS if "wgmma" in fault.name}

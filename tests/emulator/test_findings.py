@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.emulator.handwritten import SHARED_BASE, execute
-from tests.emulator.machine import Report, kinds
+from tools.emulator.handwritten import SHARED_BASE, execute
+from tools.emulator.machine import Report, kinds
 from triton_relattn._core.within import assert_near
 
 SEEDS = range(6)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulator.device import Emulated, emulated
+from bench.compiled import selected_for
+from tools.emulator.device import Emulated, emulated
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.grids import _reference
 from triton_relattn.kernels.grid.launchers import backward, forward
@@ -46,7 +47,7 @@ def test_error_rule(name: str, target: str) -> None:
     """out and gradients as near to float64 as plain torch in bfloat16, and no thread reads what another may not have written."""
     given, d_out = tensors(**CASES[name])
     launches: list[Emulated]
-    with emulated(target) as launches:
+    with selected_for(target), emulated(target) as launches:
         out, softmax_stats = forward(given, SCALE, 0.0)
         gradients = backward(d_out, out, softmax_stats, given, SCALE, 0.0)
     assert [launch.name for launch in launches] == ["grid_forward", "grid_dq", "grid_dkv"]
@@ -63,7 +64,7 @@ def test_lanes_agree_in_float32(name: str) -> None:
     """Without matrix units lanes share rows: those that hold copies of a sum store the same bits."""
     call, d_out = tensors(**CASES[name])
     given = GridTensors(*(each.float() for each in call[:5]))
-    with emulated("sm_80") as launches:
+    with selected_for("sm_80"), emulated("sm_80") as launches:
         out, softmax_stats = forward(given, SCALE, 0.0)
         gradients = backward(d_out.float(), out, softmax_stats, given, SCALE, 0.0)
     assert not [error for launch in launches for error in launch.report.errors]

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.emulator.decode import CORE, _expanded, decode, lanewise
-from tests.emulator.handwritten import execute, kernel
-from tests.emulator.ptx import UnknownPTX, split
+from tools.emulator.decode import CORE, _expanded, decode, lanewise
+from tools.emulator.handwritten import execute, kernel
+from tools.emulator.ptx import UnknownPTX, split
 from triton_relattn._core.within import within
 
 BITS = 2**32

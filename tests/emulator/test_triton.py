@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench.compiled import HOOK_IS_IN_KEYS, recorded_launches
-from tests.emulator import small_kernels as small
-from tests.emulator.device import TARGETS, Emulated, emulated
+from tools.emulator import small_kernels as small
+from tools.emulator.device import TARGETS, Emulated, emulated
 from triton_relattn._core.within import assert_near, within
 
 KINDS = ("sm_80", "sm_90")

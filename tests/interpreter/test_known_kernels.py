@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from bench.cycles import known
+from tools.cycles import known
 from triton_relattn._core.within import assert_near
 
 LENGTH, WIDTH, BLOCK_M, BLOCK_N = 64, 16, 32, 16

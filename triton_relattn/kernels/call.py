@@ -148,7 +148,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     Only 16-bit operands on NVIDIA GPUs are copied: those whose numbers do not lie side by side, or whose rows Triton does not
     know to begin at multiples of 16 bytes. The copy takes less time than loads of 2 bytes. Above all, such loads are not safe on
     Hopper (sm_90): if one operand in a loop is loaded by cp.async, and another cannot be because it is loaded less than 4 bytes
-    at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data. tests/emulator shows
+    at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data. tools/emulator shows
     that, and tells when it is mended.
     """
     if tensor.data_ptr() % 16 == 0 and has_aligned_rows(tensor.stride()):

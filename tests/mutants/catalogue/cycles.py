@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..fault import Change, Fault
 
-CYCLES = "bench/cycles"
+CYCLES = "tools/cycles"
 ON_CYCLES = "tests/cpu/test_cycles.py"
 
 OF_CYCLES = (

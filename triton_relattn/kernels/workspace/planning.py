@@ -30,7 +30,7 @@ MOST_PAIRS = 2**30
 START_COST = 6
 """What a wave of the dkv kernel's programs costs beside the programs themselves, in programs of a multiprocessor. One, two and
 three programs at once take 4,081, 4,428 and 5,163 cycles for a tile each at D 64, and one and two 5,191 and 6,138 at D 128, by
-the model of bench/cycles: a program that runs alone leaves a multiprocessor idle most of the time."""
+the model of tools/cycles: a program that runs alone leaves a multiprocessor idle most of the time."""
 
 
 class Part(NamedTuple):

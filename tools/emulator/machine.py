@@ -13,15 +13,14 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.report.rows import ROOT
-
 from .decode import CORE, SHARED_BASE, Instruction, Operand, Program
 
-BUILD = ROOT / "out" / "emulator"
+BUILD = Path(__file__).parents[2] / "out" / "emulator"
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-shared")
 MAX_FINDINGS = 256
 INSTRUCTION_LIMIT = 50_000_000

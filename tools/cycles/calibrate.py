@@ -19,8 +19,7 @@ import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
-from ..compiled import assembler_for, disassembled, recorded_launches
-from ..report.text import table
+from ..absent_gpu import assembler_for, disassembled, recorded_launches
 from . import known
 from .machine import MACHINES
 from .predict import Prediction, of_sass, teraflops
@@ -193,23 +192,3 @@ def fitted_efficiency(comparisons: Sequence[Comparison]) -> float:
     """Return the mean ratio of those that spill nothing: their registers are allocated about as well as their authors did."""
     ratios = [one.ratio for one in comparisons if not one.spills]
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
-def shown(comparisons: Sequence[Comparison]) -> str:
-    """Return a table of comparisons."""
-    body = []
-    for one in comparisons:
-        published = one.published
-        options = " + ".join(f"{m}x{n} w{warps} s{stages}" for m, n, warps, stages in one.options)
-        body.append(
-            (
-                f"{published.what}, {published.head_dim}, {MACHINES[published.target].name}",
-                f"{published.teraflops:.0f}",
-                f"{one.model:.0f}",
-                f"{one.model / published.teraflops - 1:+.0%}",
-                f"{one.ratio:.2f}",
-                options + " spills" * one.spills,
-            )
-        )
-    header = ("TFLOP/s", "published", "model", "error", "efficiency", "configuration")
-    return f"{table(header, body)}\n\nefficiency, mean of those that do not spill: {fitted_efficiency(comparisons):.2f}"

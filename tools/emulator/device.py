@@ -1,7 +1,7 @@
 """Run launches of Triton kernels, compiled for a GPU that is not there, on CPU tensors.
 
 with emulated("sm_90") as launches:
-    kernel[grid](...)  # any Triton kernel, or a call of the package that launches some
+    kernel[grid](...)  # any Triton kernel, or a function that launches some
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.compiled import Launch, recorded_launches
-from triton_relattn.kernels.config.architectures import architecture_of
-
+from ..absent_gpu import Launch, recorded_launches
 from . import machine
 from .decode import decode
 from .machine import Report
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-"""GPUs whose PTX the emulator knows."""
+TARGETS = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_120": 101_376}
+"""GPUs whose PTX the emulator knows, and the bytes of shared memory that a program may have there."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ def emulated(target: str, seed: int = 0, change: Callable[[str, str], str] | Non
 
     def run(launch: Launch, arguments: tuple[Any, ...]) -> None:
         shared = launch.kernel.metadata.shared
-        if shared > architecture_of(target).shared_memory:  # as the driver would say
-            raise OutOfResources(shared, architecture_of(target).shared_memory, "shared memory")
+        if shared > TARGETS[target]:  # as the driver would say
+            raise OutOfResources(shared, TARGETS[target], "shared memory")
         ptx: str = launch.kernel.asm["ptx"]
         if change is not None:
             ptx = change(launch.name, ptx)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from triton.compiler.compiler import CompiledKernel
 
-from ..compiled import assembler_for, disassembled
+from ..absent_gpu import assembler_for, disassembled
 from .decode import ends_wgmma_group, is_matrix
 from .machine import MACHINES, Machine
 from .sass import loops, parse
