@@ -18,9 +18,7 @@ from typing import Any
 import triton
 
 from tools.cycles.predict import Prediction, predict
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.architectures import ARCHITECTURES
-from triton_relattn.kernels.config.tile_config import WITHOUT_BANDS
+from triton_relattn.kernels.introspect import ARCHITECTURES, WITHOUT_BANDS, selection
 
 from .cases.attention import DTYPES
 from .cases.configurations import TILE_COLUMNS, own_tile

@@ -22,14 +22,16 @@ from tools.absent_gpu import HOOK_IS_IN_KEYS as HOOK_IS_IN_KEYS
 from tools.absent_gpu import Launch, disassembled, torch_for
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.architectures import architecture_of
-from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.grid import launchers
-from triton_relattn.kernels.grid.call import GridCall
-from triton_relattn.kernels.minimal import minimal_attention
+from triton_relattn.kernels.introspect import (
+    Call,
+    GridCall,
+    architecture_of,
+    backward,
+    forward,
+    launchers,
+    minimal_attention,
+    selection,
+)
 
 from .cases.configurations import kernels_of
 

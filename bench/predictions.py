@@ -25,12 +25,7 @@ import triton
 
 from tools.cycles.machine import MACHINES
 from tools.cycles.predict import SCORES, Prediction, near_share, predict
-from triton_relattn.kernels.bwd_dtable import fitted
-from triton_relattn.kernels.call import Call, cdiv
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.workspace import planning
-from triton_relattn.kernels.workspace.stored import queries_apart, rows_of_program
+from triton_relattn.kernels.introspect import Call, TileConfig, cdiv, fitted, planning, queries_apart, rows_of_program, selection
 
 from .cases.attention import CLIPPED, Case
 from .cases.configurations import kernels_of, own_tile, shown

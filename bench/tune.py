@@ -22,13 +22,16 @@ import torch
 from tools.cycles.predict import near_share, predict
 from triton_relattn._core import residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from triton_relattn.kernels import kernels_are_interpreted
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import profiles, selection
-from triton_relattn.kernels.config.architectures import ARCHITECTURES
-from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.introspect import (
+    ARCHITECTURES,
+    Call,
+    TileConfig,
+    backward,
+    forward,
+    kernels_are_interpreted,
+    profiles,
+    selection,
+)
 
 from .cases import attention as cases
 from .cases.attention import Case

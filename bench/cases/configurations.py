@@ -10,10 +10,7 @@ import torch
 from triton_relattn import can_run_triton
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.workspace import planning
-from triton_relattn.kernels.workspace.stored import queries_apart, rows_of_program
+from triton_relattn.kernels.introspect import Call, planning, queries_apart, rows_of_program, selection
 
 from .attention import Case
 

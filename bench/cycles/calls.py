@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from tools.cycles.machine import Machine
 from tools.cycles.predict import SCORES, Prediction
-from triton_relattn.kernels.config.selection import KERNELS
+from triton_relattn.kernels.introspect import KERNELS
 
 from ..cases.features import GRIDS
 from ..compile import KernelCase

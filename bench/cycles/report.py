@@ -16,7 +16,7 @@ from itertools import product
 from tools.cycles import calibrate
 from tools.cycles.machine import MACHINES
 from tools.cycles.predict import UNITS, Prediction, teraflops, why_serialised
-from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.introspect import selection
 
 from ..cases import configurations
 from ..cases.attention import DTYPES

@@ -42,8 +42,7 @@ from bench import predictions
 from bench.report.rows import in_one_line, read
 from bench.verbs import plot
 from bench.verbs.options import some_of
-from triton_relattn.kernels import kernels_are_interpreted
-from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.introspect import kernels_are_interpreted, selection
 
 from . import checks, kernels, measurements, sanitizer
 from .report import Outcome, Report, append, outcome_of, pack, unpack

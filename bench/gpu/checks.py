@@ -20,11 +20,7 @@ from triton_relattn._core import residual, validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.introspect import Call, backward, forward, planning, selection
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize

@@ -20,10 +20,7 @@ from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward
 
 from .checks import Case as Checked
 from .checks import run_case

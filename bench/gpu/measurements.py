@@ -20,7 +20,7 @@ from bench.report import summary
 from bench.report.rows import Table, in_one_line
 from bench.verbs import memory, speed
 from triton_relattn import testing
-from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.introspect import selection
 
 from .checks import OURS as WITH_LSE
 from .checks import judge

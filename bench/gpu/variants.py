@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.cases.attention import CLIPPED, Case
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.introspect import Call, TileConfig, selection
 
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 TABLES = {"plain": None, "full": None, "clamp": CLIPPED}

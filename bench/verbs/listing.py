@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.introspect import selection
 
 from ..cases import attention as cases
 from ..cases.configurations import shown

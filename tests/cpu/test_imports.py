@@ -78,6 +78,14 @@ def test_tools_stand_apart() -> None:
             assert not {name.partition(".")[0] for name in names} & {"triton_relattn", "bench", "tests", "examples", "hub"}, path
 
 
+def test_bench_has_one_door_to_the_kernels() -> None:
+    root = Path(__file__).parents[2]
+    for path in (root / "bench").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton_relattn.kernels"):
+                assert node.module == "triton_relattn.kernels.introspect", path
+
+
 def run(program: str) -> str:
     child = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False

@@ -1,0 +1,43 @@
+"""The door for benchmarks and tools: what the kernels of a call are, in which configurations, and in which parts.
+
+Call(tensors, spec) describes a call: its ``tile(kernel)`` is the configuration of one of KERNELS. ``planning.route`` says which
+kernels its backward launches, and what the workspace has. ``selection`` and ``profiles`` are the tables of configurations,
+ARCHITECTURES the GPUs. forward and backward launch the kernels; launchers has those of attention on a grid. Nothing of the
+package imports this.
+"""
+
+from . import kernels_are_interpreted
+from .backward import backward
+from .bwd_dtable import fitted
+from .call import Call, cdiv
+from .config import profiles, selection
+from .config.architectures import ARCHITECTURES, architecture_of
+from .config.tile_config import KERNELS, WITHOUT_BANDS, TileConfig
+from .forward import forward
+from .grid import launchers
+from .grid.call import GridCall
+from .minimal import minimal_attention
+from .workspace import planning
+from .workspace.stored import queries_apart, rows_of_program
+
+__all__ = [
+    "ARCHITECTURES",
+    "KERNELS",
+    "WITHOUT_BANDS",
+    "Call",
+    "GridCall",
+    "TileConfig",
+    "architecture_of",
+    "backward",
+    "cdiv",
+    "fitted",
+    "forward",
+    "kernels_are_interpreted",
+    "launchers",
+    "minimal_attention",
+    "planning",
+    "profiles",
+    "queries_apart",
+    "rows_of_program",
+    "selection",
+]
