@@ -9,8 +9,14 @@ CASES = --share $(or $(SHARE),1) $(if $(REST),--rest $(REST)) $(if $(PART),--par
 .PHONY: help setup demo lint test suite rest smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
 	test-libraries docs hub bench gpu fuzz headroom mutants
 
+USED := demo test test-all docs gpu
+
 help: ## list all targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@for name in $(USED); do awk -F ':.*## ' -v name=$$name '$$1 == name && $$2 { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE); done
+	@echo "---"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / && index(" $(USED) ", " " $$1 " ") == 0 { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE)
+
+MAKEFILE := $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/installed ## install everything into .venv, with the versions of constraints.txt
 
@@ -27,7 +33,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup ## a sixteenth of the cases of every quick test, and those that notice known faults: before a pull request, after make lint
+test: setup ## a quick sample of all tests, with those that notice known faults: five minutes, before a pull request
 	$(MAKE) suite SHARE=16
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
