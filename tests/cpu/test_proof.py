@@ -291,11 +291,11 @@ def test_comparison() -> None:
     assert proof.compare("m", {**small, proof.GRADIENT + "b": 2 * tiny * ones}, small) < 10 * tiny / share
 
 
-@pytest.mark.parametrize("source", LIBRARY.sources, ids=lambda source: source.ours.rpartition(".")[2])
+@pytest.mark.parametrize("source", LIBRARY.sources, ids=lambda source: source.stock.rpartition(".")[2].removeprefix("modeling_"))
 def test_every_family_can_be_proven(source: replacement.Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its small models have every class that is replaced."""
     change_source(monkeypatch, source.stock)
-    classes = set(importlib.import_module(source.ours).CLASSES)
+    classes = set(source.classes())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         replacement._prove(LIBRARY, [source], classes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from tests.cpu.models import PADDED, arguments, build, forward
 from tests.cpu.test_transformers_decoders import WRITERS, writer
 from triton_relattn._core.within import assert_near
 from triton_relattn.integrations.arguments import HARMLESS, NAMES, StockArguments, argument_name
-from triton_relattn.integrations.transformers import enable, supported_families, t5
+from triton_relattn.integrations.transformers import LIBRARY, enable, t5
 from triton_relattn.integrations.transformers.masks import padding
 
 HAND_ON = {
@@ -33,12 +32,10 @@ HAND_ON = {
 
 def classes() -> Iterator[Any]:
     """Stock classes and ours, of all families, that have a forward of their own."""
-    for family in supported_families():
-        if family.inside is None:
-            module = importlib.import_module(f"triton_relattn.integrations.transformers.{family.folder}")
-            for stock, ours in module.CLASSES.items():
-                if ours.forward is not stock.forward:
-                    yield pytest.param(stock, ours, id=f"{family.folder}-{stock.__name__}")
+    for source in LIBRARY.sources:
+        for stock, ours in source.classes().items():
+            if ours.forward is not stock.forward:
+                yield pytest.param(stock, ours, id=f"{stock.__module__.rpartition('.modeling_')[2]}-{stock.__name__}")
 
 
 every_class = pytest.mark.parametrize(("stock", "ours"), [*classes()])

@@ -16,13 +16,19 @@ class Source(NamedTuple):
     """A module of a library, by name, and the module here that has classes in place of some of its classes.
 
     Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
-    classes, and for each the one in its place, derived from it. title: of the family, for messages; sources that share it are
-    proven together.
+    classes, and for each the one in its place, derived from it; or a function ``classes`` that makes them for the name of the
+    library's module. title: of the family, for messages; sources that share it are proven together.
     """
 
     stock: str
     ours: str
     title: str
+
+    def classes(self) -> dict[type, type]:
+        """Return the stock classes, each with the one in its place. This imports both modules."""
+        module = importlib.import_module(self.ours)
+        found: dict[type, type] = module.classes(self.stock) if hasattr(module, "classes") else module.CLASSES
+        return found
 
 
 class Library(NamedTuple):
@@ -92,12 +98,14 @@ def _replacements(module: nn.Module, library: Library) -> dict[type, type]:
     Raises:
         RuntimeError: the module here cannot be imported with this version of the library, which is not a known one.
     """
-    files = {type(each).__module__ for each in module.modules()}
+    kinds = {type(each) for each in module.modules()}
+    # Of a class that is in place already, the last base is the stock class.
+    files = {stock.__module__ for kind in kinds for stock in (kind, kind.__bases__[-1])}
     found: dict[type, type] = {}
     for source in library.sources:
-        if files & {source.stock, source.ours}:
+        if source.stock in files:
             try:
-                found |= importlib.import_module(source.ours).CLASSES
+                found |= source.classes()
             except (ImportError, AttributeError) as error:
                 if known.are_known(library.modules(source)):
                     raise

@@ -1,8 +1,8 @@
 """The attention of models of Hugging Face transformers on :func:`triton_relattn.fused_relative_attention`, or on
 :func:`triton_relattn.decomposed_relative_attention`.
 
-For each class of a model that has to act differently, a family file (``wav2vec2_bert.py``, ``parakeet.py``, ...) has a subclass
-of the same name. :func:`enable` changes the classes of a model's modules to these, and :func:`disable` changes them back.
+For each class of a model that has to act differently there is a subclass of the same name: in a file of the family
+(``parakeet.py``, ...) or, if it has no code of its own, as a row of ``rows.py``. :func:`enable` changes the classes of a model's modules to these, and :func:`disable` changes them back.
 Nothing else of the model changes: parameters, hooks, checkpoints and ``state_dict`` stay. No other model changes.
 """
 

@@ -6,9 +6,14 @@ from torch import nn
 
 from .. import replacement
 from .families import FAMILIES
+from .rows import ROWS
 
 SOURCES = tuple(
-    replacement.Source(f"transformers.models.{each.folder}.modeling_{each.folder}", f"{__package__}.{each.folder}", each.name)
+    replacement.Source(
+        f"transformers.models.{each.folder}.modeling_{each.folder}",
+        f"{__package__}.{'rows' if each.folder in ROWS else each.folder}",
+        each.name,
+    )
     for each in FAMILIES
     if each.inside is None
 )
