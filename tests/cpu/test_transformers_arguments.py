@@ -33,7 +33,8 @@ HAND_ON = {
 def classes() -> Iterator[Any]:
     """Stock classes and ours, of all families, that have a forward of their own."""
     for source in LIBRARY.sources:
-        for stock, ours in source.classes().items():
+        replaced: dict[Any, Any] = source.classes()
+        for stock, ours in replaced.items():
             if ours.forward is not stock.forward:
                 yield pytest.param(stock, ours, id=f"{stock.__module__.rpartition('.modeling_')[2]}-{stock.__name__}")
 

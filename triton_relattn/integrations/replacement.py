@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -90,6 +90,59 @@ def disable(module: nn.Module, library: Library) -> dict[str, str]:
     """
     classes = {ours: stock for stock, ours in _replacements(module, library).items()}
     return _change_classes({name: each for name, each in module.named_modules() if type(each) in classes}, classes)
+
+
+class Enable(Protocol):
+    def __call__(self, module: nn.Module, prove: bool = True) -> dict[str, str]: ...
+
+
+class Disable(Protocol):
+    def __call__(self, module: nn.Module) -> dict[str, str]: ...
+
+
+ENABLE = """{summary}
+
+Args:
+    module: {module} Other models of the same class stay as they are. Checkpoints, parameters and hooks do, too.
+    prove: with files of the library that are not those of a tested version, compare a small model with the stock one first,
+        once; False skips that.
+
+Returns:
+    What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all of it
+    already was.
+
+{text}
+
+Raises:
+    ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
+    RuntimeError: the small model differs, or cannot be compared; module is as it was.
+
+Example:
+{example}
+"""
+DISABLE = """Undo :func:`enable` in module and all inside it.
+
+Returns:
+    The names of the modules that are stock again, and of their classes; empty if none was enabled.
+"""
+
+
+def functions(library: Library, package: str, *, summary: str, module: str, text: str, example: str) -> tuple[Enable, Disable]:
+    """Return the functions enable and disable of a library, with their docstrings."""
+
+    def enable_library(module: nn.Module, prove: bool = True) -> dict[str, str]:
+        return enable(module, library, prove)
+
+    def disable_library(module: nn.Module) -> dict[str, str]:
+        return disable(module, library)
+
+    lines = "\n".join(f"    {line}" for line in example.strip().splitlines())
+    enable_library.__doc__ = ENABLE.format(summary=summary, module=module, text=text.strip(), example=lines)
+    disable_library.__doc__ = DISABLE
+    for name, function in (("enable", enable_library), ("disable", disable_library)):
+        function.__name__ = function.__qualname__ = name
+        function.__module__ = package
+    return enable_library, disable_library
 
 
 def _replacements(module: nn.Module, library: Library) -> dict[type, type]:

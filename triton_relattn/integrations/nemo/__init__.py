@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from .. import replacement
 
 __all__ = ["disable", "enable"]
@@ -15,46 +13,25 @@ SOURCES = (
 
 LIBRARY = replacement.Library(SOURCES, "class of NeMo: RelPositionMultiHeadAttention", f"{__name__}.small")
 
+enable, disable = replacement.functions(
+    LIBRARY,
+    __name__,
+    summary="Let NeMo's ``RelPositionMultiHeadAttention`` run on :func:`triton_relattn.fused_relative_attention`.",
+    module="a model, or any part of it: a ``ConformerEncoder``, a layer, one attention.",
+    text="""
+Outputs and gradients are those of the stock classes, with either ``use_pytorch_sdpa``, padding, dropout, caches for streaming
+and all contexts (``att_context_size`` regular, ``chunked_limited`` and ``chunked_limited_with_rc``). An enabled
+``ConformerEncoder`` tells its attention of lengths, windows and chunks instead of making a mask (B, T, T): memory is linear
+in T. A mask that another encoder makes is used as it is.
 
-def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
-    """Let NeMo's ``RelPositionMultiHeadAttention`` run on :func:`triton_relattn.fused_relative_attention`.
-
-    Args:
-        module: a model, or any part of it: a ``ConformerEncoder``, a layer, one attention. Other models of the same class stay as
-            they are. Checkpoints, parameters and hooks do, too.
-        prove: with files of the library that are not those of a tested version, compare a small model with the stock one
-            first, once; False skips that.
-
-    Returns:
-        What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all
-        of it already was.
-
-    Outputs and gradients are those of the stock classes, with either ``use_pytorch_sdpa``, padding, dropout, caches for streaming
-    and all contexts (``att_context_size`` regular, ``chunked_limited`` and ``chunked_limited_with_rc``). An enabled
-    ``ConformerEncoder`` tells its attention of lengths, windows and chunks instead of making a mask (B, T, T): memory is linear
-    in T. A mask that another encoder makes is used as it is.
-
-    What differs: which probabilities dropout drops; as many, of other random numbers. Attention that is local
-    (``rel_pos_local_attn``) or has another kind of position, and encoders with adapters (``ConformerEncoderAdapter``), keep their
-    own classes, the latter's attention apart. To export a model, disable it first.
-
-    Raises:
-        ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
-        RuntimeError: the small model differs, or cannot be compared; module is as it was.
-
-    Example:
-        >>> from triton_relattn.integrations.nemo import enable  # doctest: +SKIP
-        >>> model = ASRModel.from_pretrained("nvidia/parakeet-ctc-1.1b")  # doctest: +SKIP
-        >>> enable(model)  # doctest: +SKIP
-        {'encoder': 'ConformerEncoder', 'encoder.layers.0.self_attn': 'RelPositionMultiHeadAttention', ...}
-    """
-    return replacement.enable(module, LIBRARY, prove)
-
-
-def disable(module: nn.Module) -> dict[str, str]:
-    """Undo :func:`enable` in module and all inside it.
-
-    Returns:
-        The names of the modules that are stock again, and of their classes; empty if none was enabled.
-    """
-    return replacement.disable(module, LIBRARY)
+What differs: which probabilities dropout drops; as many, of other random numbers. Attention that is local
+(``rel_pos_local_attn``) or has another kind of position, and encoders with adapters (``ConformerEncoderAdapter``), keep their
+own classes, the latter's attention apart. To export a model, disable it first.
+""",
+    example="""
+>>> from triton_relattn.integrations.nemo import enable  # doctest: +SKIP
+>>> model = ASRModel.from_pretrained("nvidia/parakeet-ctc-1.1b")  # doctest: +SKIP
+>>> enable(model)  # doctest: +SKIP
+{'encoder': 'ConformerEncoder', 'encoder.layers.0.self_attn': 'RelPositionMultiHeadAttention', ...}
+""",
+)
