@@ -6,7 +6,7 @@ compiled them. ``make gpu`` prints them beside what it measures. This writes the
 In a prediction are: the loops' cycles with as many programs at once as there are; the parts of a workspace, each with its waves
 of programs, the last of which may leave multiprocessors idle; tiles that are partly empty; dS, which goes to memory once and
 comes back once for each kernel that reads it; L2 at 5.5 TB/s, the low end of what is published. Not in it are: launches and the
-gaps between them, what comes before and after the loops, walks of different length, spilled registers that miss L1.
+gaps between them, what comes before and after the loops, loops of different length, spilled registers that miss L1.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
         apart = queries_apart(16)
         overlap = config.block_n / rows_of_program(config.block_n, apart)
         return float(max(cycles, heads * pairs * overlap * STORED / MACHINE.memory_rate) / MACHINE.cycles_per_second)
-    # Queries of a block of dq_from_ds are spread; its walk has relative positions beyond those of each of them.
+    # Queries of a block of dq_from_ds are spread; its loop has relative positions beyond those of each of them.
     span = config.block_m * (queries_apart(16) if kernel.name == "dq_from_ds" else 1)
     near = 1.0
     if kernel.has_table and case.rows is not None:

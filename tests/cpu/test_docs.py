@@ -190,7 +190,7 @@ def test_costs_are_those_of_the_budgets() -> None:
     for kernel, where, *found in full:
         row, without = budgets[kernel, where, "full"], budgets.get((kernel, where, "none"))
         stages = row["num_stages"] + (" stage" if row["num_stages"] == "1" else " stages")
-        carry = row["carry"] if kernel in ("forward", "dq") else ""  # the others do not walk along the keys
+        carry = row["carry"] if kernel in ("forward", "dq") else ""  # the others do not loop over the keys
         rotation = row["rotation"] if kernel not in ("dtable", "dq_from_ds") else ""
         tile = [f"{row['block_m']} x {row['block_n']}, {row['num_warps']} warps, {stages}", carry or "-", rotation or "-"]
         ratio = "" if without is None else f"{int(row['cycles']) / int(without['cycles']):.2f}"

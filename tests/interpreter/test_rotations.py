@@ -83,7 +83,7 @@ def test_words(saturate: bool) -> None:
 
 
 def tiles_of(config: TileConfig, carry: str | None = "scores") -> dict[str, TileConfig]:
-    """The configuration for every kernel; those that walk along the keys carry this, and those that read dS rotate no band."""
+    """The configuration for every kernel; those that loop over the keys carry this, and those that read dS rotate no band."""
     tiles = {kernel: replace(config, carry=carry if kernel in ("forward", "dq") else "scores") for kernel in KERNELS}
     return tiles | {kernel: replace(config, rotation="gather") for kernel in OF_STORED}
 

@@ -55,7 +55,7 @@ def test_far_keys(options: dict[str, Any], rel_width: int | None) -> None:
 
 @pytest.mark.thorough
 def test_every_alignment_of_a_window() -> None:
-    """The ends of all walks lie at every place of a tile, those of the window at every row of a block of table rows."""
+    """The ends of all loops lie at every place of a tile, those of the window at every row of a block of table rows."""
     for shift in range(16):
         positions = RelativePositions(-20 - shift, 20, "zero")
         inputs = make_inputs(1, 1, 33, 50, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=shift)
