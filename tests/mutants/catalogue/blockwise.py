@@ -17,7 +17,6 @@ from .places import (
     ON_RANDOM,
     ON_SCALE,
     ON_STACKS,
-    OPS,
     RANDOM,
     RANDOM_PACKED,
     STACKS,
@@ -399,7 +398,13 @@ OF_BLOCKWISE = (
         "autocast-inside",
         "autocast rounds the products within the forward",
         (f"{ON_OPS}::test_autocast_does_not_change_the_precision[blockwise]",),
-        (Change(OPS, "    with without_autocast(tensors.query.device):\n        kept = ", "    if True:\n        kept = "),),
+        (
+            Change(
+                AS_IMPLEMENTATION,
+                "        with without_autocast(tensors.query.device):\n            softmax_stats, kept",
+                "        if True:\n            softmax_stats, kept",
+            ),
+        ),
     ),
     Fault(
         "blockwise-keys-written-once-with-a-window",

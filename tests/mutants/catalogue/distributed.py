@@ -10,7 +10,7 @@ SHARDING, RING, EXCHANGE, RING_OPS, DTENSORS, PARTS = (
 )
 PUBLIC = "triton_relattn/distributed.py"
 LAUNCHER = f"{OF_KERNELS}/backward.py"
-OF_TRITON = "triton_relattn/_implementations/kernels.py"
+OF_TRITON, OF_BLOCKWISE = (f"triton_relattn/_implementations/{name}.py" for name in ("kernels", "blockwise"))
 ON_PARTS = "tests/interpreter/test_parts.py"
 
 
@@ -104,7 +104,7 @@ OF_DISTRIBUTED = (
         "ring-has-one-number-for-a-softmax",
         "the number of keys is lost where a mask adds the lowest number to all logits of a query",
         on("cases"),
-        (Change(PARTS, "return Result(out, largest, log_sum)", "return Result(out, largest + log_sum, 0 * log_sum)"),),
+        (Change(OF_BLOCKWISE, "return Part(out, largest, log_sum)", "return Part(out, largest + log_sum, 0 * log_sum)"),),
     ),
     Fault(
         "kernels-have-one-number-for-a-softmax",

@@ -133,7 +133,7 @@ OF_USE = (
         "an-untested-triton-is-used-silently",
         "kernels on a GPU are compiled by a Triton that came after the tests, and nothing says so",
         (f"{ON_IMPORTS}::test_a_gpu_with_an_untested_triton_is_told",),
-        (Change(IMPLEMENTATIONS, "            _warn_of_untested_triton(query.device)\n", ""),),
+        (Change(IMPLEMENTATIONS, "        TRITON.warn(query.device)\n", ""),),
     ),
     Fault(
         "lock-empties-another-file",
