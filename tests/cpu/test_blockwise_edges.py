@@ -409,7 +409,7 @@ def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> 
     """The fixture that the tests above rely on does cut queries and heads."""
     query, table = torch.zeros(1, 2, 37, 8), torch.zeros(73, 8)
     blocks = list(Call(*resolve(Arguments.of(query, query, query, table))).blocks())
-    bands = [block.frame.rel_key for block in blocks]
+    bands = [block.rel_key for block in blocks]
     small = "small_blocks" in request.node.name
     assert [(block.group.heads.start, block.queries.start, block.queries.stop) for block in blocks] == (
         [(head, *queries) for head in (0, 1) for queries in ((26, 37), (13, 26), (0, 13))] if small else [(0, 0, 37)]

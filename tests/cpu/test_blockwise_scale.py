@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -180,18 +181,18 @@ def test_results_do_not_depend_on_how_a_call_is_cut(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("table", [True, False])
 def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls, and frames of blocks that are done, are in no cycle that would wait for the garbage collector."""
+    """Calls, and blocks that are done with their frames and bands, are in no cycle that would wait for the garbage collector."""
     cut_blocks(monkeypatch, 16, 1, 4)
-    alive: list[weakref.ref[Any]] = []
-    most = 0
+    kinds = (partition.Call, partition.Block, partition.Frame, partition.Band)
+    alive: dict[Any, list[weakref.ref[Any]]] = {kind: [] for kind in kinds}
+    most = dict.fromkeys(kinds, 0)
 
     def watched(self: Any, *arguments: Any, make: Any) -> None:
-        nonlocal most
-        most = max(most, sum(each() is not None for each in alive))
-        alive.append(weakref.ref(self))
+        alive[type(self)].append(weakref.ref(self))
+        most[type(self)] = max(most[type(self)], sum(each() is not None for each in alive[type(self)]))
         make(self, *arguments)
 
-    for kind in (partition.Call, partition.Frame):
+    for kind in kinds:
         monkeypatch.setattr(kind, "__init__", functools.partialmethod(watched, make=kind.__init__))
     inputs = make_inputs(1, 4, 100, 100, 8, num_rows=199 if table else None, rel_p2c=table, dtype=torch.float32, seed=0)
     gc.disable()
@@ -199,8 +200,10 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
         forward_backward(attend, inputs, is_causal=True)
     finally:
         gc.enable()
-    assert len(alive) > 20 and most <= 3, f"{most} calls and frames at once"
-    assert not any(each() is not None for each in alive)
+    assert len(alive[partition.Block]) > 20 and most[partition.Call] == 1 and most[partition.Block] <= 2
+    # Those of two blocks: with rel_p2c, a block has a frame and a band for each of three ranges of keys beside its own.
+    assert most[partition.Frame] <= (8 if table else 2) and most[partition.Band] <= (8 if table else 0)
+    assert not any(each() is not None for each in itertools.chain(*alive.values()))
 
 
 def test_memory_by_names_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +233,6 @@ def test_blocks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = []
     for threads in (1, 2, 4, 64):
         monkeypatch.setattr(partition, "threads_of", lambda device, threads=threads: threads)
-        largest.append(max(block.frame.scores.numel() for block in Call(tensors, spec).blocks()))
+        largest.append(max(block.scores.numel() for block in Call(tensors, spec).blocks()))
     of_tensors = 2 * 4 * tensors.query.numel()
     assert largest[0] < largest[1] <= largest[2] <= largest[3] <= max(of_tensors, 8 * partition.BLOCK_QUERIES * 300), largest

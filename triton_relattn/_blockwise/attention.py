@@ -2,7 +2,7 @@
 
 A call is cut into blocks (partition.py): batches of matrices of scores, one for each sequence and head. A block has few queries
 or many, but always all keys that they see. So every step is one call of torch on a contiguous batch, and softmax is torch's own.
-The terms of the tables are added from bands (bands.py, mirror.py). With the gradients dO of out and dlse of lse:
+The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
 
     P  = softmax(scale * Q K^T + terms of other tables)              out = P V + term of rel_value
     dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,7 @@ import torch
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
-from .mirror import MirroredBand
-from .partition import Block, Call, Frame, matrices, of_heads, stacked
+from .partition import Block, Call, matrices, of_heads, stacked
 
 SHORT_ROW = 16
 """Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
@@ -35,25 +35,27 @@ fill the CPU's vectors."""
 
 def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
     """Pack the vectors that rel_key is multiplied with: rel_query, or else query, given as matrices."""
-    tensors, band = block.call.tensors, block.frame.rel_key
+    tensors, band = block.call.tensors, block.rel_key
     if band is None:
         return None
     return band.pack(block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype))
 
 
 def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
-    """Compute the masked logits, in place of the frame's scores; return the derivative of softcap, None without softcap."""
-    frame, spec = block.frame, block.call.spec
-    frame.scores.baddbmm_(query, block.key.mT, beta=0, alpha=spec.scale)
-    if frame.rel_key is not None and packed is not None:
-        frame.rel_key.add_terms(packed)
-    if frame.rel_bias is not None:
-        frame.rel_bias.add_terms()
-    if frame.rel_p2c is not None:
-        frame.rel_p2c.add_terms(frame.rel_p2c.pack(block.keys_of_pairs()))
+    """Compute the masked logits, in place of the block's scores; return the derivative of softcap, None without softcap."""
+    spec = block.call.spec
+    block.scores.baddbmm_(query, block.key.mT, beta=0, alpha=spec.scale)
+    if block.rel_key is not None and packed is not None:
+        block.rel_key.add_terms(packed)
+    if block.rel_bias is not None:
+        block.rel_bias.add_terms()
+    if block.rel_p2c:
+        vectors = block.keys_of_pairs()
+        for keys, band in block.rel_p2c:
+            band.add_terms(band.pack(vectors[:, :, keys]))
     slope = None
     if spec.softcap is not None:
-        limited = frame.scores.div_(spec.softcap).tanh_()
+        limited = block.scores.div_(spec.softcap).tanh_()
         slope = 1 - limited.square()
         limited.mul_(spec.softcap)
     block.mask()
@@ -63,7 +65,7 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
 def softmax(
     block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the probabilities of the frame's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
+    """Compute the probabilities of the block's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
     if all its logits are -inf.
 
     Args:
@@ -71,9 +73,9 @@ def softmax(
         lse: memory for the log-sum-exp of each row, as many numbers; None: it is not computed, which saves passes.
         largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
-    scores, total = block.frame.scores, None
-    is_short = scores.shape[-1] < SHORT_ROW
-    if lse is None and not block.has_blind and not is_short:
+    scores, total = block.scores, None
+    is_short, has_blind = scores.shape[-1] < SHORT_ROW, block.has_blind
+    if lse is None and not has_blind and not is_short:
         return torch.softmax(scores, -1, out=probs)
     largest = scores.amax(-1, keepdim=True)  # first: the probabilities may take the scores' place
     if is_short:
@@ -81,7 +83,7 @@ def softmax(
         probs.div_(total)
     else:
         torch.softmax(scores, -1, out=probs)
-    blind = largest == -math.inf if block.has_blind else None
+    blind = largest == -math.inf if has_blind else None
     if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
         blind = None
     if blind is not None:
@@ -144,26 +146,27 @@ def forward(
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
     for block in Call(tensors, spec).blocks():
-        place, lse_place, frame = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None, block.frame
+        place, lse_place = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None
         if block.num_keys == 0:
             block.put(out, place.zero_())
             if lse_place is not None:
                 block.put(lse[..., None], lse_place.fill_(-math.inf))
             continue
         query = block.matrices(tensors.query)
-        memory = frame.probs_in_place if kept is None else block.destination(block.pairs_of(kept), "probs")
+        place_of_probs = None if kept is None else block.pairs_of(kept)
+        memory = block.probs_in_place if place_of_probs is None else block.destination(place_of_probs, "probs")
         logits(block, query, pack_query(block, query))
         largest = None if largest_logits is None else block.place(largest_logits[..., None], "largest")
         probs = softmax(block, memory, lse_place, largest)
         if largest_logits is not None and largest is not None:
             block.put(largest_logits[..., None], largest)
-        if kept is not None:
-            block.store(block.pairs_of(kept), probs)
+        if place_of_probs is not None:
+            block.store(place_of_probs, probs)
         if block.dropout is not None:
-            probs = torch.mul(probs, block.dropout, out=frame.scores)
+            probs = torch.mul(probs, block.dropout, out=block.scores)
         result = weighted_values(block, probs, block.destination(place))
-        if frame.rel_value is not None:
-            frame.rel_value.add_rows(block.by_pair(result), frame.rel_value.fold(block.by_pair(probs)))
+        if block.rel_value is not None:
+            block.rel_value.add_products(block.by_pair(probs), block.by_pair(result), None)
         block.store(place, result)
         block.put(out, place)
         if lse_place is not None:
@@ -194,104 +197,99 @@ class Whole(NamedTuple):
     delta: torch.Tensor  # (B, Hq, Nq): rowsum(out * d_out) - d_lse
 
     def probs(self, block: Block) -> torch.Tensor:
-        """The probabilities of the frame's scores, which sum to one over all keys."""
+        """Return the probabilities of the block's scores, which sum to one over all keys."""
         largest, log_sum = (block.matrices(each[..., None]) for each in (self.largest, self.log_sum))
         # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
-        exponents = torch.minimum(block.frame.scores, largest, out=block.frame.probs).sub_(largest)
+        exponents = torch.minimum(block.scores, largest, out=block.probs).sub_(largest)
         return exponents.sub_(log_sum).exp_()
 
     def d_scores(self, block: Block, probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
-        """The gradient of the scores, in the place of d_probs."""
+        """Compute the gradient of the scores, in the place of d_probs."""
         return d_probs.sub_(block.matrices(self.delta[..., None])).mul_(probs)
 
 
-class Gradients(NamedTuple):
-    """Memory in which the gradients are collected; None for those that are not wanted. Rows of query and rel_query are written
-    once, in their dtype; the others are sums in the compute dtype, and tables are stacked.
+def new_totals(call: Call, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
+    """Allocate memory in which the gradients that are wanted are collected, by their names.
+
+    Rows of query and rel_query are written once, in their dtype. The others are sums in the compute dtype; tables are stacked,
+    and rel_p2c has its last row first.
     """
+    totals: dict[str, torch.Tensor] = {}
+    for name, tensor, want in zip(DIFFERENTIABLE, call.tensors, wanted, strict=False):
+        if not want or tensor is None:
+            continue
+        if name in ("query", "rel_query"):
+            totals[name] = gradient_like(tensor)
+        elif name in ("key", "value"):
+            total = new_like(tensor, tensor.shape[-1], call.dtype)
+            totals[name] = total if call.has_keys_once else total.zero_()
+        else:
+            totals[name] = stacked(torch.zeros(tensor.shape, dtype=call.dtype, device=tensor.device), name)
+    return totals
 
-    query: torch.Tensor | None
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-    rel_query: torch.Tensor | None
-    rel_key: torch.Tensor | None
-    rel_value: torch.Tensor | None
-    rel_bias: torch.Tensor | None
-    rel_p2c: torch.Tensor | None
-    """The last row first, see mirror.py."""
 
-    @staticmethod
-    def new(call: Call, wanted: Iterable[bool]) -> Gradients:
-        tensors, dtype = call.tensors, call.dtype
+def add_values(
+    totals: dict[str, torch.Tensor], block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None
+) -> None:
+    """Add a block's part to the gradients of value and rel_value."""
+    if "value" in totals:
+        add_transposed_product(block, totals["value"], probs, d_out)
+    if "rel_value" in totals and block.rel_value is not None:
+        block.rel_value.add_products(block.by_pair(probs), None, packed)
 
-        def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            if name in ("query", "rel_query"):
-                return gradient_like(tensor)
-            if name in ("key", "value"):
-                total = new_like(tensor, tensor.shape[-1], dtype)
-                return total if call.has_keys_once else total.zero_()
-            return stacked(torch.zeros(tensor.shape, dtype=dtype, device=tensor.device), name)
 
-        named = zip(DIFFERENTIABLE, tensors, wanted, strict=False)
-        return Gradients(*(new(name, tensor) if want and tensor is not None else None for name, tensor, want in named))
+def add_scores(
+    totals: dict[str, torch.Tensor], block: Block, query: torch.Tensor, packed: Packed | None, d_scores: torch.Tensor
+) -> None:
+    """Add a block's part to the gradients that depend on that of the scores."""
+    spec, band, pairs = block.call.spec, block.rel_key, block.frame.pairs
+    shares_query, for_table = block.call.tensors.rel_query is None, packed if "rel_key" in totals else None
+    if "key" in totals:
+        add_transposed_product(block, totals["key"], d_scores, query, spec.scale)
+    if "rel_bias" in totals and block.rel_bias is not None:
+        block.rel_bias.add_gradient(of_heads(totals["rel_bias"], block.group.heads))
+    if block.rel_p2c and ("key" in totals or "rel_p2c" in totals):
+        add_mirrored(totals, block)
+    if band is not None and packed is not None and not shares_query:
+        result = torch.zeros_like(packed[0]) if "rel_query" in totals else None
+        band.add_products(pairs, result, for_table)
+        if result is not None:
+            block.put(totals["rel_query"], block.place(totals["rel_query"]).copy_(result))
+    result = place = None
+    if "query" in totals:
+        place = block.place(totals["query"])
+        result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
+    if band is not None and shares_query:
+        band.add_products(pairs, None if result is None else block.by_pair(result), for_table)
+    if result is not None and place is not None:
+        block.store(place, result)
+        block.put(totals["query"], place)
 
-    @property
-    def need_scores(self) -> bool:
-        """Whether any gradient is wanted that depends on the gradient of the scores."""
-        return any(getattr(self, name) is not None for name in DIFFERENTIABLE if name not in ("value", "rel_value"))
 
-    def add_values(self, block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None) -> None:
-        """Add a block's part to the gradients of value and rel_value."""
-        band = block.frame.rel_value
-        if self.value is not None:
-            add_transposed_product(block, self.value, probs, d_out)
-        if self.rel_value is not None and band is not None and packed is not None:
-            band.collect(band.fold(block.by_pair(probs)), packed)
-
-    def add_scores(self, block: Block, query: torch.Tensor, packed: Packed | None, d_scores: torch.Tensor) -> None:
-        """Add a block's part to the other gradients."""
-        spec, frame, band = block.call.spec, block.frame, block.frame.rel_key
-        own_query = block.call.tensors.rel_query is not None
-        if self.key is not None:
-            add_transposed_product(block, self.key, d_scores, query, spec.scale)
-        if self.rel_bias is not None and frame.rel_bias is not None:
-            frame.rel_bias.add_gradient(of_heads(self.rel_bias, frame.heads))
-        if frame.rel_p2c is not None and not (self.key is None and self.rel_p2c is None):
-            self.add_mirrored(block, frame.rel_p2c)
-        folded = None
-        if band is not None and packed is not None:
-            folded = band.fold(frame.pairs)
-            if self.rel_key is not None:
-                band.collect(folded, packed)
-            if self.rel_query is not None:
-                result = torch.zeros_like(packed.rows)
-                band.add_rows(result, folded)
-                block.put(self.rel_query, block.place(self.rel_query).copy_(result))
-        if self.query is not None:
-            place = block.place(self.query)
-            result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
-            if band is not None and folded is not None and not own_query:
-                band.add_rows(block.by_pair(result), folded)
-            block.store(place, result)
-            block.put(self.query, place)
-
-    def add_mirrored(self, block: Block, band: MirroredBand) -> None:
-        """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
-        keys, of_keys = block.keys_of_pairs(), None if self.key is None else block.rows_of_keys(self.key)
-        sharing = block.group.sharing
-        d_key = of_keys if of_keys is None or sharing == 1 else torch.zeros_like(keys)
-        band.add_gradients(band.pack(keys), d_key, self.rel_p2c is not None)
-        if of_keys is not None and d_key is not None and sharing > 1:
+def add_mirrored(totals: dict[str, torch.Tensor], block: Block) -> None:
+    """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
+    vectors, of_keys = block.keys_of_pairs(), block.rows_of_keys(totals["key"]) if "key" in totals else None
+    sharing = block.group.sharing
+    d_key = of_keys if of_keys is None or sharing == 1 else torch.zeros_like(vectors)
+    for keys, band in block.rel_p2c:
+        packed = band.pack(vectors[:, :, keys]) if "rel_p2c" in totals else None
+        band.add_products(band.frame.pairs, None if d_key is None else d_key[:, :, keys], packed)
+    if of_keys is not None and d_key is not None:
+        if sharing > 1:
             of_keys.add_(d_key.unflatten(1, (-1, sharing)).sum(2))
-        if of_keys is not None and self.key is not None:
-            block.put_keys(self.key, of_keys)
+        block.put_keys(totals["key"], of_keys)
 
-    def add_tables(self, frame: Frame) -> None:
-        """Add the sums that a frame's blocks have collected to the gradients of rel_key, rel_value and rel_p2c."""
-        collected = ((frame.rel_key, self.rel_key), (frame.rel_value, self.rel_value), (frame.rel_p2c, self.rel_p2c))
-        for band, total in collected:
-            if band is not None and total is not None:
-                band.add_gradient(of_heads(total, frame.heads))
+
+def add_tables(totals: dict[str, torch.Tensor], block: Block) -> None:
+    """Add the sums that the bands of a frame have collected to the gradients of rel_key, rel_value and rel_p2c."""
+    heads = block.group.heads
+    if "rel_key" in totals and block.rel_key is not None:
+        block.rel_key.add_gradient(of_heads(totals["rel_key"], heads))
+    if "rel_value" in totals and block.rel_value is not None:
+        block.rel_value.add_gradient(of_heads(totals["rel_value"], heads))
+    if "rel_p2c" in totals:
+        for _, band in block.rel_p2c:
+            band.add_gradient(of_heads(totals["rel_p2c"], heads))
 
 
 def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
@@ -321,21 +319,24 @@ def backward(
         whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
     """
     call = Call(tensors, spec)
-    totals = Gradients.new(call, wanted)
-    for frame, blocks in groupby(call.blocks(), lambda block: block.frame):
+    totals = new_totals(call, wanted)
+    for _, blocks in groupby(call.blocks(), attrgetter("frame")):
         for block in blocks:
             add_block(totals, block, d_out, d_lse, kept, whole)
-        totals.add_tables(frame)
-    if totals.rel_p2c is not None:
-        totals = totals._replace(rel_p2c=totals.rel_p2c.flip(1))
-    return tuple(
-        None if total is None or tensor is None else (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
-        for total, tensor in zip(totals, tensors, strict=False)
-    )
+        add_tables(totals, block)
+    if "rel_p2c" in totals:
+        totals["rel_p2c"] = totals["rel_p2c"].flip(1)
+    gradients: list[torch.Tensor | None] = []
+    for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False):
+        total = totals.get(name)
+        if total is not None and tensor is not None:
+            total = (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
+        gradients.append(total)
+    return tuple(gradients)
 
 
 def add_block(
-    totals: Gradients,
+    totals: dict[str, torch.Tensor],
     block: Block,
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
@@ -344,34 +345,35 @@ def add_block(
 ) -> None:
     """Add a block's part to all gradients."""
     if block.num_keys == 0:
-        for rows in (totals.query, totals.rel_query):
-            if rows is not None:
-                block.put(rows, block.place(rows).zero_())
+        for name in ("query", "rel_query"):
+            if name in totals:
+                block.put(totals[name], block.place(totals[name]).zero_())
         return
     block.group.clean()
-    frame, band, slope, missing = block.frame, block.frame.rel_value, None, block.group.no_queries
+    band, slope, missing = block.rel_value, None, block.group.no_queries
     query, rows = block.matrices(block.call.tensors.query), block.matrices(d_out)
     packed_query = pack_query(block, query)
     packed = None if band is None else band.pack(block.by_pair(rows))
     if kept is None:
         slope = logits(block, query, packed_query)
-        probs = softmax(block, frame.probs) if whole is None else whole.probs(block)
+        probs = softmax(block, block.probs) if whole is None else whole.probs(block)
         if missing is not None:
             probs.flatten(0, 1).index_fill_(0, missing, 0)
     else:
-        probs = matrices(block.pairs_of(kept), block.group.sharing, frame.scores.dtype)
-    totals.add_values(block, probs if block.dropout is None else probs * block.dropout, rows, packed)
-    if totals.need_scores:
-        d_probs = torch.bmm(rows, block.value.mT, out=frame.scores)
-        if band is not None and packed is not None:
-            band.add_terms(packed)
-        if block.dropout is not None:
-            d_probs.mul_(block.dropout)
-        d_scores = softmax_backward(probs, d_probs) if whole is None else whole.d_scores(block, probs, d_probs)
-        if d_lse is not None:
-            d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
-        if slope is not None:
-            d_scores.mul_(slope)
-        if missing is not None:
-            d_scores.flatten(0, 1).index_fill_(0, missing, 0)
-        totals.add_scores(block, query, packed_query, d_scores)
+        probs = matrices(block.pairs_of(kept), block.group.sharing, block.scores.dtype)
+    add_values(totals, block, probs if block.dropout is None else probs * block.dropout, rows, packed)
+    if totals.keys() <= {"value", "rel_value"}:
+        return
+    d_probs = torch.bmm(rows, block.value.mT, out=block.scores)
+    if band is not None and packed is not None:
+        band.add_terms(packed)
+    if block.dropout is not None:
+        d_probs.mul_(block.dropout)
+    d_scores = softmax_backward(probs, d_probs) if whole is None else whole.d_scores(block, probs, d_probs)
+    if d_lse is not None:
+        d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
+    if slope is not None:
+        d_scores.mul_(slope)
+    if missing is not None:
+        d_scores.flatten(0, 1).index_fill_(0, missing, 0)
+    add_scores(totals, block, query, packed_query, d_scores)

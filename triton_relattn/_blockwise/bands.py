@@ -16,20 +16,21 @@ A band has M - 1 more columns than the scores, which are computed for nothing. T
 table are rows of one product. The more there are, the fewer queries of each a panel needs to be efficient.
 
 Keys beyond the table are *far*: their term is that of an end row, one number for each query, or nothing.
+
+The table that meets the keys, rel_p2c, has bands of the same kind. Seen from the keys, key n and query m of a block need the row
+of ``-first_position + m - n``: take keys for queries and queries for keys, turn the sign of all positions, and with it the order
+of the table's rows. That is a frame's *mirror*. Its scores are the same memory, transposed.
 """
 
 from __future__ import annotations
 
-import weakref
+import math
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .mirror import Mirror
-    from .partition import Frame
+from .frame import Frame
 
 FEWEST_ROWS = 64
 """Fewest rows of a product with a window: with fewer it is slow."""
@@ -40,113 +41,92 @@ PANEL_SHARE = 64
 PANEL_COLUMNS = 12
 """Fewest columns of a band: products with fewer are slow."""
 OVERLAPPED = 4
-"""Gradients of windows are each padded with zeros to the length of all together and summed in one step, if that is at most so
-many times the length of one. Else they are added piece by piece."""
+"""Gradients of windows are padded to the length of all together and summed in one step, if that is at most so many times the
+length of one. Else they are added piece by piece."""
 
 TableRows = slice | None
 """The table rows of some positions: one row each, one row for all, or None."""
+Packed = tuple[torch.Tensor, torch.Tensor]
+"""A vector for each query, (sequences, heads, queries, width), and the same as (tables * panels, rows of a panel, width), for
+products with windows."""
 
 
-class Reach:
-    """The relative positions of a frame's queries and keys, and their table rows."""
+def window_parts(frame: Frame, num_queries: int) -> list[tuple[slice, TableRows]]:
+    """Return ranges of the relative positions of queries and near keys, counted from the lowest, with their table rows; None for
+    positions of no visible pair.
 
-    def __init__(self, frame: Frame | Mirror, num_tables: int, num_queries: int) -> None:
-        """num_queries: number of queries of the frame, or more if the last panel goes beyond them."""
-        self.frame: Frame | Mirror = weakref.proxy(frame)  # a cycle would keep its memory until the next garbage collection
-        self.num_tables, self.sharing = num_tables, frame.num_heads // num_tables
-        spec, first = frame.spec, frame.first_position
-
-        # Near keys: those that some query sees at a position from spec.first to spec.last.
-        start = min(max(spec.first - first - frame.extra, 0), frame.num_keys)
-        stop = min(max(spec.last - first + frame.num_queries, start), frame.num_keys)
-        self.near, self.num_near = slice(start, stop), stop - start
-        ends = ((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))
-        # An end row that no visible pair has is not read: it may hold NaN.
-        self.far = [(keys, row) for keys, row in ends if spec.clamp and keys.start < keys.stop and self._visible(keys)]
-
-        # Positions of near keys. Only those from low to high belong to visible pairs.
-        self.positions = range(first + start - num_queries + 1, first + stop + frame.extra)
-        visible = self._visible(self.near) or range(self.positions.start, self.positions.start)
-        self.low, self.high = visible.start, visible.stop - 1
-
-    def _visible(self, keys: slice) -> range:
-        """Return the relative positions of all queries and some keys, as far as pairs with them are visible."""
-        low, high = self.frame.visible(slice(0, self.frame.num_queries), keys)
-        return range(low, high + 1)
-
-    @cached_property
-    def index(self) -> torch.Tensor:
-        """Where the near pairs of sequences that are shifted find their position: (sequences, 1, queries, keys)."""
-        return self.frame.shifted(self.near)  # type: ignore[union-attr]  # mirrors have no shifts
-
-    @cached_property
-    def parts(self) -> list[tuple[slice, TableRows]]:
-        """Ranges of near positions, counted from the first, with their table rows; None for positions of no pair."""
-        spec = self.frame.spec
-        start, stop = (min(max(position, self.low), self.high + 1) for position in (spec.first, spec.last + 1))
-        last = spec.last - spec.first
-        before, after = (slice(0, 1), slice(last, last + 1)) if spec.clamp else (None, None)
-        rows = (None, before, slice(start - spec.first, stop - spec.first), after, None)
-        borders = (self.positions.start, self.low, start, stop, self.high + 1, self.positions.stop)
-        parts = [slice(start - borders[0], stop - borders[0]) for start, stop in pairwise(borders)]
-        return [(part, row) for part, row in zip(parts, rows, strict=True) if part.start < part.stop]
-
-    def window(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the table rows of the near positions, (tables, positions, width). Rows that no pair uses are not read: they may
-        hold NaN."""
-        pieces = []
-        for part, rows in self.parts:
-            size = (table.shape[0], part.stop - part.start, table.shape[2])
-            pieces.append(table.new_zeros(size) if rows is None else table[:, rows].expand(size))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-    def add_to_table(self, total: torch.Tensor, of_window: torch.Tensor) -> None:
-        """Add the gradient of a window to total, the gradient of the table."""
-        for part, rows in self.parts:
-            if rows is not None:
-                piece = of_window[:, part]
-                is_end = rows.stop - rows.start < part.stop - part.start
-                total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
+    Args:
+        num_queries: number of queries of the frame, or more if the last panel goes beyond them.
+    """
+    spec, lowest = frame.spec, frame.first_position + frame.near.start - num_queries + 1
+    seen = frame.visible(frame.near) or range(lowest, lowest)
+    start, stop = min(max(spec.first, seen.start), seen.stop), min(max(spec.last + 1, seen.start), seen.stop)
+    last = spec.last - spec.first
+    before, after = (slice(0, 1), slice(last, last + 1)) if spec.clamp else (None, None)
+    all_rows = (None, before, slice(start - spec.first, stop - spec.first), after, None)
+    borders = (lowest, seen.start, start, stop, seen.stop, frame.first_position + frame.near.stop + frame.extra)
+    parts = []
+    for (begin, end), rows in zip(pairwise(borders), all_rows, strict=True):
+        if begin < end:
+            parts.append((slice(begin - lowest, end - lowest), rows))
+    return parts
 
 
-class Packed(NamedTuple):
-    """A vector for each query."""
-
-    rows: torch.Tensor  # (sequences, heads, queries, width)
-    panels: torch.Tensor  # the same as (tables * panels, rows of a panel, width), for products with windows
-
-
-class Folded(NamedTuple):
-    """Sums over the keys of each query and table row: a band for near keys, one number for the far keys of an end row."""
-
-    band: torch.Tensor | None  # (tables * panels, rows, width)
-    far: list[torch.Tensor]  # (sequences, heads, queries, 1), for each of Reach.far
+def window_of(table: torch.Tensor, parts: list[tuple[slice, TableRows]]) -> torch.Tensor:
+    """Return the table rows of successive positions, (tables, positions, width). Rows that no pair uses are not read: they may
+    hold NaN."""
+    pieces = []
+    for part, rows in parts:
+        size = (table.shape[0], part.stop - part.start, table.shape[2])
+        pieces.append(table.new_zeros(size) if rows is None else table[:, rows].expand(size))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-class Band(Reach):
+def add_to_table(total: torch.Tensor, parts: list[tuple[slice, TableRows]], of_window: torch.Tensor) -> None:
+    """Add the gradient of a window to total, the gradient of the table."""
+    for part, rows in parts:
+        if rows is not None:
+            piece = of_window[:, part]
+            is_end = rows.stop - rows.start < part.stop - part.start
+            total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
+
+
+class Band:
     """A table of vectors, (tables, R, width), and its products for the pairs of a frame."""
 
-    def __init__(self, frame: Frame | Mirror, table: torch.Tensor, scale: float, name: str) -> None:
-        """name: names its memory among the call's buffers."""
-        num_tables = table.shape[0]
-        rows = frame.num_sequences * (frame.num_heads // num_tables)
+    def __init__(self, frame: Frame, table: torch.Tensor, scale: float, name: str, memory: str) -> None:
+        """Choose the panels.
+
+        Args:
+            name: names the memory for the gradient of the windows, which lasts as long as the frame.
+            memory: names the memory for a band. Without rel_value it is that of the probabilities, which are then not needed at
+                the same time.
+        """
+        self.frame, self.table, self.scale, self.name, self.memory = frame, table, scale, name, memory
+        self.num_tables, num_queries = table.shape[0], frame.num_queries
+        self.sharing = frame.num_heads // self.num_tables
+        rows = frame.num_sequences * self.sharing
         wider = min(-(-PANEL_ROWS // rows), frame.num_keys // WIDER_SHARE)
         fewest = max(wider, -(-FEWEST_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
-        self.panel = frame.num_queries  # queries of each panel; the last may have fewer
-        if fewest < frame.num_queries and frame.shifts is None:
-            sizes = range(fewest, 2 * fewest)
-            self.panel = next((size for size in sizes if frame.num_queries % size == 0), fewest)
-        self.num_panels = -(-frame.num_queries // self.panel)
-        super().__init__(frame, num_tables, self.num_panels * self.panel)
-        self.table, self.scale, self.name, self.width = table, scale, name, self.num_near + self.panel - 1 + frame.extra
-        self.num_full = frame.num_queries // self.panel
+        self.panel = num_queries  # queries of each panel; the last may have fewer
+        if fewest < num_queries and frame.shifts is None:
+            self.panel = fewest
+            for size in range(fewest, 2 * fewest):
+                if num_queries % size == 0:
+                    self.panel = size
+                    break
+        self.num_panels, self.num_full = -(-num_queries // self.panel), num_queries // self.panel
+        self.sizes = (self.num_tables, self.num_panels, frame.num_sequences, self.sharing, self.panel)
+        self.width = frame.num_near + self.panel - 1 + frame.extra
+        self.length = frame.num_near + self.num_panels * self.panel - 1 + frame.extra  # of the windows of all panels together
+        self.parts = window_parts(frame, self.num_panels * self.panel)
         self._of_windows: torch.Tensor | None = None
         self._of_ends: dict[int, torch.Tensor] = {}
 
     @cached_property
     def windows(self) -> torch.Tensor:
         """The window of each panel, (tables * panels, width of the table, self.width)."""
-        window = self.window(self.table)
+        window = window_of(self.table, self.parts)
         if self.num_panels > 1:
             window = window.unfold(1, self.width, self.panel).mT.flip(1).flatten(0, 1)  # copied row by row
         return window.mT
@@ -157,13 +137,13 @@ class Band(Reach):
         if self.num_tables == self.num_panels == 1:
             return [rows[None, None]]
         sequences, _, num_queries, width = rows.shape
-        sizes, full = (sequences, self.num_tables, self.sharing), self.num_full * self.panel
-        if full == num_queries:
-            pieces = [rows.view(*sizes, self.num_full, self.panel, width)]
-        else:
-            pieces = [rows[:, :, :full].view(*sizes, self.num_full, self.panel, width)]
-            pieces.append(rows[:, :, full:].view(*sizes, 1, num_queries - full, width))
-        return [piece.permute(1, 3, 0, 2, 4, 5) for piece in pieces]
+        full, sizes = self.num_full * self.panel, (sequences, self.num_tables, self.sharing)
+        rest = num_queries - full
+        whole = rows[:, :, :full] if rest else rows
+        pieces = [whole.view(*sizes, self.num_full, self.panel, width).permute(1, 3, 0, 2, 4, 5)]
+        if rest:
+            pieces.append(rows[:, :, full:].view(*sizes, 1, rest, width).permute(1, 3, 0, 2, 4, 5))
+        return pieces
 
     def in_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return views of (tables, panels, sequences, sharing, self.panel, ...) that match those of panels()."""
@@ -172,104 +152,115 @@ class Band(Reach):
         rest = packed[:, self.num_full :, :, :, : self.frame.num_queries - self.num_full * self.panel]
         return [packed[:, : self.num_full], rest]
 
-    def shape(self, width: int) -> tuple[int, int, int, int, int, int]:
-        return self.num_tables, self.num_panels, self.frame.num_sequences, self.sharing, self.panel, width
-
     def pack(self, rows: torch.Tensor) -> Packed:
         """Put (sequences, heads, queries, width) in panels, with zeros where the last panel has fewer queries."""
         pieces = self.panels(rows)
         packed = pieces[0]
         if len(pieces) > 1:
-            packed = rows.new_zeros(self.shape(rows.shape[-1]))
+            packed = rows.new_zeros((*self.sizes, rows.shape[-1]))
             for place, piece in zip(self.in_panels(packed), pieces, strict=True):
                 place.copy_(piece)
-        return Packed(rows, packed.reshape(self.num_tables * self.num_panels, -1, rows.shape[-1]))
+        return rows, packed.reshape(self.num_tables * self.num_panels, -1, rows.shape[-1])
 
     @cached_property
     def band(self) -> torch.Tensor:
-        """Memory for a band, (tables * panels, rows of a panel, self.width). Without rel_value it is that of the probabilities,
-        which are then not needed at the same time."""
-        name = "band" if "rel_value" in self.frame.call.tables else "probs"
-        return self.frame.call.buffer(name, self.shape(self.width)).view(self.num_tables * self.num_panels, -1, self.width)
+        """Memory for a band, (tables * panels, rows of a panel, self.width)."""
+        shape = self.num_tables * self.num_panels, math.prod(self.sizes[2:]), self.width
+        return self.frame.buffers(self.memory, shape)
 
     @cached_property
     def skewed(self) -> list[torch.Tensor]:
         """The band in the order of the scores, as views that match those of panels(), if no sequence is shifted."""
-        strides = *self.band.view(self.shape(self.width)).stride()[:4], self.width - 1, 1
-        return self.in_panels(self.band.as_strided(self.shape(self.num_near), strides, self.panel - 1))
+        strides = *self.band.view(*self.sizes, self.width).stride()[:4], self.width - 1, 1
+        return self.in_panels(self.band.as_strided((*self.sizes, self.frame.num_near), strides, self.panel - 1))
 
     @cached_property
     def scores(self) -> list[torch.Tensor]:
         """The near keys' part of the frame's scores as panels() returns them."""
-        return self.panels(self.frame.pairs[..., self.near])
+        return self.panels(self.frame.pairs[..., self.frame.near])
 
     def add_terms(self, packed: Packed) -> None:
         """Add scale * rows . table to the frame's scores."""
-        pairs, is_shifted = self.frame.pairs, self.frame.shifts is not None
+        frame, pairs, (rows, panels) = self.frame, self.frame.pairs, packed
+        num_near, is_shifted = frame.num_near, frame.shifts is not None
         if (
             not is_shifted
-            and pairs.shape[2] == self.num_tables == 1
-            and self.num_near == pairs.shape[3] > 0
+            and frame.num_queries == self.num_tables == 1
+            and num_near == frame.num_keys > 0
             and pairs.is_contiguous()
         ):
             # With one query, as in decoding, the band has the order of the scores.
-            pairs.view(-1, self.num_near).addmm_(packed.panels[0], self.windows[0], alpha=self.scale)
-        elif self.num_near:
-            self.band.baddbmm_(packed.panels, self.windows, beta=0, alpha=self.scale)
+            pairs.view(-1, num_near).addmm_(panels[0], self.windows[0], alpha=self.scale)
+        elif num_near:
+            self.band.baddbmm_(panels, self.windows, beta=0, alpha=self.scale)
             if is_shifted:
-                band = self.band.view(self.shape(self.width))
-                self.scores[0].add_(band.gather(-1, self.index.expand(self.shape(self.num_near))))
+                band = self.band.view(*self.sizes, self.width)
+                self.scores[0].add_(band.gather(-1, frame.shifted_near.expand(*self.sizes, num_near)))
             else:
                 for place, terms in zip(self.scores, self.skewed, strict=True):
                     place.add_(terms)
-        for keys, row in self.far:
-            self.frame.pairs[..., keys].add_(packed.rows @ self.table[:, row].mT, alpha=self.scale)
+        for keys, row in frame.far:
+            pairs[..., keys].add_(rows @ self.table[:, row].mT, alpha=self.scale)
 
-    def fold(self, pairs: torch.Tensor) -> Folded:
-        """Sum numbers by pair over the keys of each query and table row."""
-        if self.num_near:
-            if self.width > self.num_near:
-                self.band.zero_()
-            pieces = self.scores if pairs is self.frame.pairs else self.panels(pairs[..., self.near])
-            if self.frame.shifts is not None:
-                self.band.view(self.shape(self.width)).scatter_(-1, self.index.expand(self.shape(self.num_near)), pieces[0])
-            else:
-                for place, piece in zip(self.skewed, pieces, strict=True):
-                    place.copy_(piece)
-        return Folded(self.band if self.num_near else None, [pairs[..., keys].sum(-1, keepdim=True) for keys, _ in self.far])
+    def add_products(self, pairs: torch.Tensor, total: torch.Tensor | None, packed: Packed | None) -> None:
+        """Sum numbers by pair over the keys of each query and table row, and multiply the sums with the table or with vectors.
 
-    def add_rows(self, total: torch.Tensor, folded: Folded) -> None:
-        """Add scale * folded @ table to total (sequences, heads, queries, width)."""
-        if folded.band is not None:
-            product = self.frame.call.buffer("products", self.shape(self.table.shape[2]))
-            torch.bmm(folded.band, self.windows.mT, out=product.view(*folded.band.shape[:2], -1))
-            for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
-                place.add_(piece, alpha=self.scale)
-        for sums, (_, row) in zip(folded.far, self.far, strict=True):
-            total.add_(sums * self.table[:, row], alpha=self.scale)
+        Args:
+            pairs: the numbers, (sequences, heads, queries, keys).
+            total: add scale * sums @ table to it, (sequences, heads, queries, width).
+            packed: add sums^T @ rows to what add_gradient() will add to the gradient of the table.
+        """
+        frame, table = self.frame, self.table
+        if total is None and packed is None:
+            return
+        if frame.num_near:
+            self._fold(pairs)
+            if packed is not None:
+                self._collect(packed[1])
+            if total is not None:
+                product = frame.buffers("products", (*self.sizes, table.shape[2]))
+                torch.bmm(self.band, self.windows.mT, out=product.view(*self.band.shape[:2], -1))
+                for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
+                    place.add_(piece, alpha=self.scale)
+        for number, (keys, row) in enumerate(frame.far):
+            sums = pairs[..., keys].sum(-1, keepdim=True)
+            if packed is not None:
+                of_end = (sums * packed[0]).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
+                self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
+            if total is not None:
+                total.add_(sums * table[:, row], alpha=self.scale)
 
-    def collect(self, folded: Folded, packed: Packed) -> None:
-        """Add folded^T @ rows to the sums that add_gradient() will add to the gradient of the table."""
-        if folded.band is not None:
-            beta = 0 if self._of_windows is None else 1
-            if self._of_windows is None:
-                shape = folded.band.shape[0], self.width, packed.panels.shape[2]
-                self._of_windows = self.frame.call.buffer(f"gradient of windows of {self.name}", shape)
-            self._of_windows.baddbmm_(folded.band.mT, packed.panels, beta=beta)
-        for number, sums in enumerate(folded.far):
-            of_end = (sums * packed.rows).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
-            self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
+    def _fold(self, pairs: torch.Tensor) -> None:
+        """Copy numbers by pair into the band, with zeros around them."""
+        frame = self.frame
+        if self.width > frame.num_near:
+            self.band.zero_()
+        pieces = self.scores if pairs is frame.pairs else self.panels(pairs[..., frame.near])
+        if frame.shifts is not None:
+            index = frame.shifted_near.expand(*self.sizes, frame.num_near)
+            self.band.view(*self.sizes, self.width).scatter_(-1, index, pieces[0])
+        else:
+            for place, piece in zip(self.skewed, pieces, strict=True):
+                place.copy_(piece)
+
+    def _collect(self, panels: torch.Tensor) -> None:
+        """Add the gradient of the windows to that of the blocks before."""
+        beta = 0 if self._of_windows is None else 1
+        if self._of_windows is None:
+            shape = self.band.shape[0], self.width, panels.shape[2]
+            self._of_windows = self.frame.buffers(f"gradient of windows of {self.name}", shape)
+        self._of_windows.baddbmm_(self.band.mT, panels, beta=beta)
 
     def add_gradient(self, total: torch.Tensor) -> None:
         """Add the collected sums to total, the gradient of the table. Call it once."""
         if self._of_windows is not None:
-            self.add_to_table(total, self._overlapped(self._of_windows).mul_(self.scale))
+            add_to_table(total, self.parts, self._overlapped(self._of_windows).mul_(self.scale))
         for number, of_end in self._of_ends.items():
-            total[:, self.far[number][1]] += of_end.mul_(self.scale)
+            total[:, self.frame.far[number][1]] += of_end.mul_(self.scale)
 
     def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
         """Sum the gradients of the panels' windows, which overlap, to that of the window of all near positions."""
-        count, panel, length = self.num_panels, self.panel, len(self.positions)
+        count, panel, length = self.num_panels, self.panel, self.length
         if count == 1:
             return of_windows
         depth = of_windows.shape[2]
@@ -287,46 +278,57 @@ class Band(Reach):
         return total.flip(1).flatten(1, 2)[:, :length]
 
 
-class Bias(Reach):
+class Bias:
     """A table of numbers, (tables, R, 1), for the pairs of a frame."""
 
     def __init__(self, frame: Frame, table: torch.Tensor) -> None:
-        super().__init__(frame, table.shape[0], frame.num_queries)
-        self.table = table
+        self.frame, self.table, self.parts = frame, table, window_parts(frame, frame.num_queries)
+        self.tables_and_sharing = table.shape[0], frame.num_heads // table.shape[0]
 
     @cached_property
     def by_query(self) -> torch.Tensor:
         """The numbers of near keys, (1 or sequences, tables, 1, queries, keys)."""
-        window = self.window(self.table)[..., 0]
+        window = window_of(self.table, self.parts)[..., 0]
         if self.frame.shifts is not None:
-            return window[:, self.index[:, 0]].transpose(0, 1)[:, :, None]
-        return window.unfold(1, self.num_near, 1).flip(1)[None, :, None]
+            return window[:, self.frame.shifted_near[:, 0]].transpose(0, 1)[:, :, None]
+        return window.unfold(1, self.frame.num_near, 1).flip(1)[None, :, None]
 
     def add_terms(self) -> None:
         """Add the number of each pair to the frame's scores."""
-        pairs = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing))
-        if self.num_near:
-            pairs[..., self.near].add_(self.by_query)
-        for keys, row in self.far:
+        pairs = self.frame.pairs.unflatten(1, self.tables_and_sharing)
+        if self.frame.num_near:
+            pairs[..., self.frame.near].add_(self.by_query)
+        for keys, row in self.frame.far:
             pairs[..., keys].add_(self.table[:, row, None])
 
     def add_gradient(self, total: torch.Tensor) -> None:
         """Add the frame's scores, summed over the pairs of each row, to total, the gradient of the table."""
-        pairs, width = self.frame.pairs.unflatten(1, (self.num_tables, self.sharing)), len(self.positions)
-        if self.frame.shifts is not None:
-            pairs = pairs.sum(2)
-            if self.num_near:
-                band = pairs.new_zeros(*pairs.shape[:3], width)
-                band.scatter_(-1, self.index.expand(*pairs.shape[:3], -1), pairs[..., self.near])
-                self.add_to_table(total, band.sum((0, 2))[..., None])
-            pairs = pairs.sum(0)
-        else:
-            pairs = pairs.sum((0, 2))
-        if self.num_near and self.frame.shifts is None:
-            num_queries = self.frame.num_queries
-            band = pairs.new_zeros(self.num_tables, num_queries, width)
-            strides = (num_queries * width, width - 1, 1)
-            band.as_strided((self.num_tables, num_queries, self.num_near), strides, num_queries - 1).copy_(pairs[..., self.near])
-            self.add_to_table(total, band.sum(1)[..., None])
-        for keys, row in self.far:
+        frame, width = self.frame, self.frame.num_near + self.frame.num_queries - 1 + self.frame.extra
+        pairs = frame.pairs.unflatten(1, self.tables_and_sharing)
+        pairs = pairs.sum((0, 2) if frame.shifts is None else 2)
+        if frame.num_near:
+            band = pairs.new_zeros(*pairs.shape[:-1], width)
+            if frame.shifts is None:
+                strides = (frame.num_queries * width, width - 1, 1)
+                band.as_strided((*pairs.shape[:-1], frame.num_near), strides, frame.num_queries - 1).copy_(pairs[..., frame.near])
+                band = band.sum(1)
+            else:
+                band.scatter_(-1, frame.shifted_near.expand(*pairs.shape[:3], -1), pairs[..., frame.near])
+                band = band.sum((0, 2))
+            add_to_table(total, self.parts, band[..., None])
+        pairs = pairs if frame.shifts is None else pairs.sum(0)
+        for keys, row in frame.far:
             total[:, row] += pairs[..., keys].sum((1, 2)).view(-1, 1, 1)
+
+
+def mirrored_bands(frame: Frame, table: torch.Tensor, scale: float, memory: str) -> list[tuple[slice, Band]]:
+    """Return the keys of a frame with the bands of rel_p2c, (tables, R, width), its last row first, for them.
+
+    Keys that are far for all queries are mirrors of their own: for them a key's product with an end row is enough.
+    """
+    found: list[tuple[slice, Band]] = []
+    for start, stop in pairwise((0, frame.near.start, frame.near.stop, frame.num_keys)):
+        if start < stop:
+            keys = slice(start, stop)
+            found.append((keys, Band(frame.mirror(keys), table, scale, f"rel_p2c {len(found)}", memory)))
+    return found

@@ -44,8 +44,8 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     threads = partition.threads_of(tensors.query.device)
     fewest, elements = min(batch * num_heads, threads), threads * partition.ELEMENTS_PER_THREAD
     most_queries = max(partition.BLOCK_QUERIES, elements // max(fewest * num_keys, 1))
-    columns = list(partition.evenly(width, min(width, most_queries)))
-    rows = list(partition.evenly(height, max(most_queries // max(width, 1), 1)))
+    columns = partition.evenly(width, min(width, most_queries))
+    rows = partition.evenly(height, max(most_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
     for heads in partition.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
         found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in partition.evenly(prefix, most_queries)]

@@ -7,18 +7,17 @@ queries of a few heads of a long one. Which sequences are computed together is t
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
-from .bands import Band, Bias
-from .mirror import MirroredBand
+from .bands import Band, Bias, mirrored_bands
+from .frame import Buffers, Frame, bounds, hide
 from .stacks import Places, Stack, cut, members, stacks
 
 BLOCK_QUERIES = 128
@@ -26,28 +25,17 @@ BLOCK_QUERIES = 128
 FEWEST_QUERIES = 32
 """Queries of a block whose window is shorter."""
 ELEMENTS_PER_THREAD = 1 << 19
-"""Scores of a block for each thread, two megabytes. A megabyte, as much as each of two cores had for itself beside 32 that they
-shared, took 10 to 25 % longer at lengths from 700 to 2,048: to start the steps of a block takes time, too."""
+"""Scores of a block for each thread, two megabytes. One megabyte, the L2 cache of a core, took 10 to 25 % longer at lengths from
+700 to 2,048, because every step of a block takes time to start."""
 FEWEST_THREADS = 2
 """Threads whose scores a block may have in any case. With more threads its scores take no more memory than the call's tensors and
 their gradients: 64 threads would have all scores at once up to a length of 2,000."""
 THREADS_ELSEWHERE = 64
-"""Threads that a device other than a CPU counts as: the time of its steps is that of starting them, unless they are large."""
+"""Number of threads assumed for a device other than a CPU: its blocks must be so large that starting their steps does not take
+most of the time."""
 
-
-class Buffers:
-    """Memory by names, of one dtype and device, which blocks use one after the other."""
-
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
-        self.like, self.dtype = like, dtype
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return memory of that name, uninitialised."""
-        size, buffer = math.prod(shape), self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            self._buffers[name] = buffer = self.like.new_empty(size, dtype=self.dtype)
-        return buffer[:size].view(shape)
+Terms = tuple[Band | None, Band | None, Bias | None, list[tuple[slice, Band]]]
+"""The terms of rel_key, rel_value and rel_bias, and those of rel_p2c with the keys that each is for; None or empty without."""
 
 
 class Call:
@@ -56,19 +44,20 @@ class Call:
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
         self.tensors, self.spec = tensors, spec
         self.dtype = compute_dtype(tensors.query.dtype)
-        self.tables = {
-            name: stacked(getattr(tensors, name).to(self.dtype).contiguous(), name)
-            for name in TABLES
-            if getattr(tensors, name) is not None
-        }
+        self.tables: dict[str, torch.Tensor] = {}
+        for name in TABLES:
+            table = getattr(tensors, name)
+            if table is not None:
+                self.tables[name] = stacked(table.to(self.dtype).contiguous(), name)
         if "rel_p2c" in self.tables:
-            self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see mirror.py
-        self.buffer = Buffers(tensors.query, self.dtype)
+            self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see bands.py
+        self.buffers = Buffers(tensors.query, self.dtype)
         left, right = spec.window_left, spec.window_right
         window = left + right + 1 if left >= 0 and right >= 0 else BLOCK_QUERIES
         self.most_queries = min(BLOCK_QUERIES, max(window, FEWEST_QUERIES))
         """The largest number of queries of a block: most scores of one much longer than the window would be hidden."""
-        self._frame: tuple[Any, Frame] | None = None
+        self.stacks = list(stacks(tensors, spec, self.most_queries))
+        self.has_tables_of_heads = any(table.shape[0] > 1 for table in self.tables.values())
 
     @cached_property
     def has_infinite_table(self) -> bool:
@@ -82,34 +71,38 @@ class Call:
     def has_keys_once(self) -> bool:
         """Whether each key and head of it is in one block, and none is in no block: gradients are written there, not added."""
         tensors, spec = self.tensors, self.spec
-        varying = (tensors.key_lengths, tensors.query_offsets, tensors.cu_seqlens_q, tensors.dropout_origins)
-        if any(tensor is not None for tensor in varying) or max(spec.window_left, spec.window_right) >= 0:
+        alike = tensors.key_lengths is tensors.query_offsets is tensors.cu_seqlens_q is tensors.dropout_origins is None
+        if not alike or max(spec.window_left, spec.window_right) >= 0:
             return False
-        (stack,) = stacks(tensors, spec, BLOCK_QUERIES)
+        (stack,) = self.stacks
         num_queries, num_heads = self._block_size(stack)
         heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
         return 0 < stack.num_queries <= num_queries and 0 < heads <= num_heads * key_heads
 
-    def frame(self, group: Group, num_queries: int, keys: slice, position: int) -> Frame:
-        """Return a frame of this shape, whose first query is at this position: that of the block before, if it fits."""
-        per_head = any(table.shape[0] > 1 for table in self.tables.values())
-        heads = group.heads.start if per_head else None
-        num_keys, first_position, stack = keys.stop - keys.start, keys.start - position, group.sequences
-        kind: tuple[Any, ...] = (len(stack.batch), group.num_heads, group.sharing, heads, num_queries, num_keys, first_position)
-        kind += (stack.keys, stack.queries, stack.shifts) if stack.is_mixed else ()
-        if self._frame is None or self._frame[0] != kind:
-            self._frame = kind, Frame(group, num_queries, num_keys, first_position, keys.start)
-        return self._frame[1]
-
     def blocks(self) -> Iterator[Block]:
         """Yield blocks that together have all queries of all sequences and heads."""
-        for stack in stacks(self.tensors, self.spec, self.most_queries):
+        block = None
+        for stack in self.stacks:
             num_queries, num_heads = self._block_size(stack)
             for sequences, heads, key_heads in self._groups(stack, num_heads):
                 group = Group(self, sequences, heads, key_heads)
                 # From the end: with a causal mask the last queries see the most keys, and need the largest buffers.
                 for start in reversed(range(0, sequences.num_queries, max(num_queries, 1))):
-                    yield Block(group, slice(start, min(start + num_queries, sequences.num_queries)))
+                    block = Block(group, slice(start, min(start + num_queries, sequences.num_queries)), block)
+                    yield block
+
+    def terms(self, frame: Frame, heads: slice) -> Terms:
+        """Return the terms of the tables of some heads, for the pairs of a frame."""
+        tables = self.tables
+        if self.has_tables_of_heads:
+            tables = {name: of_heads(table, heads) for name, table in tables.items()}
+        scale, memory = self.spec.rel_scale, "band" if "rel_value" in tables else "probs"
+        return (
+            Band(frame, tables["rel_key"], scale, "rel_key", memory) if "rel_key" in tables else None,
+            Band(frame, tables["rel_value"], 1.0, "rel_value", memory) if "rel_value" in tables else None,
+            Bias(frame, tables["rel_bias"]) if "rel_bias" in tables else None,
+            mirrored_bands(frame, tables["rel_p2c"], scale, memory) if "rel_p2c" in tables else [],
+        )
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
         """Return the number of queries of a block, and its number of heads, counted over all its sequences."""
@@ -163,13 +156,11 @@ class Group:
         query, key, value = call.tensors[:3]
         self.places = Places(sequences, 0, query.shape[2], query.device)
         self.places_of_keys = Places(sequences, 1, key.shape[2], key.device)
-        self.key, self.value = self._of_keys(key), self._of_keys(value)
+        keys = slice(0, sequences.num_keys)
+        self.key = matrices(self.places_of_keys.rows(key, key_heads, keys), 1, call.dtype)
+        self.value = matrices(self.places_of_keys.rows(value, key_heads, keys), 1, call.dtype)
         self.is_clean = sequences.keys is None
         """Whether there are zeros where a sequence has no keys, or none that its queries see; else there may be NaN."""
-
-    def _of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return key or value as (matrices, keys, width)."""
-        return matrices(self.places_of_keys.rows(tensor, self.key_heads, slice(0, self.sequences.num_keys)), 1, self.call.dtype)
 
     def clean(self) -> None:
         """Set keys and values that do not exist, or that no query of their sequence sees, to zero."""
@@ -188,108 +179,19 @@ class Group:
         return self.places.missing(self.num_heads, slice(0, self.sequences.num_queries))
 
 
-class Frame:
-    """State that blocks of the same shape and relative position share: memory for their scores, hidden pairs, and tables.
+class Block:
+    """Some queries of a group, and the keys that they can see.
 
     Scores are (sequences * key heads, sharing * queries, keys) as matrices and (sequences, heads, queries, keys) by pair.
     """
 
-    def __init__(self, group: Group, num_queries: int, num_keys: int, first_position: int, first_key: int) -> None:
-        """first_position: the relative position of the first query and key, the lowest of all sequences; first_key: its index."""
-        self.call: Call = weakref.proxy(group.call)  # a proxy, because the call keeps the frame
-        self.spec = group.call.spec
-        self.num_sequences, self.num_heads, self.sharing = len(group.sequences.batch), group.num_heads, group.sharing
-        self.num_queries, self.num_keys, self.first_position = num_queries, num_keys, first_position
-        self.shifts, self.extra = group.sequences.shifts, group.sequences.extra
-        self.members = members(group.sequences, first_key) if group.sequences.is_mixed else {(num_queries, 0, num_keys, 0)}
-        self.shape = (self.num_sequences * self.num_heads // self.sharing, self.sharing * num_queries, num_keys)
-        self.scores = group.call.buffer("scores", self.shape)
-        self.pairs = self.by_pair(self.scores)
-        of_heads = {name: t if t.shape[0] == 1 else t[group.heads] for name, t in group.call.tables.items()}
-        self.rel_key = Band(self, of_heads["rel_key"], self.spec.rel_scale, "rel_key") if "rel_key" in of_heads else None
-        self.rel_value = Band(self, of_heads["rel_value"], 1.0, "rel_value") if "rel_value" in of_heads else None
-        self.rel_bias = Bias(self, of_heads["rel_bias"]) if "rel_bias" in of_heads else None
-        self.rel_p2c = MirroredBand(self, of_heads["rel_p2c"], self.spec.rel_scale) if "rel_p2c" in of_heads else None
-        self.heads = group.heads
-
-    @cached_property
-    def probs(self) -> torch.Tensor:
-        """Memory for the probabilities."""
-        return self.call.buffer("probs", self.shape)
-
-    @property
-    def probs_in_place(self) -> torch.Tensor:
-        """Memory for the probabilities if the scores are not needed any more: the scores' own, which is faster, where softmax
-        reads all of a row before it writes any of it."""
-        return self.scores if self.scores.device.type == "cpu" else self.probs
-
-    def by_pair(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return a view of matrices by sequence, head, query, and key or column."""
-        return scores.view(self.num_sequences, self.num_heads, self.num_queries, scores.shape[-1])
-
-    def visible(self, queries: slice, keys: slice) -> tuple[int, int]:
-        """Return the lowest and the highest relative position of pairs that lengths and window show; exchanged if none is."""
-        left, right = self.spec.window_left, self.spec.window_right
-        lowest, highest = 0, -1
-        for num_queries, first, stop, shift in self.members:
-            last, first, stop = min(queries.stop, num_queries) - 1, max(keys.start, first), min(keys.stop, stop)
-            low, high = self.first_position + shift + first - last, self.first_position + shift + stop - 1 - queries.start
-            low, high = max(low, -left) if left >= 0 else low, min(high, right) if right >= 0 else high
-            if queries.start <= last and first < stop and low <= high:
-                lowest, highest = (low, high) if lowest > highest else (min(lowest, low), max(highest, high))
-        return lowest, highest
-
-    def shifted(self, keys: slice) -> torch.Tensor:
-        """Return where queries and keys find their relative position, counted from the last query and the first key of the range:
-        (sequences, 1, queries, keys)."""
-        device = self.scores.device
-        shifts, keys_of = torch.tensor(self.shifts, device=device), torch.arange(keys.stop - keys.start, device=device)
-        queries = torch.arange(self.num_queries - 1, -1, -1, device=device)
-        return shifts.view(-1, 1, 1, 1) + queries[:, None] + keys_of
-
-    @cached_property
-    def window_bounds(self) -> list[tuple[slice, Bounds]]:
-        """Ranges of keys that the window hides from some of the queries, with the bounds of their logits, ([sequences, 1,]
-        queries, keys)."""
-        left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
-        found = []
-        if self.shifts is not None:
-            if self.num_queries == 1 or max(left, right) < 0:
-                return []  # the padding of keys is all
-            every = slice(0, self.num_keys)
-            positions = self.shifted(every).add_(first - self.num_queries + 1)
-            visible = positions >= (-left if left >= 0 else -(2**31))
-            visible &= positions <= (right if right >= 0 else 2**31)
-            return [(every, Bounds.of(visible, self.scores.dtype))]
-        if left >= 0:  # key n is visible to query m where first + n - m >= -left
-            stop = min(self.num_queries - 1 - left - first, self.num_keys)
-            if stop > 0:
-                found.append((slice(0, stop), self._pairs(stop).triu_(-left - first)))
-        if right >= 0:  # where first + n - m <= right
-            start = max(right + 1 - first, 0)
-            if start < self.num_keys:
-                found.append((slice(start, self.num_keys), self._pairs(self.num_keys - start).tril_(right - first - start)))
-        return [(keys, Bounds.of(visible, self.scores.dtype)) for keys, visible in found]
-
-    def _pairs(self, num_keys: int) -> torch.Tensor:
-        return self.scores.new_ones(self.num_queries, num_keys, dtype=torch.bool)
-
-    @property
-    def has_blind(self) -> bool:
-        """Whether the window hides all keys from some query."""
-        left, right, first = self.spec.window_left, self.spec.window_right, self.first_position
-        return (right >= 0 and first + self.extra > right) or (left >= 0 and first + self.num_keys - self.num_queries < -left)
-
-
-class Block:
-    """Some queries of a group, and the keys that they can see."""
-
-    def __init__(self, group: Group, queries: slice) -> None:
-        sequences, spec, num_queries = group.sequences, group.call.spec, queries.stop - queries.start
-        self.group, self.call, self.queries = group, group.call, queries
+    def __init__(self, group: Group, queries: slice, previous: Block | None) -> None:
+        """previous: the block before, whose frame and terms this one takes over if they fit."""
+        call, sequences, spec = group.call, group.sequences, group.call.spec
+        self.group, self.call, self.queries = group, call, queries
+        count, num_queries = len(sequences.batch), queries.stop - queries.start
         position = queries.start + sequences.query_offset  # of the first query among the keys
-        first, stop = 0, sequences.num_keys
-        is_mixed = sequences.is_mixed
+        first, stop, is_mixed = 0, sequences.num_keys, sequences.is_mixed
         if is_mixed:
             if sequences.keys is not None:
                 first = min((start for start, end in sequences.keys if start < end), default=stop)
@@ -299,8 +201,38 @@ class Block:
             stop = min(position + num_queries + spec.window_right, stop)
         self.keys = slice(first, max(stop, first))
         self.num_keys = self.keys.stop - first
-        self.frame = group.call.frame(group, num_queries, self.keys, position)
-        self.by_pair = self.frame.by_pair
+        first_position, heads = first - position, group.heads.start if call.has_tables_of_heads else None
+        self.scores: torch.Tensor
+        self.frame: Frame
+        self.terms: Terms
+        self.kind: tuple[Any, ...] = (count, group.num_heads, group.sharing, heads, num_queries, self.num_keys, first_position)
+        if is_mixed:
+            self.kind += (sequences.keys, sequences.queries, sequences.shifts)
+        if previous is not None and previous.kind == self.kind:
+            self.scores, self.frame, self.terms = previous.scores, previous.frame, previous.terms
+        else:
+            num_matrices = count * group.num_heads // group.sharing
+            self.scores = call.buffers("scores", (num_matrices, group.sharing * num_queries, self.num_keys))
+            seen = members(sequences, first) if is_mixed else {(0, num_queries, 0, self.num_keys, 0)}
+            pairs = self.scores.view(count, group.num_heads, num_queries, self.num_keys)
+            self.frame = Frame(spec, call.buffers, pairs, first_position, seen, sequences.shifts)
+            self.terms = call.terms(self.frame, group.heads)
+        self.rel_key, self.rel_value, self.rel_bias, self.rel_p2c = self.terms
+
+    @property
+    def probs(self) -> torch.Tensor:
+        """Memory for the probabilities."""
+        return self.call.buffers("probs", self.scores.shape)
+
+    @property
+    def probs_in_place(self) -> torch.Tensor:
+        """Memory for the probabilities if the scores are not needed any more: the scores' own, which is faster, where softmax
+        reads all of a row before it writes any of it."""
+        return self.scores if self.scores.device.type == "cpu" else self.probs
+
+    def by_pair(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Return a view of matrices by sequence, head, query, and key or column."""
+        return matrices.view(*self.frame.pairs.shape[:3], matrices.shape[-1])
 
     @property
     def key(self) -> torch.Tensor:
@@ -321,11 +253,12 @@ class Block:
         """Return where to write rows(tensor) before put(): the place itself, or the named buffer."""
         if self.group.places.index is None:
             return self.rows(tensor)
-        return self.call.buffer(name, (*self.frame.pairs.shape[:3], tensor.shape[3]))
+        return self.call.buffers(name, (*self.frame.pairs.shape[:3], tensor.shape[3]))
 
     def put(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
         """Write what is in place() to the tensor, if it is not there."""
-        self.group.places.put(tensor, self.group.heads, self.queries, place)
+        if self.group.places.index is not None:
+            self.group.places.put(tensor, self.group.heads, self.queries, place)
 
     def rows_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the keys' part of a (B, Hk, Nk, width) tensor, (sequences, key heads, keys, width): a view, or a copy for
@@ -342,14 +275,16 @@ class Block:
 
     def place_of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return rows_of_keys(), or memory in its place if what is there does not matter."""
-        if self.group.places_of_keys.index is None or not self.has_keys_once:
-            return self.rows_of_keys(tensor)
-        key_heads = self.group.key_heads.stop - self.group.key_heads.start
-        return self.call.buffer("keys", (self.frame.num_sequences, key_heads, self.num_keys, tensor.shape[3]))
+        places, key_heads = self.group.places_of_keys, self.group.key_heads
+        if places.index is None or not self.has_keys_once:
+            return places.rows(tensor, key_heads, self.keys)
+        shape = (self.frame.num_sequences, key_heads.stop - key_heads.start, self.num_keys, tensor.shape[3])
+        return self.call.buffers("keys", shape)
 
     def put_keys(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows_of_keys() back to the tensor, if it is a copy."""
-        self.group.places_of_keys.put(tensor, self.group.key_heads, self.keys, rows)
+        if self.group.places_of_keys.index is not None:
+            self.group.places_of_keys.put(tensor, self.group.key_heads, self.keys, rows)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value."""
@@ -380,14 +315,14 @@ class Block:
             wanted: tuple[slice | range, ...] = (sequences.batch, self.group.heads, self.queries, self.keys)
             mask = cut(mask, *(slice(0, 1) if size == 1 else places for size, places in zip(mask.shape, wanted, strict=True)))
             if mask.dtype == torch.bool:
-                Bounds.of(mask, pairs.dtype).hide(pairs)
+                hide(pairs, bounds(mask, pairs.dtype))
             else:
                 pairs.add_(mask)
-        for keys, bounds in self.frame.window_bounds:
-            bounds.hide(pairs[..., keys])
+        for keys, limits in self.frame.window_bounds:
+            hide(pairs[..., keys], limits)
         exists = self.group.places_of_keys.exists
         if exists is not None:
-            Bounds.of(exists[:, None, None, self.keys], pairs.dtype).hide(pairs)
+            hide(pairs, bounds(exists[:, None, None, self.keys], pairs.dtype))
 
     @cached_property
     def dropout(self) -> torch.Tensor | None:
@@ -404,8 +339,8 @@ class Block:
 
     def destination(self, place: torch.Tensor, name: str = "rows") -> torch.Tensor:
         """Return matrices in which to compute rows of queries: their place itself if it is contiguous, else the named buffer."""
-        shape = *self.frame.shape[:2], place.shape[3]
-        return place.view(shape) if place.dtype == self.call.dtype and place.is_contiguous() else self.call.buffer(name, shape)
+        shape = *self.scores.shape[:2], place.shape[3]
+        return place.view(shape) if place.dtype == self.call.dtype and place.is_contiguous() else self.call.buffers(name, shape)
 
     def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
         """Copy a result from its destination to its place, unless these are the same."""
@@ -418,33 +353,10 @@ def threads_of(device: torch.device) -> int:
     return torch.get_num_threads() if device.type == "cpu" else THREADS_ELSEWHERE
 
 
-class Bounds(NamedTuple):
-    """The least and the most that logits may be, as the integers that have the same bits: those of -inf where a pair is hidden.
-
-    clamp_() with floating-point bounds would keep a logit that is NaN. masked_fill_() would not, but on a CPU it takes up to ten
-    times as long, more than softmax.
-    """
-
-    least: torch.Tensor
-    most: torch.Tensor
-
-    @staticmethod
-    def of(visible: torch.Tensor, dtype: torch.dtype) -> Bounds:
-        """Return the bounds of logits of a dtype, float32 or float64, from a mask of the pairs that are visible."""
-        integers, hidden = (torch.int32, -1 << 23) if dtype == torch.float32 else (torch.int64, -1 << 52)
-        ends, is_visible = torch.iinfo(integers), visible.to(integers).neg_()  # all bits are 1 where a pair is visible
-        return Bounds(*((is_visible & (end ^ hidden)).bitwise_xor_(hidden) for end in (ends.min, ends.max)))
-
-    def hide(self, logits: torch.Tensor) -> None:
-        """Set the logits of hidden pairs to -inf."""
-        logits.view(self.least.dtype).clamp_(self.least, self.most)
-
-
-def evenly(count: int, most: int) -> Iterator[slice]:
-    """Yield slices of 0 .. count of about the same size, at most the given one."""
-    num_parts = -(-count // most)
-    for number in range(num_parts):
-        yield slice(number * count // num_parts, (number + 1) * count // num_parts)
+def evenly(count: int, most: int) -> list[slice]:
+    """Return slices of 0 .. count of about the same size, at most the given one."""
+    parts = -(-count // most)
+    return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
 
 
 def stacked(table: torch.Tensor, name: str) -> torch.Tensor:

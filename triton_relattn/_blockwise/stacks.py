@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core.spec import AttentionSpec, AttentionTensors
+from .frame import Member
 
 BLOCK_COST = 1 << 13
 """How many scores take as long as the start of a block: sequences that differ are padded to one length rather than that."""
@@ -125,8 +126,7 @@ class Places:
 
     def put(self, tensor: torch.Tensor, heads: slice, rows: slice, values: torch.Tensor) -> None:
         """Write to the places of which rows() has returned a copy."""
-        if self.index is None:
-            return
+        assert self.index is not None
         flat, steps = by_row(tensor[0])
         index, values = self._numbers_of(heads, rows, *steps).flatten(), values.reshape(-1, values.shape[-1])
         if self.exists is not None:
@@ -153,28 +153,6 @@ class Places:
         return (~exists).expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
 
 
-class Sequence(NamedTuple):
-    """One sequence of a batch that differ."""
-
-    number: int
-    """Its index in the batch."""
-    origin: tuple[int, int, int]
-    query_offset: int
-    num_keys: int
-    num_queries: int
-    start: tuple[int, int] | None
-    first_key: int
-    """The first key that a query sees."""
-    stop_key: int
-    """The one after the last key that a query sees."""
-
-    @property
-    def stack(self) -> Stack:
-        starts = None if self.start is None else [self.start]
-        batch = range(self.number, self.number + 1)
-        return Stack(batch, self.num_queries, self.num_keys, self.query_offset, starts=starts, origin=self.origin)
-
-
 def stacks(tensors: AttentionTensors, spec: AttentionSpec, most: int) -> Iterator[Stack]:
     """Yield all sequences of the batch. This reads the tensors of lengths and offsets, and so waits for a GPU.
 
@@ -196,31 +174,39 @@ def stacks(tensors: AttentionTensors, spec: AttentionSpec, most: int) -> Iterato
         ends = [tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()]  # type: ignore[union-attr]
         starts = list(zip(*ends, strict=True))[:-1]
         counts, lengths = ([stop - start for start, stop in pairwise(each)] for each in ends)
-    sequences = []
+    sequences = []  # each as a stack of its own, with the keys that its queries see
     left, right = spec.window_left, spec.window_right
     for number, (origin, offset, length, count, start) in enumerate(zip(origins, offsets, lengths, counts, starts, strict=True)):
+        batch = range(number, number + 1)
         first = max(offset - left, 0) if left >= 0 else 0
         stop = min(offset + count + right, length) if right >= 0 else length
         seen = (first, stop) if first < stop and count > 0 else (0, 0)
-        sequences.append(Sequence(number, origin, offset, length, count, start, *seen))
+        of_one = Stack(batch, count, length, offset, [seen], starts=[start] if is_packed else None, origin=origin)
+        sequences.append(of_one)
     if is_packed:
-        sequences.sort(key=lambda sequence: sequence[1:5])
+        sequences.sort(key=kind_of)
     yield from together(sequences, tensors, spec, most)
 
 
-def together(sequences: list[Sequence], tensors: AttentionTensors, spec: AttentionSpec, most: int) -> Iterator[Stack]:
+def kind_of(sequence: Stack) -> tuple[Any, ...]:
+    """Return what two sequences have in common if they are computed alike."""
+    return sequence.origin, sequence.query_offset, sequence.num_keys, sequence.num_queries
+
+
+def together(sequences: list[Stack], tensors: AttentionTensors, spec: AttentionSpec, most: int) -> Iterator[Stack]:
     """Yield successive sequences in stacks: as many as, padded, take no more time than in blocks of their own."""
     heads, left, right = tensors.query.shape[1], spec.window_left, spec.window_right
-    found: list[Sequence] = []
+    found: list[Stack] = []
     queries = first = stop = low = high = least = largest = cost = 0  # of found
-    for _, run in groupby(sequences, lambda sequence: sequence[1:5]):
+    for _, run in groupby(sequences, kind_of):
         alike = list(run)
         one, num_found = alike[0], len(found) + len(alike)
-        lowest, highest = one.first_key - one.query_offset - one.num_queries + 1, one.stop_key - 1 - one.query_offset
+        ((first_key, stop_key),) = one.keys or [(0, 0)]
+        lowest, highest = first_key - one.query_offset - one.num_queries + 1, stop_key - 1 - one.query_offset
         lowest, highest = max(lowest, -left) if left >= 0 else lowest, min(highest, right) if right >= 0 else highest
-        sees = one.first_key < one.stop_key
-        alone = heads * (one.num_queries + QUERIES_PER_KEY) * (one.stop_key - one.first_key) * len(alike) + BLOCK_COST
-        longest, start, end = max(queries, one.num_queries), min(first, one.first_key), max(stop, one.stop_key)
+        sees = first_key < stop_key
+        alone = heads * (one.num_queries + QUERIES_PER_KEY) * (stop_key - first_key) * len(alike) + BLOCK_COST
+        longest, start, end = max(queries, one.num_queries), min(first, first_key), max(stop, stop_key)
         nearest, farthest = min(least, one.query_offset), max(largest, one.query_offset)
         of_each = (longest + QUERIES_PER_KEY) * (end - start) + longest * (farthest - nearest) // COLUMNS_PER_SCORE
         of_all = heads * of_each * num_found + BLOCK_COST
@@ -239,40 +225,40 @@ def together(sequences: list[Sequence], tensors: AttentionTensors, spec: Attenti
             continue
         if found:
             yield stack_of(found)
-        found, queries, first, stop, cost = alike, one.num_queries, one.first_key, one.stop_key, alone
+        found, queries, first, stop, cost = alike, one.num_queries, first_key, stop_key, alone
         low, high = (lowest, highest) if sees else (0, -1)
         least = largest = one.query_offset
     if found:
         yield stack_of(found)
 
 
-def stack_of(sequences: list[Sequence]) -> Stack:
+def stack_of(sequences: list[Stack]) -> Stack:
     """Return sequences as one stack."""
-    stack = sequences[0].stack
-    if len(sequences) == 1:
+    first, count = sequences[0], len(sequences)
+    stack = first._replace(keys=None)
+    if count == 1:
         return stack
-    batch: range | list[int] = [each.number for each in sequences]
-    starts = None if stack.starts is None else [each.start for each in sequences if each.start is not None]
-    if starts is None:
-        batch = range(batch[0], batch[-1] + 1)
-    stack = stack._replace(batch=batch, starts=starts)
-    if sequences[0][1:5] == sequences[-1][1:5] and all(each[1:5] == sequences[0][1:5] for each in sequences):
+    if first.starts is None:
+        stack = stack._replace(batch=range(first.batch[0], sequences[-1].batch[0] + 1))
+    else:
+        starts = [start for each in sequences for start in each.starts or []]
+        stack = stack._replace(batch=[each.batch[0] for each in sequences], starts=starts)
+    if all(kind_of(each) == kind_of(first) for each in sequences):
         return stack
     offset, queries = max(each.query_offset for each in sequences), [each.num_queries for each in sequences]
     shifts = [offset - each.query_offset for each in sequences]
-    keys = [(each.first_key, each.stop_key) for each in sequences]
+    keys = [seen for each in sequences for seen in each.keys or []]
     if not any(shifts) and min(queries) == max(queries):
         keys = [(0, each.num_keys) for each in sequences]
-    mixed = stack._replace(query_offset=offset, keys=keys, queries=queries, shifts=shifts)
-    return mixed.part(slice(0, len(batch)))
+    return stack._replace(query_offset=offset, keys=keys, queries=queries, shifts=shifts).part(slice(0, count))
 
 
-def members(stack: Stack, first_key: int) -> set[tuple[int, int, int, int]]:
-    """Return what differs among sequences: number of queries, first and stop of the keys, counted from first_key, and shift."""
+def members(stack: Stack, first_key: int) -> set[Member]:
+    """Return what differs among sequences: their queries, the keys that they see, counted from first_key, and their shift."""
     count = len(stack.batch)
     keys, shifts = stack.keys or [(0, stack.num_keys)] * count, stack.shifts or [0] * count
     each = zip(stack.queries or [stack.num_queries] * count, keys, shifts, strict=True)
-    return {(queries, first - first_key, stop - first_key, shift) for queries, (first, stop), shift in each}
+    return {(0, queries, first - first_key, stop - first_key, shift) for queries, (first, stop), shift in each}
 
 
 def cut(tensor: torch.Tensor, *ranges: slice | range) -> torch.Tensor:

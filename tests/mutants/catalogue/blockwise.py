@@ -8,6 +8,7 @@ from .places import (
     BLOCKS,
     BLOCKWISE,
     DTYPES,
+    FRAME,
     ON_BLOCKWISE,
     ON_DELTA,
     ON_DROPOUT,
@@ -35,19 +36,19 @@ OF_BLOCKWISE = (
         "blockwise-positions-off-by-one",
         "pairs take the row and the window of the next relative position",
         (f"{ON_EDGES}::test_one_table_row_moves_only_its_diagonal",),
-        (Change(BLOCKS, "keys.start - position, group.sequences", "keys.start - position + 1, group.sequences"),),
+        (Change(BLOCKS, "first - position, group.heads.start", "first - position + 1, group.heads.start"),),
     ),
     Fault(
         "blockwise-causal-without-the-diagonal",
         "a causal query does not see its own position, a window not its last",
         (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
-        (Change(BLOCKS, "tril_(right - first - start)", "tril_(right - first - start - 1)"),),
+        (Change(FRAME, "tril_(right - first - start)", "tril_(right - first - start - 1)"),),
     ),
     Fault(
         "blockwise-window-off-by-one-on-the-left",
         "the key farthest in the past of a window is hidden",
         (f"{ON_MASKS}::test_what_is_seen", "-k", "blockwise"),
-        (Change(BLOCKS, "triu_(-left - first)", "triu_(1 - left - first)"),),
+        (Change(FRAME, "triu_(-left - first)", "triu_(1 - left - first)"),),
     ),
     Fault(
         "blockwise-block-misses-its-last-key",
@@ -69,7 +70,7 @@ OF_BLOCKWISE = (
         "blockwise-far-keys-of-a-bounded-table",
         "keys that no query sees at a position of a bounded table have its end rows",
         RANDOM,
-        (Change(BANDS, "if spec.clamp and keys.start < keys.stop", "if keys.start < keys.stop"),),
+        (Change(FRAME, "if self.spec.clamp and keys.start < keys.stop", "if keys.start < keys.stop"),),
     ),
     Fault(
         "blockwise-far-ends-exchanged",
@@ -77,9 +78,9 @@ OF_BLOCKWISE = (
         RANDOM,
         (
             Change(
-                BANDS,
-                "((slice(0, start), slice(0, 1)), (slice(stop, frame.num_keys), slice(-1, None)))",
-                "((slice(0, start), slice(-1, None)), (slice(stop, frame.num_keys), slice(0, 1)))",
+                FRAME,
+                "((slice(0, self.near.start), slice(0, 1)), (slice(self.near.stop, self.num_keys), slice(-1, None)))",
+                "((slice(0, self.near.start), slice(-1, None)), (slice(self.near.stop, self.num_keys), slice(0, 1)))",
             ),
         ),
     ),
@@ -99,7 +100,7 @@ OF_BLOCKWISE = (
         "blockwise-last-row-lost",
         "the last row of a bounded table does not apply",
         RANDOM,
-        (Change(BANDS, "for position in (spec.first, spec.last + 1))", "for position in (spec.first, spec.last))"),),
+        (Change(BANDS, "min(max(spec.last + 1, seen.start), seen.stop)", "min(max(spec.last, seen.start), seen.stop)"),),
     ),
     Fault(
         "blockwise-end-rows-once",
@@ -113,7 +114,7 @@ OF_BLOCKWISE = (
         (f"{ON_EDGES}::test_rows_that_no_visible_pair_has_may_hold_nan",),
         (
             Change(
-                BLOCKS,
+                FRAME,
                 "low, high = max(low, -left) if left >= 0 else low, min(high, right) if right >= 0 else high",
                 "pass",
             ),
@@ -123,7 +124,7 @@ OF_BLOCKWISE = (
         "blockwise-band-not-cleared",
         "what lies beside the scores in a band is taken for a gradient",
         RANDOM,
-        (Change(BANDS, "            if self.width > self.num_near:\n                self.band.zero_()\n", ""),),
+        (Change(BANDS, "        if self.width > frame.num_near:\n            self.band.zero_()\n", ""),),
     ),
     Fault(
         "blockwise-panels-in-another-order",
@@ -162,7 +163,7 @@ OF_BLOCKWISE = (
         "blockwise-last-panel-not-padded",
         "the queries that the last panel lacks are whatever is in memory",
         (f"{ON_SCALE}::test_results_do_not_depend_on_how_a_call_is_cut",),
-        (Change(BANDS, "packed = rows.new_zeros(self.shape", "packed = rows.new_empty(self.shape"),),
+        (Change(BANDS, "packed = rows.new_zeros((*self.sizes", "packed = rows.new_empty((*self.sizes"),),
     ),
     Fault(
         "blockwise-last-panel-lost",
@@ -174,28 +175,31 @@ OF_BLOCKWISE = (
         "blockwise-bias-of-the-mirrored-queries",
         "the last query of a block has the bias of the first",
         RANDOM,
-        (Change(BANDS, ".unfold(1, self.num_near, 1).flip(1)", ".unfold(1, self.num_near, 1)"),),
+        (Change(BANDS, ".unfold(1, self.frame.num_near, 1).flip(1)", ".unfold(1, self.frame.num_near, 1)"),),
     ),
     Fault(
         "blockwise-frames-live-on",
         "frames and their bands refer to each other: their memory grows until the next garbage collection",
         (f"{ON_SCALE}::test_memory_is_given_back_at_once",),
         (
-            Change(BANDS, "weakref.proxy(frame)", "frame"),
-            Change(BLOCKS, "weakref.proxy(group.call)", "group.call"),
+            Change(
+                BANDS,
+                "        self.sharing =",
+                "        frame.__dict__.setdefault('bands', []).append(self)\n        self.sharing =",
+            ),
         ),
     ),
     Fault(
         "blockwise-frame-of-other-heads",
         "heads with tables of their own have those of the heads before",
         RANDOM,
-        (Change(BLOCKS, "heads = group.heads.start if per_head else None", "heads = None"),),
+        (Change(BLOCKS, "group.heads.start if call.has_tables_of_heads else None", "None"),),
     ),
     Fault(
         "blockwise-frame-of-another-place",
         "blocks of as many queries and keys have the relative positions of the block before",
         RANDOM,
-        (Change(BLOCKS, "heads, num_queries, num_keys, first_position)\n", "heads, num_queries, num_keys)\n"),),
+        (Change(BLOCKS, "num_queries, self.num_keys, first_position)\n", "num_queries, self.num_keys)\n"),),
     ),
     Fault(
         "blockwise-head-modulo-groups",
@@ -232,7 +236,7 @@ OF_BLOCKWISE = (
         "blockwise-padding-is-seen",
         "sequences that are taken together see the keys that the longest has",
         (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
-        (Change(BLOCKS, "Bounds.of(exists[:, None, None, self.keys], pairs.dtype).hide(pairs)", "pass"),),
+        (Change(BLOCKS, "hide(pairs, bounds(exists[:, None, None, self.keys], pairs.dtype))", "pass"),),
     ),
     Fault(
         "blockwise-padding-is-read",
@@ -262,7 +266,7 @@ OF_BLOCKWISE = (
         "blockwise-cotangent-of-lse-dropped",
         "gradients lack what comes through lse",
         RANDOM,
-        (Change(BLOCKWISE, "        if d_lse is not None:\n            d_scores", "        if False:\n            d_scores"),),
+        (Change(BLOCKWISE, "    if d_lse is not None:\n        d_scores", "    if False:\n        d_scores"),),
     ),
     Fault(
         "blockwise-probabilities-by-lse",
@@ -302,10 +306,9 @@ OF_BLOCKWISE = (
         (
             Change(
                 BLOCKWISE,
-                "        d_scores = softmax_backward(probs, d_probs) if whole is None "
-                "else whole.d_scores(block, probs, d_probs)\n",
-                "        rounded = torch.bmm(probs, block.value).to(block.call.tensors.query.dtype).to(probs.dtype)\n"
-                "        d_scores = d_probs.sub_((rounded * rows).sum(-1, keepdim=True)).mul_(probs)\n",
+                "    d_scores = softmax_backward(probs, d_probs) if whole is None else whole.d_scores(block, probs, d_probs)\n",
+                "    rounded = torch.bmm(probs, block.value).to(block.call.tensors.query.dtype).to(probs.dtype)\n"
+                "    d_scores = d_probs.sub_((rounded * rows).sum(-1, keepdim=True)).mul_(probs)\n",
             ),
         ),
     ),
@@ -313,7 +316,7 @@ OF_BLOCKWISE = (
         "blockwise-slope-of-the-softcap",
         "the derivative of the softcap is missing",
         RANDOM,
-        (Change(BLOCKWISE, "        if slope is not None:\n            d_scores.mul_(slope)\n", ""),),
+        (Change(BLOCKWISE, "    if slope is not None:\n        d_scores.mul_(slope)\n", ""),),
     ),
     Fault(
         "blockwise-keeps-with-a-softcap",
@@ -331,7 +334,7 @@ OF_BLOCKWISE = (
         "blockwise-nothing-seen-in-a-window",
         "a row that the window alone leaves without keys becomes NaN",
         (f"{ON_EDGES}::test_rows_that_see_nothing",),
-        (Change(BLOCKS, "(right >= 0 and first + self.extra > right)", "False"),),
+        (Change(FRAME, "(right >= 0 and first + self.extra > right)", "False"),),
     ),
     Fault(
         "blockwise-nothing-seen-by-some",
@@ -367,7 +370,7 @@ OF_BLOCKWISE = (
         "blockwise-keeps-what-dropout-left",
         "the probabilities that are kept are those after dropout",
         (f"{ON_SCALE}::test_kept_probabilities",),
-        (Change(BLOCKWISE, "probs = torch.mul(probs, block.dropout, out=frame.scores)", "probs = probs.mul_(block.dropout)"),),
+        (Change(BLOCKWISE, "probs = torch.mul(probs, block.dropout, out=block.scores)", "probs = probs.mul_(block.dropout)"),),
     ),
     Fault(
         "blockwise-table-gradient-without-its-scale",
@@ -388,9 +391,9 @@ OF_BLOCKWISE = (
         (
             Change(
                 BLOCKWISE,
-                "            add_transposed_product(block, self.key, d_scores, query, spec.scale)\n",
-                "            add_transposed_product(block, self.key, d_scores, query, spec.scale)\n"
-                "            self.key.copy_(self.key.to(block.call.tensors.key.dtype))\n",
+                '        add_transposed_product(block, totals["key"], d_scores, query, spec.scale)\n',
+                '        add_transposed_product(block, totals["key"], d_scores, query, spec.scale)\n'
+                '        totals["key"].copy_(totals["key"].to(block.call.tensors.key.dtype))\n',
             ),
         ),
     ),
@@ -410,7 +413,7 @@ OF_BLOCKWISE = (
         "blockwise-keys-written-once-with-a-window",
         "the gradients of keys that a window hides are not written at all",
         (f"{ON_EDGES}::test_keys_that_no_query_sees_may_hold_nan",),
-        (Change(BLOCKS, " or max(spec.window_left, spec.window_right) >= 0:", ":"),),
+        (Change(BLOCKS, "not alike or max(spec.window_left, spec.window_right) >= 0:", "not alike:"),),
     ),
     Fault(
         "blockwise-keys-written-once-a-block",
@@ -436,9 +439,9 @@ OF_BLOCKWISE = (
         (f"{ON_EDGES}::test_end_rows_that_no_visible_pair_has_may_hold_nan",),
         (
             Change(
-                BANDS,
-                "if spec.clamp and keys.start < keys.stop and self._visible(keys)",
-                "if spec.clamp and keys.start < keys.stop",
+                FRAME,
+                "if self.spec.clamp and keys.start < keys.stop and self.visible(keys)",
+                "if self.spec.clamp and keys.start < keys.stop",
             ),
         ),
     ),
@@ -502,9 +505,9 @@ OF_BLOCKWISE = (
         (f"{ON_MASKS}::test_nan_in_a_key_stays_with_those_that_see_it",),
         (
             Change(
-                BLOCKS,
-                "logits.view(self.least.dtype).clamp_(self.least, self.most)",
-                "logits.clamp_(max=torch.where(self.least == self.most, -math.inf, math.inf).to(logits.dtype))",
+                FRAME,
+                "logits.view(least.dtype).clamp_(least, most)",
+                "logits.clamp_(max=torch.where(least == most, -math.inf, math.inf).to(logits.dtype))",
             ),
         ),
     ),

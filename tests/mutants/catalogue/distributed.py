@@ -96,7 +96,7 @@ OF_DISTRIBUTED = (
         on("cases"),
         (
             Change(
-                BLOCKWISE, "softmax(block, frame.probs) if whole is None else whole.probs(block)", "softmax(block, frame.probs)"
+                BLOCKWISE, "softmax(block, block.probs) if whole is None else whole.probs(block)", "softmax(block, block.probs)"
             ),
         ),
     ),

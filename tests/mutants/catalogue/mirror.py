@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BLOCKS, BLOCKWISE, MIRROR, ON_MASKS, ON_RANDOM, ON_SCALE, RANDOM, RANDOM_REFERENCE, REFERENCE
+from .places import BANDS, BLOCKS, BLOCKWISE, FRAME, ON_MASKS, ON_RANDOM, ON_SCALE, RANDOM, RANDOM_REFERENCE, REFERENCE
 
 OF_MIRROR = (
     Fault(
         "mirror-positions-off-by-one",
         "keys take the row of the next relative position",
         RANDOM,
-        (Change(MIRROR, "-(frame.first_position + keys.start)", "-(frame.first_position + keys.start) + 1"),),
+        (Change(FRAME, "-(self.first_position + start)", "-(self.first_position + start) + 1"),),
     ),
     Fault(
         "mirror-forgets-where-its-keys-begin",
         "keys near the table take the rows of those that are far",
         (f"{ON_RANDOM}::test_against_the_backward_by_hand", "-k", "blockwise"),
-        (Change(MIRROR, "-(frame.first_position + keys.start)", "-frame.first_position"),),
+        (Change(FRAME, "-(self.first_position + start)", "-self.first_position"),),
     ),
     Fault(
         "mirror-has-the-window-of-the-queries",
@@ -24,7 +24,7 @@ OF_MIRROR = (
         RANDOM,
         (
             Change(
-                MIRROR,
+                FRAME,
                 "window_left=spec.window_right, window_right=spec.window_left",
                 "window_left=spec.window_left, window_right=spec.window_right",
             ),
@@ -34,13 +34,13 @@ OF_MIRROR = (
         "mirror-has-no-window",
         "rows that no pair has are multiplied, too: they may be NaN",
         (f"{ON_MASKS}::test_nan_that_no_query_sees",),
-        (Change(MIRROR, "window_left=spec.window_right, window_right=spec.window_left", "window_left=-1, window_right=-1"),),
+        (Change(FRAME, "window_left=spec.window_right, window_right=spec.window_left", "window_left=-1, window_right=-1"),),
     ),
     Fault(
         "mirror-without-far-keys",
         "keys beyond a clamped table have no term",
         RANDOM,
-        (Change(MIRROR, "borders = (0, near.start, near.stop, frame.num_keys)", "borders = (near.start, near.stop)"),),
+        (Change(BANDS, "(0, frame.near.start, frame.near.stop, frame.num_keys)", "(frame.near.start, frame.near.stop)"),),
     ),
     Fault(
         "mirror-of-the-table-as-it-is",
@@ -52,13 +52,13 @@ OF_MIRROR = (
         "mirror-gradient-as-it-is",
         "the gradient of the table that meets the keys has its last row first",
         RANDOM,
-        (Change(BLOCKWISE, "totals.rel_p2c.flip(1)", "totals.rel_p2c"),),
+        (Change(BLOCKWISE, 'totals["rel_p2c"].flip(1)', 'totals["rel_p2c"]'),),
     ),
     Fault(
         "mirror-with-the-scale-of-the-keys",
         "rel_scale does not reach the term of the keys",
         RANDOM,
-        (Change(BLOCKS, 'of_heads["rel_p2c"], self.spec.rel_scale)', 'of_heads["rel_p2c"], self.spec.scale)'),),
+        (Change(BLOCKS, 'tables["rel_p2c"], scale, memory)', 'tables["rel_p2c"], self.spec.scale, memory)'),),
     ),
     Fault(
         "mirror-of-the-first-head-that-shares",
@@ -82,6 +82,6 @@ OF_MIRROR = (
         "mirror-memory-by-place",
         "blocks keep memory of their own for the gradients of windows until the backward ends",
         (f"{ON_SCALE}::test_memory_by_names_is_used_again",),
-        (Change(MIRROR, 'f"rel_p2c {number}"', 'f"rel_p2c from {mirror.keys.start}, {number}"'),),
+        (Change(BANDS, 'f"rel_p2c {len(found)}"', 'f"rel_p2c from {start}"'),),
     ),
 )

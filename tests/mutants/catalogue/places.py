@@ -26,8 +26,8 @@ BAND, BAND_REGISTERS, ROWS_OF_TABLE, QUADS, SCORES, MASKING, TILES, KEPT, KEY_TE
 WALK = MASKING
 STORED, WORKSPACE, TABLE_SUMS = (f"{OF_KERNELS}/workspace/{name}.py" for name in ("stored", "planning", "table_sums"))
 CONFIGS = f"{OF_KERNELS}/config/selection.py"
-BLOCKWISE, BLOCKS, STACKS, BANDS, MIRROR = (
-    f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "stacks", "bands", "mirror")
+BLOCKWISE, BLOCKS, STACKS, BANDS, FRAME = (
+    f"triton_relattn/_blockwise/{name}.py" for name in ("attention", "partition", "stacks", "bands", "frame")
 )
 DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
 OPS = "triton_relattn/_operators/ops.py"
