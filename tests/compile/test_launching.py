@@ -52,6 +52,7 @@ def transposed(name: str) -> Call:
 
 CALLS: dict[str, Callable[[], Call]] = {
     "usual": usual,
+    "no table": lambda: {**usual(), "rel_key": None, "positions": None},
     "bfloat16": lambda: usual(torch.bfloat16),
     "moved query": lambda: moved("query"),
     "moved key": lambda: moved("key"),
@@ -142,6 +143,7 @@ def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.Monk
     """A second launch of each call, after all first ones, is what Triton launches, too."""
     calls = [("sm_80", "bfloat16", "all", False), *(("sm_90", name, "none", False) for name in CALLS if name != "bfloat16")]
     calls += [("sm_90", "bfloat16", wanted, False) for wanted in WANTED if wanted != "none"]
+    calls += [("sm_90", "no table", "all", False)]
     calls += [("sm_90", "bias", "table", moved) for moved in (False, True)]
 
     def every() -> list[list[tuple[Any, ...]]]:

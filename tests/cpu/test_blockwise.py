@@ -1,24 +1,42 @@
-"""The linear-memory path: derivatives by finite differences, long sequences, and rounding in every precision."""
+"""The linear-memory path: derivatives, long sequences, rounding in every precision and at any scale of the logits; single rows,
+hidden pairs, empty tensors, NaN, strides; short rows and large batches."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 import math
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cases import one_hot_case
 from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of, unlucky_reference, with_keep
-from triton_relattn import RelativePositions
+from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn._blockwise import attention, partition
+from triton_relattn._blockwise import attention as blockwise
+from triton_relattn._blockwise.partition import Call
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES
-from triton_relattn._core.within import within
+from triton_relattn._core.validation import resolve
+from triton_relattn._core.within import sum_allowance, within
+from triton_relattn._implementations import BLOCKWISE
+from triton_relattn._operators.ops import relative_attention
+from triton_relattn._reference import reference_attention
 from triton_relattn.testing import (
+    Inputs,
     assert_gradients_close_fp32,
     assert_table_gradient,
     assert_within_budget,
     dense_gradients,
+    error_budget,
     forward_backward,
+    in_memory_order,
+    last_place,
     make_inputs,
     with_different_strides,
 )
@@ -166,3 +184,614 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.Monk
         # To round twice would add as much again, in squares. Half of that is allowed.
         beyond = (results[name].double() - golden[name]).norm() - unavoidable
         within(f"{name}, beyond rounding", beyond.clamp_min(0), (2**0.5 - 1) / 2 * unavoidable)
+
+
+def zero_gradients(results: dict[str, torch.Tensor]) -> bool:
+    return not any(bool(result.any()) for name, result in results.items() if name.startswith("d_"))
+
+
+@pytest.mark.parametrize("r", [-9, -1, 0, 2, 11])
+@pytest.mark.parametrize("query_offset", [0, 4, -3])
+def test_one_table_row_moves_only_its_diagonal(r: int, query_offset: int, block_size: None) -> None:
+    """Values that are the identity show the probabilities: exactly the logits with j - i - query_offset = r change."""
+    inputs = make_inputs(1, 2, 33, 35, 4, 35, num_rows=41, dtype=torch.float64, seed=r + 20)
+    assert inputs.rel_key is not None
+    table = torch.zeros_like(inputs.rel_key)
+    table[r + 20] = inputs.rel_key[r + 20]
+    identity = torch.eye(35, dtype=torch.float64).expand(1, 2, 35, 35)
+
+    def logits(rel_key: torch.Tensor | None) -> torch.Tensor:
+        out, lse = attend(inputs.query, inputs.key, identity, rel_key, query_offset=query_offset)
+        return out.log() + lse[..., None]
+
+    i, j = torch.arange(33)[:, None], torch.arange(35)
+    expected = torch.where(j - i - query_offset == r, 0.5 * (inputs.query @ table[r + 20])[..., None], 0)
+    assert_same("change of the logits", logits(table) - logits(None), expected)
+
+
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+def test_one_hot_d_out_reaches_only_its_rows(outside: Any, block_size: None) -> None:
+    """The gradient of one query's output touches the table rows of its visible keys; all others are exactly zero."""
+    inputs, arguments, hit = one_hot_case(outside, 4, torch.float64)
+    i = 21
+    results = forward_backward(attend, inputs, **arguments)
+    assert torch.equal(results["d_rel_key"] != 0, hit[:, None].expand(31, 4))
+    assert torch.equal(results["d_query"].any(-1).nonzero(), torch.tensor([[1, 0, i]]))
+    keys = torch.zeros(2, 2, 50, dtype=torch.bool)
+    keys[1, 0, : i + 5 + 1] = True
+    assert torch.equal(results["d_key"].any(-1), keys) and torch.equal(results["d_value"].any(-1), keys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"key_lengths": torch.tensor([0, 0])},
+        {"is_causal": True, "query_offset": -17},
+        {"is_causal": True, "query_offset": -5, "key_lengths": torch.tensor([0, 13])},
+    ],
+    ids=["lengths", "causal", "both"],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_rows_that_see_nothing(arguments: dict[str, Any], dtype: torch.dtype, block_size: None) -> None:
+    """out 0, lse -inf and zero gradients, finite everywhere, also for rows that share a block with rows that see something."""
+    inputs = make_inputs(2, 2, 30, 13, 8, num_rows=9, dtype=dtype, seed=4)
+    results = forward_backward(attend, inputs, **arguments)
+    offset = arguments.get("query_offset", 0)
+    limit = arguments.get("key_lengths", torch.tensor([13, 13]))[:, None]
+    sees = torch.arange(30) + offset >= 0 if "is_causal" in arguments else torch.ones(30, dtype=torch.bool)
+    blind = ~(sees & (limit > 0))[:, None].expand(2, 2, 30)
+    assert blind.any()
+    assert (results["lse"][blind] == -math.inf).all() and results["lse"][~blind].isfinite().all()
+    assert not results["out"][blind].any() and not results["d_query"][blind].any()
+    assert all(result.isfinite().all() for name, result in results.items() if name != "lse")
+    assert zero_gradients(results) == bool(blind.all())
+
+
+@pytest.mark.parametrize("num_keys", [5, 40])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"key_lengths": torch.tensor([0, 4])},
+        {"is_causal": True, "query_offset": -7},
+        {"attn_mask": torch.arange(30)[:, None] > 3},
+    ],
+    ids=["full", "lengths", "causal", "mask"],
+)
+def test_lse_is_computed_if_it_is_wanted(arguments: dict[str, Any], num_keys: int, block_size: None) -> None:
+    """Without it, out and all gradients are the same to the bit, also those of queries that see nothing."""
+    inputs = make_inputs(2, 2, 30, num_keys, 8, num_rows=9, dtype=torch.float32, seed=4)
+    results = []
+    for return_lse, count in ((True, 30), (False, 0)):
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:4] if tensor is not None]
+        out, lse = relative_attention(*resolve(Arguments.of(*leaves, **arguments)), BLOCKWISE, return_lse)
+        assert lse.shape == (2, 2, count)
+        results.append((out, *torch.autograd.grad(out, leaves, inputs.d_out)))
+    for expected, result in zip(*results, strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_only_return_lse_asks_for_lse(return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public functions compute lse for nobody else: it takes passes over all scores."""
+    computed, softmax = [], attention.softmax
+
+    def spy(block: Any, probs: torch.Tensor, lse: torch.Tensor | None = None, *others: Any) -> torch.Tensor:
+        computed.append(lse is not None)
+        return softmax(block, probs, lse, *others)
+
+    monkeypatch.setattr(attention, "softmax", spy)
+    query = make_inputs(1, 2, 20, 20, 8, num_rows=None, dtype=torch.float32, seed=0).query
+    attend(query, query, query, return_lse=return_lse)
+    assert computed == [return_lse]
+
+
+@pytest.mark.parametrize("tables", [{}, {"per_head": True}, {"rel_width": 3}, {"rel_p2c": True}], ids=" ".join)
+@pytest.mark.parametrize("num_rows", [81, 9])
+def test_one_query(num_rows: int, tables: dict[str, Any]) -> None:
+    """A query that stands after its keys, as in decoding: with a table for all of them, and with one for the nearest."""
+    inputs = make_inputs(2, 4, 1, 41, 8, num_rows=num_rows, key_heads=2, **tables, dtype=torch.float64, seed=6)
+    results = forward_backward(attend, inputs, query_offset=40, rel_scale=0.7, enable_gqa=True)
+    expected = dense_gradients(inputs, query_offset=40, rel_scale=0.7)._asdict()
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_that_share_a_key_in_blocks_of_their_own(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the key and the value are the sum over the heads, though each block has all queries and all keys."""
+    cut_blocks(monkeypatch, 64, 1, 64)
+    inputs = make_inputs(2, 8, 9, 13, 8, num_rows=15, key_heads=1, dtype=torch.float64, seed=5)
+    arguments: dict[str, Any] = {"enable_gqa": True, "is_causal": is_causal, "query_offset": 2}
+    results = forward_backward(attend, inputs, **arguments)
+    expected = dense_gradients(inputs, **{name: each for name, each in arguments.items() if name != "enable_gqa"})._asdict()
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys"])
+@pytest.mark.parametrize("num_rows", [None, 5])
+def test_empty(empty: str, num_rows: int | None) -> None:
+    """Right shapes, zero gradients, and without keys out 0 and lse -inf."""
+    sizes = [0 if empty == name else size for name, size in zip(("batch", "heads", "queries", "keys"), (2, 3, 4, 6), strict=True)]
+    inputs = with_different_strides(make_inputs(*sizes, 8, 5, num_rows=num_rows, dtype=torch.float32, seed=0))  # type: ignore[misc, arg-type]
+    results = forward_backward(attend, inputs)
+    assert results["out"].shape == (*sizes[:3], 5) and results["lse"].shape == tuple(sizes[:3])
+    for name in ("query", "key", "value", "rel_key")[: 3 + (num_rows is not None)]:
+        assert results[f"d_{name}"].shape == getattr(inputs, name).shape
+    assert zero_gradients(results) and not results["out"].any() and (results["lse"] == -math.inf).all()
+
+
+@pytest.mark.parametrize(("logit", "spread"), [(1e4, 1.0), (-1e4, 1.0), (-200.0, 0.01)])
+@pytest.mark.parametrize("num_keys", [65, 129, 137])
+def test_large_logits_in_float16(logit: float, spread: float, num_keys: int, block_size: None) -> None:
+    """Logits of +-1e4, and all logits near -200 with lengths that divide no block, which made NaN in dQ elsewhere.
+
+    The dense reference runs in float32 on the same numbers: in float16 it would round logits of 1e4 to multiples of 8.
+    """
+    inputs = make_inputs(1, 2, 33, num_keys, 16, num_rows=33, dtype=torch.float64, seed=9)
+    level = math.sqrt(abs(logit) * 4 / 16)  # 16 products, scale 1/4
+    sign = math.copysign(1.0, logit)
+    query, key = level + spread * inputs.query / level, sign * level + spread * inputs.key / level
+    inputs = inputs._replace(query=query, key=key).to(torch.float16)
+    results = forward_backward(attend, inputs)
+    golden = dense_gradients(inputs)._asdict()
+    assert golden["lse"].sub(logit).abs().max() < abs(logit) / 5
+    reference = forward_backward(reference_attention, inputs.to(torch.float32))
+    for name, result in results.items():
+        factor = 3 if name.startswith("d_") else 2
+        # Attention to a single key copies its value: out may be exact.
+        assert_within_budget(name, result, golden[name], reference[name], factor=factor, exact_reference=name == "out")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_may_hold_nan(is_causal: bool, block_size: None) -> None:
+    """NaN in storage around the tensors, and in keys and values beyond key_lengths, reaches nothing."""
+    inputs = make_inputs(2, 2, 37, 41, 8, num_rows=15, dtype=torch.float64, seed=3)
+    lengths = torch.tensor([30, 0])
+    key, value = inputs.key.clone(), inputs.value.clone()
+    key[0, :, 30:], value[0, :, 30:], key[1], value[1] = math.nan, math.nan, math.nan, math.nan
+    spoilt = with_different_strides(inputs._replace(key=key, value=value))
+    results = forward_backward(attend, spoilt, key_lengths=lengths, is_causal=is_causal)
+    expected = forward_backward(attend, inputs, key_lengths=lengths, is_causal=is_causal)
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+    assert not results["d_key"][0, :, 30:].any() and not results["d_value"][1].any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ({"is_causal": True, "query_offset": -20}, slice(0, 17)),
+        ({"window_size": (2, 1), "query_offset": 9}, slice(7, 41)),
+        ({"window_size": (-1, 1), "query_offset": torch.tensor([-9, -9])}, slice(0, 29)),
+    ],
+    ids=["causal", "window", "offsets"],
+)
+def test_keys_that_no_query_sees_may_hold_nan(arguments: dict[str, Any], seen: slice, block_size: None) -> None:
+    """Keys and values that causality or the window hides from every query are not read; their gradients are exactly 0."""
+    inputs = make_inputs(2, 2, 37, 41, 8, num_rows=15, dtype=torch.float64, seed=3)
+    key, value = torch.full_like(inputs.key, math.nan), torch.full_like(inputs.value, math.nan)
+    key[:, :, seen], value[:, :, seen] = inputs.key[:, :, seen], inputs.value[:, :, seen]
+    results = forward_backward(attend, inputs._replace(key=key, value=value), **arguments)
+    expected = forward_backward(attend, inputs, **arguments)
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+    for name in ("d_key", "d_value"):
+        assert not results[name][:, :, : seen.start].any() and not results[name][:, :, seen.stop :].any()
+
+
+UNREAD_ROWS: dict[str, tuple[RelativePositions, dict[str, Any], slice]] = {
+    # table, arguments, and the rows (of 101) that a visible pair of 37 queries and 41 keys has
+    "longer": (RelativePositions(-50, 50), {}, slice(50 - 36, 50 + 41)),
+    "causal": (RelativePositions(-50, 50), {"is_causal": True}, slice(50 - 36, 51)),
+    "causal_zero": (RelativePositions(-2, 98, "zero"), {"is_causal": True}, slice(0, 3)),
+    "causal_clamp": (RelativePositions(-2, 98), {"is_causal": True}, slice(0, 3)),
+    "lengths": (RelativePositions(-50, 50), {"key_lengths": torch.tensor([7, 0])}, slice(50 - 36, 50 + 7)),
+    "offset": (RelativePositions(-50, 50), {"query_offset": 20}, slice(0, 50 + 41 - 20)),
+    "past_zero": (RelativePositions(-200, -100, "zero"), {}, slice(0, 0)),
+    "past_clamp": (RelativePositions(-200, -100), {}, slice(100, 101)),
+    "future_zero": (RelativePositions(100, 200, "zero"), {}, slice(0, 0)),
+    "future_clamp": (RelativePositions(100, 200), {"is_causal": True}, slice(0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD_ROWS)
+def test_rows_that_no_visible_pair_has_may_hold_nan(case: str, block_size: None) -> None:
+    """Rows of hidden relative positions are not read, forward or backward.
+
+    A causal call multiplied their (zero) part of dS by their NaN: d_query became NaN.
+    """
+    positions, arguments, rows = UNREAD_ROWS[case]
+    inputs = make_inputs(2, 2, 37, 41, 8, num_rows=101, dtype=torch.float64, seed=3)
+    assert inputs.rel_key is not None
+    spoilt = torch.full_like(inputs.rel_key, math.nan)
+    spoilt[rows] = inputs.rel_key[rows]
+    results = forward_backward(attend, inputs._replace(rel_key=spoilt), positions=positions, **arguments)
+    expected = dense_gradients(inputs, positions=positions, **arguments)._asdict()
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+    read = torch.zeros(101, dtype=torch.bool)
+    read[rows] = True
+    assert torch.equal(results["d_rel_key"].any(-1), read)
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("name", ["rel_key", "rel_p2c"])
+def test_end_rows_that_no_visible_pair_has_may_hold_nan(name: str, softcap: float | None, block_size: None) -> None:
+    """Queries before all keys see none: the rows of the future are read for no key that is far from them."""
+    inputs = make_inputs(1, 2, 33, 5, 4, num_rows=5, rel_p2c=True, dtype=torch.float64, seed=3)
+    spoilt = getattr(inputs, name).clone()
+    spoilt[3:] = math.nan
+    arguments: dict[str, Any] = {"is_causal": True, "query_offset": -9, "softcap": softcap}
+    results = forward_backward(attend, inputs._replace(**{name: spoilt}), **arguments)
+    expected = dense_gradients(inputs, **arguments)._asdict()
+    for which, result in results.items():
+        assert_same(which, result, expected[which])
+
+
+@pytest.mark.parametrize("num_keys", [9, 40])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_biases_that_hide_all_keys(masked: bool, implementation: str, return_lse: bool, num_keys: int, block_size: None) -> None:
+    """A query whose logits are all -inf, by the bias alone or with a mask, sees nothing; the others are as ever."""
+    inputs = make_inputs(2, 2, 30, num_keys, 8, num_rows=29 + num_keys, rel_bias=True, dtype=torch.float64, seed=4)
+    positions = RelativePositions(-29, num_keys - 1)
+    assert inputs.rel_bias is not None and inputs.rel_key is not None and inputs.d_out is not None
+    bias = inputs.rel_bias.clone()
+    bias[..., 29 - 6 :] = -math.inf  # only keys more than six before the query are seen
+    mask = torch.arange(num_keys) > 3 if masked else None  # the fourth on
+    leaves = [each.detach().requires_grad_() for each in (inputs.query, inputs.key, inputs.value, inputs.rel_key, bias)]
+    given: dict[str, Any] = {"positions": positions, "implementation": implementation}
+    results = fused_relative_attention(*leaves[:4], rel_bias=leaves[4], attn_mask=mask, return_lse=return_lse, **given)
+    out = results[0] if isinstance(results, tuple) else results
+    gradients = torch.autograd.grad(out, leaves, inputs.d_out)
+    blind = torch.arange(30) <= (10 if masked else 6)
+    assert not out[:, :, blind].any() and out.isfinite().all() and out[:, :, ~blind].any()
+    assert all(gradient.isfinite().all() for gradient in gradients) and not gradients[0][:, :, blind].any()
+    assert not gradients[4][..., 29 - 6 :].any()
+    if isinstance(results, tuple):
+        assert (results[1][:, :, blind] == -math.inf).all() and results[1][:, :, ~blind].isfinite().all()
+    i, j = torch.arange(30)[:, None], torch.arange(num_keys)
+    visible = (j - i < -6) & (torch.ones(num_keys, dtype=torch.bool) if mask is None else mask)
+    expected = fused_relative_attention(*leaves[:4], rel_bias=inputs.rel_bias, attn_mask=visible, **given)
+    assert_same("out", out, expected)
+    for number, other in enumerate(torch.autograd.grad(expected, leaves[:4], inputs.d_out)):
+        assert_same(str(number), gradients[number], other)
+
+
+def test_nan_in_one_query_stays_in_its_row(block_size: None) -> None:
+    """NaN in a query reaches only its own row of the results and the gradients that it adds to (its head's keys, values and
+    table); all else is bit-equal."""
+    inputs = make_inputs(2, 3, 37, 41, 8, num_rows=15, per_head=True, dtype=torch.float32, seed=3)
+    query = inputs.query.clone()
+    query[1, 2, 20] = math.nan
+    results = forward_backward(attend, inputs._replace(query=query), is_causal=True)
+    expected = forward_backward(attend, inputs, is_causal=True)
+    for name in ("out", "lse", "d_query"):
+        assert results[name][1, 2, 20].isnan().all()
+        results[name][1, 2, 20] = expected[name][1, 2, 20]
+        assert torch.equal(results[name], expected[name]), name
+    for name in ("d_key", "d_value"):
+        assert results[name][1, 2].isnan().any()
+        results[name][1, 2] = expected[name][1, 2]
+        assert torch.equal(results[name], expected[name]), name
+    assert results["d_rel_key"][2].isnan().any() and torch.equal(results["d_rel_key"][:2], expected["d_rel_key"][:2])
+
+
+def strided_inputs() -> dict[str, Inputs]:
+    """The layouts that callers have, all of shape (2, 3, 18, 18, 8)."""
+    inputs = make_inputs(2, 3, 18, 18, 8, num_rows=11, dtype=torch.float64, seed=8)
+    query, key, value, rel_key, d_out = inputs[:5]
+    assert rel_key is not None and d_out is not None
+    packed = torch.stack([query, key, value], 2).permute(0, 3, 2, 1, 4).contiguous()  # (B, N, 3, H, D)
+    packed_query, packed_key, packed_value = packed.permute(2, 0, 3, 1, 4)
+    shifted = [torch.cat([torch.full((1,), math.nan), tensor.flatten()])[1:].view(tensor.shape) for tensor in (query, key, value)]
+    return {
+        "transposed": inputs._replace(query=in_memory_order(query, 0, 2, 1, 3), d_out=in_memory_order(d_out, 0, 2, 1, 3)),
+        "lengths_innermost": inputs._replace(key=key.mT.contiguous().mT, value=value.mT.contiguous().mT),
+        "packed": inputs._replace(query=packed_query, key=packed_key, value=packed_value),
+        "storage_offset": inputs._replace(query=shifted[0], key=shifted[1], value=shifted[2]),
+        "broadcast_heads": inputs._replace(key=key[:, :1].expand(-1, 3, -1, -1), value=value[:, :1].expand(-1, 3, -1, -1)),
+        "broadcast_batch": inputs._replace(query=query[:1].expand(2, -1, -1, -1)),
+        "broadcast_table": inputs._replace(rel_key=rel_key[:1].expand(11, 8)),
+        "per_head_broadcast_table": inputs._replace(rel_key=rel_key.expand(3, 11, 8)),
+        "expanded_d_out": inputs._replace(d_out=torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(d_out)),
+        "every_other_column": inputs._replace(query=in_memory_order(query, 0, 1, 2, 3, step=2)),
+        "all_different": with_different_strides(inputs),
+    }
+
+
+@pytest.mark.parametrize("layout", strided_inputs())
+def test_any_strides(layout: str, block_size: None) -> None:
+    """Equal to contiguous tensors with the same numbers."""
+    inputs = strided_inputs()[layout]
+    contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
+    assert layout == "storage_offset" or any(not tensor.is_contiguous() for tensor in inputs if tensor is not None)
+    results, expected = forward_backward(attend, inputs), forward_backward(attend, contiguous)
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+
+
+def test_out_has_the_memory_order_of_query() -> None:
+    inputs = make_inputs(2, 3, 18, 18, 8, 5, num_rows=11, dtype=torch.float32, seed=8)
+    assert attend(*inputs[:4])[0].is_contiguous()
+    transposed = in_memory_order(inputs.query, 0, 2, 1, 3)
+    assert attend(transposed, *inputs[1:4])[0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("same", ["query_key", "key_value", "all"])
+def test_one_tensor_as_several_inputs(same: str) -> None:
+    """The gradient is the sum of those of the single inputs."""
+    inputs = make_inputs(1, 2, 12, 12, 8, num_rows=7, dtype=torch.float64, seed=8)
+    names = {"query_key": ("query", "key"), "key_value": ("key", "value"), "all": ("query", "key", "value")}[same]
+    shared = inputs.query.clone().requires_grad_()
+    tensors = {**inputs._asdict(), **dict.fromkeys(names, shared)}
+    results = attend(*(tensors[name] for name in ("query", "key", "value", "rel_key")))
+    (gradient,) = torch.autograd.grad(results, shared, (inputs.d_out, inputs.d_lse))
+    expected = dense_gradients(inputs._replace(**dict.fromkeys(names, inputs.query)))._asdict()
+    assert_same("gradient", gradient, torch.stack([expected[f"d_{name}"] for name in names]).sum(0))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "rel_key"])
+def test_edit_in_place_after_the_forward(name: str) -> None:
+    """The backward would read the edited tensor: the version counter makes that an error."""
+    inputs = make_inputs(1, 2, 12, 12, 8, num_rows=7, dtype=torch.float64, seed=8)
+    fields = ("query", "key", "value", "rel_key")
+    leaves = {field: getattr(inputs, field).clone().requires_grad_() for field in fields}
+    used = {field: leaf * 1 for field, leaf in leaves.items()}
+    out, _ = attend(*(used[field] for field in fields))
+    used[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_repeatable(dtype: torch.dtype, block_size: None) -> None:
+    """Bit for bit, also where torch is told to be deterministic (which also makes it complain where it cannot)."""
+    inputs = make_inputs(2, 3, 97, 111, 16, num_rows=21, dtype=dtype, seed=6)
+    first, second = (forward_backward(attend, inputs, is_causal=True) for _ in range(2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        third = forward_backward(attend, inputs, is_causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, result in first.items():
+        assert torch.equal(result, second[name]) and torch.equal(result, third[name]), name
+
+
+def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> None:
+    """The fixture that the tests above rely on does cut queries and heads."""
+    query, table = torch.zeros(1, 2, 37, 8), torch.zeros(73, 8)
+    blocks = list(Call(*resolve(Arguments.of(query, query, query, table))).blocks())
+    bands = [block.rel_key for block in blocks]
+    small = "small_blocks" in request.node.name
+    assert [(block.group.heads.start, block.queries.start, block.queries.stop) for block in blocks] == (
+        [(head, *queries) for head in (0, 1) for queries in ((26, 37), (13, 26), (0, 13))] if small else [(0, 0, 37)]
+    )
+    assert [(band.num_panels, band.num_full) for band in bands if band] == ([(3, 2), (4, 3), (4, 3)] * 2 if small else [(1, 1)])
+
+
+def test_no_heads_of_the_query() -> None:
+    """Keys and values that no head attends to have gradients, which are zero."""
+    query, key, value = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (0, 2, 2))
+    out = fused_relative_attention(query, key, value, enable_gqa=True, implementation="blockwise")
+    for gradient in torch.autograd.grad(out.sum(), (key, value)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # terms, arguments
+    "table": ({}, {}),
+    "clipped_causal": ({"num_rows": 9}, {"is_causal": True}),
+    "no_table": ({"num_rows": None}, {}),
+    "all_terms": ({**FURTHER_TABLES, "rel_width": 16}, {}),
+    "p2c": ({"rel_p2c": True, "num_rows": 9}, {}),
+    "softcap": ({"rel_bias": True}, {"softcap": 30.0}),
+    "float_mask": ({"rel_value": True}, {"attn_mask": True}),
+}
+
+
+DEVIATIONS = (1, 8, 32, 128, 2**10, 2**13, 2**27)
+"""Powers of two."""
+
+
+def quarters(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return (4 * tensor).round() * (factor / 4)
+
+
+def scaled(inputs: Inputs, deviation: float) -> Inputs:
+    """Query, key and what is added to their products, of this standard deviation; the bias of that of products.
+
+    They have so few digits that float32 holds all logits exactly. If they were rounded, two keys with nearly the same would
+    decide on the largest error.
+    """
+    names = ("query", "key", "rel_key", "rel_query", "rel_bias", "rel_p2c")
+    factors = {name: deviation ** (2 if name == "rel_bias" else 1) for name in names if getattr(inputs, name) is not None}
+    return inputs._replace(**{name: quarters(getattr(inputs, name), factor) for name, factor in factors.items()})
+
+
+@pytest.mark.parametrize("length", [11, 67, 200])
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_rule_at_any_scale(kind: str, deviation: float, length: int, block_size: None) -> None:
+    """Every gradient of float32 calls is within its budget, also through lse.
+
+    Probabilities that are exp(logits - lse) sum to 1.02 at a deviation of 1e3, and to 2e12 at 1e4.
+    """
+    terms, arguments = KINDS[kind]
+    options = {"num_rows": 2 * length - 1, **terms}
+    inputs = scaled(make_inputs(1, 3, length, length, 16, **options, dtype=torch.float32, seed=5), deviation)
+    if "attn_mask" in arguments:
+        generator = torch.Generator().manual_seed(1)
+        arguments = {"attn_mask": quarters(torch.randn(1, 3, length, length, generator=generator), deviation**2)}
+    golden, reference = unlucky_reference(inputs, **arguments)
+    for name, result in results_of("blockwise", inputs, **arguments).items():
+        assert result.isfinite().all(), name
+        if not golden[name].any():  # saturated: a single key has all the attention
+            assert not result.any(), name
+            continue
+        factor = 3 if name.startswith("d_") else 2
+        # Of few large terms plain torch rounds products and sums: a unit in all, of which luck may hide most.
+        finite = golden[name].isfinite()
+        assert torch.equal(result.isfinite(), finite) and torch.equal(result[~finite].double(), golden[name][~finite])
+        least = (factor + 2) * last_place(float(golden[name][finite].abs().max()), torch.float32)
+        budget = max(error_budget(golden[name], reference[name], torch.float32, factor=factor), least)
+        within(name, (result.double() - golden[name])[finite].abs(), budget)
+
+
+@pytest.mark.parametrize("num_keys", [5, 15, 16, 31, 300])
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_probabilities_sum_to_one(deviation: float, num_keys: int, block_size: None) -> None:
+    """In the forward and in the backward: with values and d_out of ones, out and the sum of d_value say so."""
+    inputs = scaled(make_inputs(2, 2, 40, num_keys, 16, 1, num_rows=79, dtype=torch.float32, seed=2), deviation)
+    inputs = inputs._replace(value=torch.ones_like(inputs.value), d_out=torch.ones_like(inputs.d_out))
+    for arguments in ({}, {"softcap": 1e9}):  # the second does not keep the probabilities
+        results = forward_backward(attend, inputs, **arguments)
+        within("out", (results["out"].double() - 1).abs(), sum_allowance(num_keys, 1.0))
+        within("d_value", (results["d_value"].double().sum((2, 3)) - 40).abs(), sum_allowance(num_keys + 40, 40.0))
+
+
+def test_sequences_of_different_lengths_in_one_block() -> None:
+    """They are computed together, and each as by itself, padding of NaN or not."""
+    lengths = [13, 1, 0, 40, 29]
+    inputs = make_inputs(5, 2, 9, 40, 8, num_rows=15, **FURTHER_TABLES, dtype=torch.float64, seed=1)
+    for length, key, value in zip(lengths, inputs.key, inputs.value, strict=True):
+        key[:, length:], value[:, length:] = torch.nan, torch.nan
+    tensors, spec = resolve(Arguments.of(*inputs[:4], key_lengths=torch.tensor(lengths)))
+    assert len(list(Call(tensors, spec).blocks())) == 1
+    together = forward_backward(attend, inputs, key_lengths=torch.tensor(lengths))
+    tables = ("d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c")
+    sums = dict.fromkeys(tables, torch.zeros(()))
+    for number, length in enumerate(lengths):
+        own = {name: getattr(inputs, name)[number : number + 1] for name in ("query", "key", "value", "d_out", "d_lse")}
+        own |= {name: own[name][:, :, :length] for name in ("key", "value")}
+        alone = forward_backward(attend, inputs._replace(**own))
+        for name, result in alone.items():
+            if name in tables:
+                sums[name] = sums[name] + result
+            elif name in ("d_key", "d_value"):
+                assert_same(name, together[name][number : number + 1, :, :length], result)
+                assert not together[name][number, :, length:].any(), name
+            else:
+                assert_same(name, together[name][number : number + 1], result)
+    for name, expected in sums.items():
+        assert_same(name, together[name], expected)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 300])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 17])
+def test_short_sequences(length: int, batch: int) -> None:
+    inputs = make_inputs(batch, 2, length, length, 4, num_rows=2 * length - 1, **FURTHER_TABLES, dtype=torch.float64, seed=length)
+    results, expected = results_of("blockwise", inputs), by_hand(inputs)
+    for name, result in results.items():
+        assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("num_keys", [5, 15, 17, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_kept_probabilities(dtype: torch.dtype, num_keys: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those that the backward computes without, bit for bit."""
+    inputs = make_inputs(3, 4, 29, num_keys, 64, num_rows=21, key_heads=2, **FURTHER_TABLES, dtype=dtype, seed=3)
+    arguments: dict[str, Any] = {"window_size": (17, 30), "key_lengths": torch.tensor([num_keys, 3, 0]), "dropout_p": dropout_p}
+    kept: list[bool] = []
+    backward = blockwise.backward
+
+    def noticed(*given: Any) -> Any:
+        kept.append(given[-1] is not None)
+        return backward(*given)
+
+    monkeypatch.setattr(blockwise, "backward", noticed)
+    results = []
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr(blockwise, "keeps_probs", lambda *_: False)
+        results.append(results_of("blockwise", inputs, enable_gqa=True, **arguments))
+    assert kept == [True, False]
+    for name, result in results[0].items():
+        assert torch.equal(result, results[1][name]), name
+
+
+def test_what_is_kept() -> None:
+    """No more than query, key, value and out take, and nothing where nobody differentiates."""
+    for length, width, keeps in ((64, 32, True), (128, 32, True), (129, 32, False), (4096, 64, False)):
+        query = torch.zeros(1, 1, 2, width)
+        key = torch.zeros(1, 1, length, width)
+        assert blockwise.keeps_probs(*resolve(Arguments.of(query, key, key))) == keeps
+    query = torch.zeros(1, 1, 4, 8)
+    operator = torch.ops.triton_relattn.attention_forward.default
+    tensors, spec = resolve(Arguments.of(query, query, query))
+    for keeps, shape in ((True, (1, 1, 4, 4)), (False, (0,))):
+        assert operator(*tensors, *spec, "blockwise", keeps)[3].shape == shape
+
+
+def test_results_do_not_depend_on_how_a_call_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks and panels, the last of which have fewer queries, against one."""
+    inputs = make_inputs(2, 4, 47, 53, 8, num_rows=33, key_heads=2, **FURTHER_TABLES, dtype=torch.float64, seed=4)
+    arguments: dict[str, Any] = {"enable_gqa": True, "window_size": (-1, 20), "key_lengths": torch.tensor([53, 31])}
+    expected = results_of("blockwise", inputs, **arguments)
+    for queries, elements, panel_rows in ((16, 1, 4), (5, 1, 1), (47, 1, 9), (16, 1 << 10, 16), (128, 1 << 12, 20)):
+        cut_blocks(monkeypatch, queries, elements, panel_rows)
+        for name, result in results_of("blockwise", inputs, **arguments).items():
+            assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, and blocks that are done with their frames and bands, are in no cycle that would wait for the garbage collector."""
+    cut_blocks(monkeypatch, 16, 1, 4)
+    kinds = (partition.Call, partition.Block, partition.Frame, partition.Band)
+    alive: dict[Any, list[weakref.ref[Any]]] = {kind: [] for kind in kinds}
+    most = dict.fromkeys(kinds, 0)
+
+    def watched(self: Any, *arguments: Any, make: Any) -> None:
+        alive[type(self)].append(weakref.ref(self))
+        most[type(self)] = max(most[type(self)], sum(each() is not None for each in alive[type(self)]))
+        make(self, *arguments)
+
+    for kind in kinds:
+        monkeypatch.setattr(kind, "__init__", functools.partialmethod(watched, make=kind.__init__))
+    inputs = make_inputs(1, 4, 100, 100, 8, num_rows=199 if table else None, rel_p2c=table, dtype=torch.float32, seed=0)
+    gc.disable()
+    try:
+        forward_backward(attend, inputs, is_causal=True)
+    finally:
+        gc.enable()
+    assert len(alive[partition.Block]) > 20 and most[partition.Call] == 1 and most[partition.Block] <= 2
+    # Those of two blocks: with rel_p2c, a block has a frame and a band for each of three ranges of keys beside its own.
+    assert most[partition.Frame] <= (8 if table else 2) and most[partition.Band] <= (8 if table else 0)
+    assert not any(each() is not None for each in itertools.chain(*alive.values()))
+
+
+def test_memory_by_names_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks at other places of a sequence take the same memory: there are as many names for four times the length."""
+    cut_blocks(monkeypatch, 16, 1, 4)
+    names: set[str] = set()
+    get = partition.Buffers.__call__
+
+    def watched(self: partition.Buffers, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        names.add(name)
+        return get(self, name, shape)
+
+    monkeypatch.setattr(partition.Buffers, "__call__", watched)
+    counts = []
+    for length in (100, 400):
+        names.clear()
+        inputs = make_inputs(1, 2, length, length, 8, num_rows=25, **FURTHER_TABLES, dtype=torch.float32, seed=0)
+        forward_backward(attend, inputs)
+        counts.append(len(names))
+    assert 0 < counts[0] == counts[1], sorted(names)
+
+
+def test_blocks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of a block grow with the threads only as far as the call's tensors and their gradients do."""
+    monkeypatch.setattr(partition, "ELEMENTS_PER_THREAD", 1 << 14)
+    tensors, spec = resolve(Arguments.of(*(torch.randn(2, 4, 300, 8) for _ in range(3))))
+    largest = []
+    for threads in (1, 2, 4, 64):
+        monkeypatch.setattr(partition, "threads_of", lambda device, threads=threads: threads)
+        largest.append(max(block.scores.numel() for block in Call(tensors, spec).blocks()))
+    of_tensors = 2 * 4 * tensors.query.numel()
+    assert largest[0] < largest[1] <= largest[2] <= largest[3] <= max(of_tensors, 8 * partition.BLOCK_QUERIES * 300), largest

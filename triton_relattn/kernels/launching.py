@@ -79,7 +79,7 @@ def _cache_key(kernel: JITFunction, arguments: dict[str, Any]) -> tuple[Any, ...
         if name in constants:
             found.append(each)
         elif name in general:
-            found.append(has_32_bits(each))
+            found.append(None if each is None else has_32_bits(each))
         else:
             rest.append(each)
     return (*found, classes(description(rest)))

@@ -12,11 +12,9 @@ from .places import (
     ON_BLOCKWISE,
     ON_DELTA,
     ON_DROPOUT,
-    ON_EDGES,
     ON_MASKS,
     ON_OPS,
     ON_RANDOM,
-    ON_SCALE,
     ON_STACKS,
     RANDOM,
     RANDOM_PACKED,
@@ -29,13 +27,13 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-sign-of-query-offset",
         "relative positions have the sign of query_offset turned round",
-        (f"{ON_EDGES}::test_one_table_row_moves_only_its_diagonal",),
+        (f"{ON_BLOCKWISE}::test_one_table_row_moves_only_its_diagonal",),
         (Change(BLOCKS, "queries.start + sequences.query_offset", "queries.start - sequences.query_offset"),),
     ),
     Fault(
         "blockwise-positions-off-by-one",
         "pairs take the row and the window of the next relative position",
-        (f"{ON_EDGES}::test_one_table_row_moves_only_its_diagonal",),
+        (f"{ON_BLOCKWISE}::test_one_table_row_moves_only_its_diagonal",),
         (Change(BLOCKS, "first - position, group.heads.start", "first - position + 1, group.heads.start"),),
     ),
     Fault(
@@ -111,7 +109,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-hidden-rows-are-read",
         "table rows of positions that the window hides are multiplied by zero, which NaN survives",
-        (f"{ON_EDGES}::test_rows_that_no_visible_pair_has_may_hold_nan",),
+        (f"{ON_BLOCKWISE}::test_rows_that_no_visible_pair_has_may_hold_nan",),
         (
             Change(
                 FRAME,
@@ -162,13 +160,13 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-last-panel-not-padded",
         "the queries that the last panel lacks are whatever is in memory",
-        (f"{ON_SCALE}::test_results_do_not_depend_on_how_a_call_is_cut",),
+        (f"{ON_BLOCKWISE}::test_results_do_not_depend_on_how_a_call_is_cut",),
         (Change(BANDS, "packed = rows.new_zeros((*self.sizes", "packed = rows.new_empty((*self.sizes"),),
     ),
     Fault(
         "blockwise-last-panel-lost",
         "the last panel's terms are not added if it has fewer queries",
-        (f"{ON_SCALE}::test_results_do_not_depend_on_how_a_call_is_cut",),
+        (f"{ON_BLOCKWISE}::test_results_do_not_depend_on_how_a_call_is_cut",),
         (Change(BANDS, "zip(self.scores, self.skewed, strict=True)", "zip(self.scores[:1], self.skewed[:1], strict=True)"),),
     ),
     Fault(
@@ -180,7 +178,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-frames-live-on",
         "frames and their bands refer to each other: their memory grows until the next garbage collection",
-        (f"{ON_SCALE}::test_memory_is_given_back_at_once",),
+        (f"{ON_BLOCKWISE}::test_memory_is_given_back_at_once",),
         (
             Change(
                 BANDS,
@@ -235,13 +233,13 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-padding-is-seen",
         "sequences that are taken together see the keys that the longest has",
-        (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
+        (f"{ON_BLOCKWISE}::test_sequences_of_different_lengths_in_one_block",),
         (Change(BLOCKS, "hide(pairs, bounds(exists[:, None, None, self.keys], pairs.dtype))", "pass"),),
     ),
     Fault(
         "blockwise-padding-is-read",
         "keys and values beyond a sequence's length are multiplied by zero, which NaN survives",
-        (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
+        (f"{ON_BLOCKWISE}::test_sequences_of_different_lengths_in_one_block",),
         (Change(BLOCKS, "self.is_clean = sequences.keys is None", "self.is_clean = True"),),
     ),
     Fault(
@@ -271,7 +269,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-probabilities-by-lse",
         "probabilities are exp(logits - lse), whose sum is not one where logits are large",
-        (f"{ON_SCALE}::test_error_rule_at_any_scale", f"{ON_SCALE}::test_probabilities_sum_to_one"),
+        (f"{ON_BLOCKWISE}::test_error_rule_at_any_scale", f"{ON_BLOCKWISE}::test_probabilities_sum_to_one"),
         (
             Change(
                 BLOCKWISE,
@@ -296,7 +294,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-short-rows-overflow",
         "the softmax of short rows does not take off the maximum",
-        (f"{ON_SCALE}::test_error_rule_at_any_scale", "-k", "11"),
+        (f"{ON_BLOCKWISE}::test_error_rule_at_any_scale", "-k", "11"),
         (Change(BLOCKWISE, "torch.sub(scores, largest, out=probs).exp_()", "torch.exp(scores, out=probs)"),),
     ),
     Fault(
@@ -333,7 +331,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-nothing-seen-in-a-window",
         "a row that the window alone leaves without keys becomes NaN",
-        (f"{ON_EDGES}::test_rows_that_see_nothing",),
+        (f"{ON_BLOCKWISE}::test_rows_that_see_nothing",),
         (Change(FRAME, "(right >= 0 and first + self.extra > right)", "False"),),
     ),
     Fault(
@@ -369,7 +367,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-keeps-what-dropout-left",
         "the probabilities that are kept are those after dropout",
-        (f"{ON_SCALE}::test_kept_probabilities",),
+        (f"{ON_BLOCKWISE}::test_kept_probabilities",),
         (Change(BLOCKWISE, "probs = torch.mul(probs, block.dropout, out=block.scores)", "probs = probs.mul_(block.dropout)"),),
     ),
     Fault(
@@ -412,31 +410,31 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-keys-written-once-with-a-window",
         "the gradients of keys that a window hides are not written at all",
-        (f"{ON_EDGES}::test_keys_that_no_query_sees_may_hold_nan",),
+        (f"{ON_BLOCKWISE}::test_keys_that_no_query_sees_may_hold_nan",),
         (Change(BLOCKS, "not alike or max(spec.window_left, spec.window_right) >= 0:", "not alike:"),),
     ),
     Fault(
         "blockwise-keys-written-once-a-block",
         "the gradients of keys are those of the last block of queries, not the sum",
-        (f"{ON_EDGES}::test_rows_that_no_visible_pair_has_may_hold_nan",),
+        (f"{ON_BLOCKWISE}::test_rows_that_no_visible_pair_has_may_hold_nan",),
         (Change(BLOCKS, "0 < stack.num_queries <= num_queries and", "0 < stack.num_queries and"),),
     ),
     Fault(
         "blockwise-keys-written-once-a-head",
         "the gradient of a key is that of the last heads that share it, not the sum",
-        (f"{ON_EDGES}::test_heads_that_share_a_key_in_blocks_of_their_own",),
+        (f"{ON_BLOCKWISE}::test_heads_that_share_a_key_in_blocks_of_their_own",),
         (Change(BLOCKS, " and 0 < heads <= num_heads * key_heads", " and 0 < heads"),),
     ),
     Fault(
         "blockwise-blind-queries-without-lse",
         "without lse, a query all of whose logits are -inf gets NaN",
-        (f"{ON_EDGES}::test_biases_that_hide_all_keys", "-k", "blockwise"),
+        (f"{ON_BLOCKWISE}::test_biases_that_hide_all_keys", "-k", "blockwise"),
         (Change(BLOCKS, " or self.frame.has_blind or self.call.has_infinite_table", " or self.frame.has_blind"),),
     ),
     Fault(
         "blockwise-end-rows-that-no-pair-has",
         "keys that are far for all queries are multiplied with an end row that no visible pair has",
-        (f"{ON_EDGES}::test_end_rows_that_no_visible_pair_has_may_hold_nan",),
+        (f"{ON_BLOCKWISE}::test_end_rows_that_no_visible_pair_has_may_hold_nan",),
         (
             Change(
                 FRAME,
@@ -472,7 +470,7 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-values-that-no-query-sees",
         "values beyond a sequence's keys are multiplied by zero, which NaN survives",
-        (f"{ON_SCALE}::test_sequences_of_different_lengths_in_one_block",),
+        (f"{ON_BLOCKWISE}::test_sequences_of_different_lengths_in_one_block",),
         (Change(BLOCKWISE, "if group.is_clean or out.sum().isfinite():", "if True:"),),
     ),
     Fault(
@@ -490,13 +488,13 @@ OF_BLOCKWISE = (
     Fault(
         "blockwise-no-heads-uninitialised",
         "without heads of the query, gradients of keys are what memory held",
-        (f"{ON_EDGES}::test_no_heads_of_the_query",),
+        (f"{ON_BLOCKWISE}::test_no_heads_of_the_query",),
         (Change(BLOCKS, " and 0 < heads <= num_heads * key_heads", " and heads <= num_heads * key_heads"),),
     ),
     Fault(
         "blockwise-one-query-without-the-scale",
         "the terms of a single query are not multiplied by the scale",
-        (f"{ON_EDGES}::test_one_query",),
+        (f"{ON_BLOCKWISE}::test_one_query",),
         (Change(BANDS, "self.windows[0], alpha=self.scale)", "self.windows[0])"),),
     ),
     Fault(

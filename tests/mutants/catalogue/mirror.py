@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BANDS, BLOCKS, BLOCKWISE, FRAME, ON_MASKS, ON_RANDOM, ON_SCALE, RANDOM, RANDOM_REFERENCE, REFERENCE
+from .places import BANDS, BLOCKS, BLOCKWISE, FRAME, ON_BLOCKWISE, ON_MASKS, ON_RANDOM, RANDOM, RANDOM_REFERENCE, REFERENCE
 
 OF_MIRROR = (
     Fault(
@@ -81,7 +81,7 @@ OF_MIRROR = (
     Fault(
         "mirror-memory-by-place",
         "blocks keep memory of their own for the gradients of windows until the backward ends",
-        (f"{ON_SCALE}::test_memory_by_names_is_used_again",),
+        (f"{ON_BLOCKWISE}::test_memory_by_names_is_used_again",),
         (Change(BANDS, 'f"rel_p2c {len(found)}"', 'f"rel_p2c from {start}"'),),
     ),
 )

@@ -44,8 +44,6 @@ ON_WORKSPACE = "tests/interpreter/test_workspace.py"
 ON_QUERY_FROM_DS = "tests/interpreter/test_query_from_ds.py"
 (
     ON_BLOCKWISE,
-    ON_SCALE,
-    ON_EDGES,
     ON_MASKS,
     ON_DROPOUT,
     ON_VARLEN,
@@ -58,8 +56,6 @@ ON_QUERY_FROM_DS = "tests/interpreter/test_query_from_ds.py"
     f"tests/cpu/test_{name}.py"
     for name in (
         "blockwise",
-        "blockwise_scale",
-        "blockwise_edges",
         "masks",
         "dropout",
         "varlen",
