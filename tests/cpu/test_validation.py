@@ -115,7 +115,7 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "positions_without_table": (
         {"rel_key": None, "positions": RelativePositions(-4, 4)},
         ValueError,
-        ["positions", "there is none"],
+        ["positions", "no table"],
     ),
     "positions_type": ({"positions": (-4, 4)}, TypeError, ["positions must be a RelativePositions, got tuple"]),
     "query_type": ({"query": [[1.0]]}, TypeError, ["query must be a torch.Tensor, got list"]),

@@ -154,7 +154,9 @@ def plan(
     slots = multiprocessors * dkv.programs_at_once
     bytes_of_pair = tensors.query.element_size() * (has_ds + has_probs)
     if most_bytes is None:
-        most_bytes = limit(tensors, slots * group * rows * min(block_n, cdiv(columns, blocks)) * bytes_of_pair)
+        # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
+        columns_of_wave = min(slots * block_n, cdiv(slots, blocks) * columns)
+        most_bytes = limit(tensors, group * rows * columns_of_wave * bytes_of_pair)
     most_pairs = most_bytes // bytes_of_pair
 
     most_units = min(units, most_pairs // (group * rows * columns)) if rows * columns <= MOST_PAIRS else 0
