@@ -18,7 +18,6 @@ import torch
 from triton.compiler.compiler import CompiledKernel
 
 from tools import absent_gpu
-from tools.absent_gpu import HOOK_IS_IN_KEYS as HOOK_IS_IN_KEYS
 from tools.absent_gpu import Launch, disassembled, torch_for
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors

@@ -6,11 +6,11 @@ import itertools
 
 import torch
 
+from triton_relattn._blockwise.attention import Whole
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn._distributed import parts
 from triton_relattn._distributed.sharding import Meeting, Piece
 from triton_relattn._implementations import IMPLEMENTATIONS
-from triton_relattn._implementations.base import Whole
 from triton_relattn._operators.ops import relative_attention
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.compiled import HOOK_IS_IN_KEYS, recorded_launches
+from tools.absent_gpu import HOOK_IS_IN_KEYS, recorded_launches
 from tools.emulator import small_kernels as small
 from tools.emulator.device import TARGETS, Emulated, emulated
 from triton_relattn._core.within import assert_near, within

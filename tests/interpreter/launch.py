@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn import RelativePositions
+from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask
@@ -52,6 +52,11 @@ def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, Attenti
     tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **arguments))
     seed = SEED.to(inputs.query.device)
     return (tensors._replace(dropout_seed=seed) if spec.dropout_p > 0 else tensors), spec
+
+
+def attend(*tensors: Any, **arguments: Any) -> Any:
+    """out and lse of the operator, by the kernels."""
+    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
 
 
 def kept(*sizes: int, dropout_p: float) -> torch.Tensor:

@@ -19,6 +19,7 @@ from tests.interpreter.launch import (
     OF_BACKWARD,
     all_gradients,
     assert_rounding_errors,
+    attend,
     check_backward,
     check_gradients,
     count_launches,
@@ -28,7 +29,7 @@ from tests.interpreter.launch import (
     run_backward,
     selectable,
 )
-from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn import RelativePositions
 from triton_relattn._core import residual
 from triton_relattn._core.within import within
 from triton_relattn.kernels import bwd_dkv
@@ -294,10 +295,6 @@ def test_table_gradient_needs_the_exact_delta(case: str, monkeypatch: pytest.Mon
 SMALL_TILES = {"forward": tile(32, 32), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
 FULL, CLAMP, ZERO = RelativePositions(-60, 60), RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 POSITIONS = {"full": FULL, "clamp": CLAMP, "zero": ZERO}
-
-
-def attend(*tensors: torch.Tensor | None, **arguments: Any) -> Any:
-    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")  # type: ignore[misc, arg-type]
 
 
 def present(inputs: Inputs) -> dict[str, torch.Tensor]:

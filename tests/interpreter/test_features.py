@@ -17,6 +17,7 @@ from tests.interpreter.launch import (
     GRADIENTS,
     OF_BACKWARD,
     all_gradients,
+    attend,
     check_every_term,
     count_launches,
     kept,
@@ -86,10 +87,6 @@ def all_terms(
     batch, heads, num_queries, num_keys = sizes
     others = {**ALL_TERMS, "seed": 4, **others}
     return make_inputs(batch, heads, num_queries, num_keys, 16, 12, num_rows=num_rows, dtype=dtype, **others)
-
-
-def attend(*tensors: Any, **arguments: Any) -> Any:
-    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
 
 
 def attend_varlen(*tensors: Any, **arguments: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, one_hot_case, random_case
-from tests.interpreter.launch import check, resolve, run, selectable
-from triton_relattn import RelativePositions, fused_relative_attention
+from tests.interpreter.launch import attend, check, resolve, run, selectable
+from triton_relattn import RelativePositions
 from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.config import selection
@@ -144,10 +144,6 @@ def test_one_hot_d_out_reaches_only_its_rows(outside: Any) -> None:
     inputs, arguments, hit = one_hot_case(outside, 16, torch.float32)
     d_rel_key = forward_backward(attend, inputs, **arguments)["d_rel_key"]
     assert torch.equal(d_rel_key != 0, hit[:, None].expand(31, 16))
-
-
-def attend(*tensors: torch.Tensor | None, **arguments: Any) -> Any:
-    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")  # type: ignore[misc, arg-type]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.interpreter.launch import resolve
-from triton_relattn import fused_relative_attention
+from tests.interpreter.launch import attend, resolve
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import (
@@ -47,10 +46,6 @@ CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
     "keeps the residual": (LONG, {}),
 }
 ALL = (True,) * len(DIFFERENTIABLE)
-
-
-def attend(*tensors: Any, **arguments: Any) -> Any:
-    return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
 
 
 def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

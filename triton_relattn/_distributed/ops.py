@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 
+from .._blockwise.attention import Whole
 from .._core.dtypes import compute_dtype, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .._implementations import IMPLEMENTATIONS
-from .._implementations.base import Whole
 from .._operators import NAMESPACE
 from .._operators.ops import SCALARS, TENSORS
 from .ring import Ring

@@ -13,8 +13,6 @@ mask adds the lowest number to all logits of a query, as masks of padding do, ls
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .._core.dtypes import compute_dtype, new_like
@@ -23,12 +21,8 @@ from ..merging import merged
 from .sharding import Piece
 
 
-class Result(NamedTuple):
-    """A Part of an implementation, which those of other keys are added to."""
-
-    out: torch.Tensor
-    largest: torch.Tensor
-    log_sum: torch.Tensor
+class Result(Part):
+    """A Part that those of other keys are added to."""
 
     @staticmethod
     def of_no_keys(query: torch.Tensor, width: int) -> Result:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from .._blockwise.attention import Whole
 from .._core.dtypes import compute_dtype
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from .._implementations.base import Implementation, Whole
+from .._implementations import Implementation
 from . import parts
 from .sharding import Meeting, Sharding, meetings
 

@@ -23,6 +23,10 @@ def _warn_of_blockwise(reason: str) -> None:
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
 
 
+def _refusal(name: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(f'implementation="{name}" cannot run here: {reason}. implementation=None picks one that can.')
+
+
 def can_run_triton(
     query: torch.Tensor,
     value: torch.Tensor,
@@ -41,7 +45,7 @@ def can_run_triton(
     """
     reason = TRITON.why_not(query, value, rel_query, on_grid)
     if reason is not None and raise_error:
-        raise NotImplementedError(f'implementation="triton" cannot run here: {reason}. implementation=None picks one that can.')
+        raise _refusal(TRITON.name, reason)
     return reason is None
 
 
@@ -74,6 +78,6 @@ def choose_implementation(
         raise ValueError(f"implementation must be None or one of {tuple(IMPLEMENTATIONS)}, got {name!r}")
     found = IMPLEMENTATIONS[name]
     if reason := found.why_not(query, value, rel_query, on_grid):
-        raise NotImplementedError(f'implementation="{name}" cannot run here: {reason}. implementation=None picks one that can.')
+        raise _refusal(name, reason)
     found.warn(query.device)
     return found

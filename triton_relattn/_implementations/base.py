@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from .._blockwise.attention import Whole
 from .._core.grids import GridTensors
 from .._core.spec import AttentionSpec, AttentionTensors
 
@@ -23,20 +24,20 @@ class Results(NamedTuple):
     kept: torch.Tensor  # what an implementation keeps to save the backward work
 
 
+class Saved(NamedTuple):
+    """Results of the forward as the backward gets them; None for those that it does without."""
+
+    out: torch.Tensor | None
+    softmax_stats: torch.Tensor | None
+    kept: torch.Tensor | None
+
+
 class Part(NamedTuple):
     """Results of attention over some of the keys, in the compute dtype."""
 
     out: torch.Tensor  # (B, Hq, Nq, Dv)
     largest: torch.Tensor  # (B, Hq, Nq): the largest logit, divided by unit_of_largest; -inf: no key was seen
     log_sum: torch.Tensor  # (B, Hq, Nq): logarithm of the sum of exp(logits - the largest one)
-
-
-class Whole(NamedTuple):
-    """Numbers of each query, (B, Hq, Nq), over all keys of a call, of which the backward has a part."""
-
-    largest: torch.Tensor
-    log_sum: torch.Tensor
-    delta: torch.Tensor
 
 
 class Implementation:
@@ -78,9 +79,7 @@ class Implementation:
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        kept: torch.Tensor | None,
+        saved: Saved,
         tensors: AttentionTensors,
         spec: AttentionSpec,
         wanted: Sequence[bool],

@@ -10,7 +10,7 @@ from .._blockwise import attention, grids
 from .._core.dtypes import compute_dtype, new_like, without_autocast
 from .._core.grids import GridTensors
 from .._core.spec import AttentionSpec, AttentionTensors
-from .base import Gradients, Implementation, Part, Results, Whole
+from .base import Gradients, Implementation, Part, Results, Saved
 
 
 class Blockwise(Implementation):
@@ -38,15 +38,13 @@ class Blockwise(Implementation):
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        kept: torch.Tensor | None,
+        saved: Saved,
         tensors: AttentionTensors,
         spec: AttentionSpec,
         wanted: Sequence[bool],
     ) -> Gradients:
         with without_autocast(tensors.query.device):
-            return attention.backward(d_out, d_lse, tensors, spec, wanted, kept)
+            return attention.backward(d_out, d_lse, tensors, spec, wanted, saved.kept)
 
     def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
         query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
@@ -56,10 +54,10 @@ class Blockwise(Implementation):
         return Part(out, largest, log_sum)
 
     def backward_of_part(
-        self, d_out: torch.Tensor, whole: Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
+        self, d_out: torch.Tensor, whole: attention.Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
     ) -> Gradients:
         with without_autocast(tensors.query.device):
-            return attention.backward(d_out, None, tensors, spec, wanted, whole=attention.Whole(*whole))
+            return attention.backward(d_out, None, tensors, spec, wanted, whole=whole)
 
     def empty_grid_results(self, tensors: GridTensors) -> tuple[torch.Tensor, torch.Tensor]:
         return grids.new_out(tensors), tensors.query.new_empty(0, dtype=torch.float32)

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from .._blockwise.attention import Whole
 from .._core.dtypes import compute_dtype, new_like
 from .._core.grids import GridTensors
 from .._core.residual import keeps_residual
 from .._core.spec import AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
 from .._core.warn import warn_once
-from .base import Gradients, Implementation, Part, Results, Whole
+from .base import Gradients, Implementation, Part, Results, Saved
 
 LN_2 = math.log(2)
 MAX_TRITON_WIDTH = 256
@@ -155,9 +156,7 @@ class Kernels(Implementation):
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        kept: torch.Tensor | None,
+        saved: Saved,
         tensors: AttentionTensors,
         spec: AttentionSpec,
         wanted: Sequence[bool],
@@ -165,7 +164,7 @@ class Kernels(Implementation):
         from ..kernels.backward import backward
 
         with torch.cuda.device_of(tensors.query):
-            return backward(d_out, d_lse, out, softmax_stats, tensors, spec, wanted, residual=kept)
+            return backward(d_out, d_lse, saved.out, saved.softmax_stats, tensors, spec, wanted, residual=saved.kept)
 
     def unit_of_largest(self, tensors: AttentionTensors, spec: AttentionSpec) -> float:
         from ..kernels.backward import unit_of_maxima

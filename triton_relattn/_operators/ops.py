@@ -16,6 +16,7 @@ from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
 from .._implementations import IMPLEMENTATIONS, Implementation
+from .._implementations.base import Saved
 from . import NAMESPACE, OPERATORS, flops, sharding
 
 _SCHEMA_TYPES = {float: "float", float | None: "float?", int: "SymInt", bool: "bool"}
@@ -58,7 +59,7 @@ def _backward(d_out, d_lse, out, lse, softmax_stats, kept, *arguments):  # type:
     tensors, spec, implementation, wanted = _split(arguments)
     if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
         d_lse = d_lse.masked_fill(lse == -torch.inf, 0) if spec.with_lse else None
-    gradients = implementation.backward(d_out, d_lse, out, softmax_stats, kept, tensors, spec, wanted)
+    gradients = implementation.backward(d_out, d_lse, Saved(out, softmax_stats, kept), tensors, spec, wanted)
     return tuple(tensors.query.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

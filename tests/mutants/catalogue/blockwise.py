@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..fault import Change, Fault
 from .places import (
+    AS_BLOCKWISE,
     BANDS,
     BLOCKS,
     BLOCKWISE,
@@ -20,8 +21,6 @@ from .places import (
     RANDOM_PACKED,
     STACKS,
 )
-
-AS_IMPLEMENTATION = "triton_relattn/_implementations/blockwise.py"
 
 OF_BLOCKWISE = (
     Fault(
@@ -401,7 +400,7 @@ OF_BLOCKWISE = (
         (f"{ON_OPS}::test_autocast_does_not_change_the_precision[blockwise]",),
         (
             Change(
-                AS_IMPLEMENTATION,
+                AS_BLOCKWISE,
                 "        with without_autocast(tensors.query.device):\n            softmax_stats, kept",
                 "        if True:\n            softmax_stats, kept",
             ),
@@ -483,7 +482,7 @@ OF_BLOCKWISE = (
         "blockwise-gaps-of-kept-probabilities",
         "probabilities that the forward has not written are read by a backward with another number of threads",
         ("tests/cpu/test_determinism.py::test_another_number_of_threads_in_the_backward",),
-        (Change(AS_IMPLEMENTATION, "if tensors.key_lengths is None else query.new_zeros", "if True else query.new_zeros"),),
+        (Change(AS_BLOCKWISE, "if tensors.key_lengths is None else query.new_zeros", "if True else query.new_zeros"),),
     ),
     Fault(
         "blockwise-no-heads-uninitialised",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from ..fault import Change, Fault
-from .places import BLOCKS, BLOCKWISE, DQ, KEPT, OF_KERNELS
+from .places import AS_BLOCKWISE, AS_TRITON, BLOCKS, BLOCKWISE, DQ, KEPT, OF_KERNELS
 
 SHARDING, RING, EXCHANGE, RING_OPS, DTENSORS, PARTS = (
     f"triton_relattn/_distributed/{name}.py" for name in ("sharding", "ring", "exchange", "ops", "dtensors", "parts")
 )
 PUBLIC = "triton_relattn/distributed.py"
 LAUNCHER = f"{OF_KERNELS}/backward.py"
-OF_TRITON, OF_BLOCKWISE = (f"triton_relattn/_implementations/{name}.py" for name in ("kernels", "blockwise"))
 ON_PARTS = "tests/interpreter/test_parts.py"
 
 
@@ -104,15 +103,15 @@ OF_DISTRIBUTED = (
         "ring-has-one-number-for-a-softmax",
         "the number of keys is lost where a mask adds the lowest number to all logits of a query",
         on("cases"),
-        (Change(OF_BLOCKWISE, "return Part(out, largest, log_sum)", "return Part(out, largest + log_sum, 0 * log_sum)"),),
+        (Change(AS_BLOCKWISE, "return Part(out, largest, log_sum)", "return Part(out, largest + log_sum, 0 * log_sum)"),),
     ),
     Fault(
         "kernels-have-one-number-for-a-softmax",
         "the same, with the kernels' statistics",
         (ON_PARTS,),
         (
-            Change(OF_TRITON, "log_sum * LN_2)", "0 * log_sum)"),
-            Change(OF_TRITON, "largest.masked_fill(lse == -", "lse.masked_fill(lse == -"),
+            Change(AS_TRITON, "log_sum * LN_2)", "0 * log_sum)"),
+            Change(AS_TRITON, "largest.masked_fill(lse == -", "lse.masked_fill(lse == -"),
         ),
     ),
     Fault(

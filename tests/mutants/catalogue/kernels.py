@@ -22,7 +22,6 @@ from .places import (
     ROWS_OF_TABLE,
     SCORES,
     STORED,
-    WALK,
 )
 
 OF_FORWARD = (
@@ -318,7 +317,7 @@ OF_COLUMNS = (
         (f"{ON_BACKWARD}::test_tables[default-past-clamp]",),
         (
             Change(
-                WALK,
+                MASKING,
                 "key_start, -last, -first, -place.query_offset,",
                 "key_start, first, last, -place.query_offset,",
             ),

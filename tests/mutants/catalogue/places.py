@@ -23,7 +23,6 @@ BAND, BAND_REGISTERS, ROWS_OF_TABLE, QUADS, SCORES, MASKING, TILES, KEPT, KEY_TE
     f"{OF_KERNELS}/tile/{name}.py"
     for name in ("band", "band_registers", "table", "registers", "scores", "masking", "addressing", "dropout", "key_terms")
 )
-WALK = MASKING
 STORED, WORKSPACE, TABLE_SUMS = (f"{OF_KERNELS}/workspace/{name}.py" for name in ("stored", "planning", "table_sums"))
 CONFIGS = f"{OF_KERNELS}/config/selection.py"
 BLOCKWISE, BLOCKS, STACKS, BANDS, FRAME = (
@@ -31,6 +30,7 @@ BLOCKWISE, BLOCKS, STACKS, BANDS, FRAME = (
 )
 DROPOUT, SPEC, DTYPES = (f"triton_relattn/_core/{name}.py" for name in ("dropout", "spec", "dtypes"))
 OPS = "triton_relattn/_operators/ops.py"
+AS_TRITON, AS_BLOCKWISE = (f"triton_relattn/_implementations/{name}.py" for name in ("kernels", "blockwise"))
 FUNCTIONAL, REFERENCE, POSITIONS = (f"triton_relattn/{name}.py" for name in ("functional", "_reference", "positions"))
 
 # Tests of the kernels, and those of the rest.

@@ -16,7 +16,6 @@ from .places import (
     QUADS,
     ROWS_OF_TABLE,
     TILES,
-    WALK,
 )
 
 OF_QUADS = (
@@ -154,19 +153,19 @@ OF_BAND = (
         "near-part-ends-early",
         "the far part begins where the first query of a block is beyond the table, not the last",
         (f"{ON_FORWARD}::test_tables[32x16-shorter-clamp]",),
-        (Change(WALK, "last + row_start + (BLOCK_M - 1) + query_offset + SLACK", "last + row_start + query_offset + SLACK"),),
+        (Change(MASKING, "last + row_start + (BLOCK_M - 1) + query_offset + SLACK", "last + row_start + query_offset + SLACK"),),
     ),
     Fault(
         "near-part-begins-late",
         "a tile that reaches into the table by one column counts as far",
         (f"{ON_TABLES}::test_every_alignment_of_the_near_part[clamp]",),
-        (Change(WALK, "SLACK: tl.constexpr = 0 if", "SLACK: tl.constexpr = -1 if"),),
+        (Change(MASKING, "SLACK: tl.constexpr = 0 if", "SLACK: tl.constexpr = -1 if"),),
     ),
     Fault(
         "far-walk-steps-into-the-near-part",
         "behind the near part the far walk goes on too far ahead, by where the near part begins",
         (f"{ON_FORWARD}::test_tables[32x16-one_row-clamp]",),
-        (Change(WALK, "position, position + near_stop - near_start)", "position, position + near_stop)"),),
+        (Change(MASKING, "position, position + near_stop - near_start)", "position, position + near_stop)"),),
     ),
     Fault(
         "unused-rows-are-multiplied",
