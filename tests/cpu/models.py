@@ -17,6 +17,7 @@ from bench import families
 from bench.families import FAMILIES
 from triton_relattn._core.dropout import keep_scale
 from triton_relattn._core.within import assert_near
+from triton_relattn.integrations.proof import counted
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH
 from triton_relattn.integrations.transformers.small.cases import SHARPER
@@ -114,15 +115,15 @@ def is_square(shape: tuple[int, ...], length: int) -> bool:
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
-    """The output and the gradients of all parameters for a random gradient of the output; counts: where that is not zero."""
+    """The output and the gradients of all parameters for a random gradient of the output, both zero where nothing counts."""
     model.zero_grad()
     torch.manual_seed(seed)
     np.random.seed(seed)
     out = forward(model, given)
     d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-    out.backward(d_out if counts is None else d_out * counts)
+    out.backward(counted(d_out, counts))
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-    return {"out": out.detach(), **gradients}
+    return {"out": counted(out.detach(), counts), **gradients}
 
 
 def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:

@@ -28,16 +28,17 @@ from tests.cpu.models import (
     real,
     results,
 )
+from triton_relattn.integrations.proof import counted
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.testing import assert_within_budget
 
 WHOLE = [LENGTH, LENGTH]
 CONFORMER = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1, "conformer_conv_dropout": 0.1}
 SEAMLESS = {"speech_encoder_dropout": 0.2, "adaptor_dropout": 0.1}
-T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
 SAM = ("sam", "sam_hq", "got_ocr2", "deepseek_ocr2", "unlimited_ocr", "slanext", "pp_formulanet")
-CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 # Its hidden dropout draws in the order of stock attention's memory, (N, B, C): not what is compared.
+T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 WAVLM = ("wavlm", "wavlm_stable")
 DROPOUT: dict[str, dict[str, Any]] = {
     "wav2vec2_bert": {**CONFORMER, "feat_proj_dropout": 0.1},
@@ -98,11 +99,11 @@ every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole"
 
 
 def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
-    """Positions whose gradients are compared. In causal models, queries that see no key have only their output in common.
+    """Positions that are compared: real ones, in families whose output at padding is their own.
 
-    Those are, if padding comes last, queries of a sequence that is all padding, or whose window has no more than padding.
+    In causal models so is that of queries that see no key: if padding comes last, those of a sequence that is all padding.
     """
-    return real(lengths) if name == "inkling" or (name in CAUSAL and 0 in lengths) else None
+    return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
 
 
 def heads(model: Any) -> int:
@@ -160,10 +161,8 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
     changes = {**DROPOUT[name], **({LAYERDROP[name]: layerdrop} if name in LAYERDROP else {})}
     model = build(name, torch.float64, layers=6 if layerdrop else 2, **changes).train()
     given = arguments(name, model, lengths)
-    # The even probabilities of queries that see no key are not dropped.
-    counts = real(lengths) if name in ("inkling", "parakeet", "deberta", "deberta_v2") else None
-    if name == "granite_speech5":  # which has half as many frames in the end
-        counts = real([length // 2 for length in lengths], LENGTH // 2)
+    # Queries that see no key see all evenly, and drop none.
+    counts = real(lengths) if name in ("parakeet", "deberta", "deberta_v2") else counting(name, lengths)
     with in_float64():
         with operators_dropout(heads(model), one_by_one=name == "parakeet_attention"):
             stock = results(model, given, counts)
@@ -173,8 +172,6 @@ def test_the_same_in_training(name: str, lengths: list[int], layerdrop: float) -
             assert (results(model, given, counts, seed=5)["out"] - ours["out"]).abs().max() > 0.1, "nothing is dropped"
     skipped = {each for each, _ in model.named_parameters() if "layers." in each} - stock.keys()
     assert bool(skipped) == (layerdrop > 0)
-    if counts is not None:
-        ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
     # Batch normalisation takes the gradient of a bias before it away.
     assert_same(ours, stock)
 
@@ -202,7 +199,6 @@ def test_dropout_of_positions(name: str, lengths: list[int]) -> None:
             stock = results(model, given, counts)
         enable(model)
         ours = results(model, given, counts)
-    ours["out"], stock["out"] = ours["out"] * counts, stock["out"] * counts
     assert_same(ours, stock)
 
 
@@ -380,12 +376,12 @@ def test_padding_anywhere(name: str) -> None:
 
 @pytest.mark.parametrize("lengths", [PADDED, [LENGTH, 0]], ids=["padded", "nothing"])
 def test_padding_in_longt5s_encoder(lengths: list[int]) -> None:
-    """It sees its blocks evenly: in float32, beside -1e10 no logit counts."""
+    """Real tokens do not see it."""
     model = build("longt5").get_submodule("encoder")
     given = {"input_ids": torch.randint(1, 50, (2, LENGTH)), "attention_mask": real(lengths)[..., 0].float()}
     stock = output(model, given)
     enable(model)
-    assert_near("output", output(model, given), stock)
+    assert_near("output", counted(output(model, given), real(lengths)), counted(stock, real(lengths)))
 
 
 DROPPED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
@@ -617,7 +613,8 @@ def test_parts_of_a_sequence_with_a_cache(padding: int) -> None:
         stock = in_pieces()
         enable(model)
         ours, whole = in_pieces(), model(tokens, attention_mask=mask).logits
-    assert_near("ours", ours, stock)
+    shown = mask.bool()[..., None]
+    assert_near("ours", counted(ours, shown), counted(stock, shown))
     assert_near("ours", ours[:, padding:], whole[:, padding:])
 
 
@@ -675,10 +672,11 @@ def test_inkling_inside_the_whole_model(composite: Any, case: str) -> None:
         "both directions": {"is_causal": False},  # which the whole model does not look at: its masks are causal
     }
     given = cases[case]
+    shown = given.get("attention_mask", torch.ones_like(tokens)).bool()[..., None]
     with torch.no_grad():
-        stock = composite(tokens, **given).logits
+        stock = counted(composite(tokens, **given).logits, shown)
         enabled = enable(composite)
-        ours = composite(tokens, **given).logits
+        ours = counted(composite(tokens, **given).logits, shown)
     assert list(enabled.values()) == ["InklingModel", "InklingTextModel", "InklingAttention", "InklingAttention"]
     assert_near("ours", ours, stock)
 

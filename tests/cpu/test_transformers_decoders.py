@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from bench.families import FAMILIES
 from tests.cpu.models import LENGTH, PADDED, arguments, assert_same, both, build, in_float64, real, varied
 from triton_relattn._core import doubts
+from triton_relattn.integrations.proof import counted
 from triton_relattn.integrations.transformers import disable, enable
 
 # Models that read with an encoder and write with a decoder, and models that do both at once.
@@ -159,7 +160,8 @@ def test_pieces_of_a_sequence(name: str, kind: str, padding: int) -> None:
         enable(model)
         ours, changed = in_pieces(tokens), in_pieces(other)
         whole = model(tokens, attention_mask=mask).logits
-    assert_near("ours", ours, stock)
+    shown = mask[..., None].bool()
+    assert_near("ours", counted(ours, shown), counted(stock, shown))
     assert_near("ours, beside the whole", ours[:, padding:], whole[:, padding:])
     assert_near("what is unseen", changed[:, :-1], ours[:, :-1])
     assert not torch.equal(changed[:, -1], ours[:, -1])
@@ -188,13 +190,13 @@ def test_a_mask_of_the_users(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", [*WRITERS, "pix2struct"])
 def test_padding_first(name: str) -> None:
-    """Padding may come first. For queries that see no key, only the output is compared."""
+    """Padding may come first."""
     model = build(name, torch.float64)
     given = arguments(name, model, [LENGTH, LENGTH])
     for each in given:
         if each.endswith("attention_mask"):
             given[each] = padding_first(14 if each == "decoder_attention_mask" else 5)
-    counts = padding_first(14 if "decoder_attention_mask" in given else 5)[..., None]
+    counts = padding_first(14 if "decoder_attention_mask" in given else 5)[..., None].bool()
     with in_float64():
         assert_same(*both(model, given, counts))
 

@@ -115,7 +115,7 @@ def varied(model: nn.Module) -> Any:
 def results(model: nn.Module, given: Mapping[str, Any], counts: torch.Tensor | None = None) -> Results:
     """Return the output of a model, and the gradients of its parameters and inputs for a random gradient of the output.
 
-    counts: factors of that gradient, 0 of outputs whose gradients are the model's own matter.
+    counts: positions of the output that are compared (B, N, 1), bool; the others are the model's own matter.
     """
     inputs = {
         name: each.detach().double().requires_grad_()
@@ -127,9 +127,22 @@ def results(model: nn.Module, given: Mapping[str, Any], counts: torch.Tensor | N
         out = main_output(made)
         d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         leaves = {**{name: each for name, each in model.named_parameters() if each.requires_grad}, **inputs}
-        d_out = d_out if counts is None else d_out * counts
+        out, d_out = counted(out, counts), counted(d_out, counts)
         gradients = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
     return {OUTPUT: out.detach(), **{GRADIENT + name: each for name, each in zip(leaves, gradients, strict=True)}}
+
+
+def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Return an output (B, frames, C), zero where nothing counts.
+
+    counts: (B, N, 1), bool. A frame may stand for several positions; it counts if they all do.
+    """
+    if counts is None:
+        return out
+    length, frames = counts.shape[1], out.shape[1]
+    size = -(-length // frames)
+    padded = nn.functional.pad(counts, (0, 0, 0, frames * size - length))
+    return out.where(padded.unflatten(1, (frames, size)).all(2), 0.0)
 
 
 def copied(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..arguments import StockArguments
 from ..transformer_xl import folded
-from .heads import added, attend_evenly, join_heads, refuse_weights, sees_a_key, split_heads
+from .heads import added, attend_evenly, join_heads, refuse_weights, split_heads
 
 
 class ConformerAttention(StockArguments):
@@ -71,7 +71,8 @@ def attend_in_chunks(
 ) -> torch.Tensor:
     """Compute attention in which a query sees its own chunk of ``size`` keys and ``left`` chunks before it; left = -1: all.
 
-    A query from which padding hides all of these sees all keys evenly, those of other chunks, too.
+    A query from which padding hides all of these sees all keys evenly, those of other chunks, too. The adapter of Seamless M4T v2
+    depends on it: its convolution mixes such frames with real ones.
     """
     length = query.shape[2]
     parts: list[Any] = []
@@ -91,4 +92,6 @@ def attend_in_chunks(
             )
         )
     out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return out if attention_mask is None else torch.where(sees_a_key(lse), out, attend_evenly(query, key, value, term["scale"]))
+    if attention_mask is None:
+        return out
+    return torch.where(torch.isneginf(lse)[..., None], attend_evenly(query, key, value, term["scale"]), out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 from transformers.models.gemma3n import modeling_gemma3n as stock
@@ -9,7 +11,7 @@ from transformers.models.gemma3n import modeling_gemma3n as stock
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..arguments import StockArguments
-from .heads import query_key_value, sees_a_key, split_heads
+from .heads import query_key_value, split_heads
 
 
 class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
@@ -21,7 +23,7 @@ class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """hidden_states (B, N, C), mask bool (B, N), True of padding; returns (B, N, H, D)."""
         query, key, value = query_key_value(self, hidden_states)
-        out, lse = fused_relative_attention(
+        out: Any = fused_relative_attention(
             query * self.q_scale * functional.softplus(self.per_dim_scale),
             key,
             value,
@@ -31,9 +33,8 @@ class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
             window_size=(self.max_past_horizon, self.max_future_horizon),
             scale=1.0,
             softcap=self.attention_logits_soft_cap,
-            return_lse=True,
         )
-        return torch.where(sees_a_key(lse), out, self._attend_evenly(value)).transpose(1, 2)
+        return out.transpose(1, 2)
 
     def _table(self, query: torch.Tensor) -> torch.Tensor:
         """Return rel_key, (H, R, D)."""
@@ -41,11 +42,6 @@ class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
         distances = torch.arange(self.max_past_horizon, -self.max_future_horizon - 1, -1, device=query.device)
         sinusoids = positions._get_timing_signal_1d_pos(distances[None], dtype=query.dtype)
         return split_heads(positions.pos_proj(sinusoids), self.head_dim)[0]
-
-    def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the output of queries that see no key: the mean over their chunk's keys, zeros around the sequence included."""
-        means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
-        return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 
 
 CLASSES = {stock.Gemma3nAudioAttention: Gemma3nAudioAttention}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 from transformers.models.gemma4 import modeling_gemma4 as stock
@@ -10,7 +12,7 @@ from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..arguments import StockArguments
 from .encoder import Encoder
-from .heads import join_heads, query_key_value, sees_a_key, split_heads
+from .heads import join_heads, query_key_value, split_heads
 from .masks import PADDING
 
 
@@ -29,7 +31,7 @@ class Gemma4AudioAttention(StockArguments, stock.Gemma4AudioAttention):
         first = -self.max_past_horizon
         if first > -1:
             raise ValueError("attention_context_left must be at least 2, or no frame sees itself; call disable(model)")
-        out, lse = fused_relative_attention(
+        out: Any = fused_relative_attention(
             query * (self.q_scale * functional.softplus(self.per_dim_scale)),
             key * self.k_scale,
             value,
@@ -39,16 +41,8 @@ class Gemma4AudioAttention(StockArguments, stock.Gemma4AudioAttention):
             window_size=(self.max_past_horizon - 1, max(self.max_future_horizon - 1, 0)),
             scale=1.0,
             softcap=self.attention_logits_soft_cap,
-            return_lse=True,
         )
-        if attention_mask is not None:
-            out = torch.where(sees_a_key(lse), out, self._attend_evenly(value))
         return self.post(join_heads(out).to(hidden_states.dtype)), None
-
-    def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the output of queries that see no key: the mean over their chunk's keys, zeros around the sequence included."""
-        means = self._extract_block_context(value.transpose(1, 2)).mean(2)  # (B, chunks, H, D)
-        return means.repeat_interleave(self.chunk_size, 1)[:, : value.shape[2]].transpose(1, 2)
 
 
 class Gemma4AudioModel(Encoder, stock.Gemma4AudioModel):

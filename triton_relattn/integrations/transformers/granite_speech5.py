@@ -11,7 +11,7 @@ from ...functional import fused_relative_attention
 from ..arguments import StockArguments
 from .chunks import from_blocks, in_blocks
 from .granite_speech import rows_of
-from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, sees_a_key
+from .heads import join_heads, query_key_value, refuse_weights
 
 
 class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5EncoderAttention):
@@ -31,7 +31,7 @@ class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5Encoder
             attention_mask = hidden_states.new_ones(batch, length, dtype=torch.bool)
         blocks, seen = in_blocks(hidden_states, self.context_size), in_blocks(attention_mask, self.context_size)
         query, key, value = query_key_value(self, blocks)
-        out, lse = fused_relative_attention(
+        out: Any = fused_relative_attention(
             query,
             key,
             value,
@@ -39,9 +39,7 @@ class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5Encoder
             attn_mask=seen[:, None, None, :],
             dropout_p=self.attention_dropout if self.training else 0.0,
             scale=self.scaling,
-            return_lse=True,
         )
-        out = torch.where(sees_a_key(lse), out, attend_evenly(query, key, value, self.scaling))
         return self.o_proj(from_blocks(join_heads(out), batch, length)), None
 
 

@@ -45,6 +45,9 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
     In eager, q.k is added to the lowest number. It vanishes there, but its gradient passes through the addition. This function
     has the same gradient: where all logits are equal, the derivative of softmax is the covariance of keys and values.
+
+    For models that read rows of padding: Nemotron H Omni takes one behind Parakeet's last frame, and a convolution of Seamless
+    M4T v2 mixes them with real frames.
     """
     mean = value.mean(2, keepdim=True)
     if not torch.is_grad_enabled():
@@ -53,11 +56,6 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     covariance = (each * (key - key.mean(2, keepdim=True))).mT @ (each * (value - mean).detach())
     change = scale * (query @ covariance)
     return mean + (change - change.detach())
-
-
-def sees_a_key(lse: torch.Tensor) -> torch.Tensor:
-    """Return the mask (B, H, N, 1) of queries that see any key. For the others, transformers defines an output of its own."""
-    return ~torch.isneginf(lse)[..., None]
 
 
 def refuse_weights(asked: dict[str, Any]) -> None:
@@ -106,30 +104,27 @@ def attend_to_past(
 ) -> torch.Tensor:
     """Compute attention of a causal model, whose mask is padding, (B, Nk), or has all that its queries see, (B, 1, Nq, Nk).
 
-    Queries that see no key get the mean of all values, as in eager, where a mask adds the lowest number to the logits.
+    Queries that see no key get zeros.
 
-    sinks: (B, H, Nq), a further logit of each query with a value of zero: it takes a share of the weights. Queries that see no
-    key then get zero.
+    sinks: (B, H, Nq), a further logit of each query with a value of zero: it takes a share of the weights.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask[:, None, None, :]
-    out, lse = fused_relative_attention(
+    result: Any = fused_relative_attention(
         query,
         key,
         value,
         attn_mask=attention_mask,
         query_offset=query_offset.expand(len(query)) if isinstance(query_offset, torch.Tensor) else query_offset,
         enable_gqa=True,
-        return_lse=True,
+        return_lse=sinks is not None,
         **term,
     )
-    if sinks is not None:
-        share: torch.Tensor = torch.sigmoid(lse - sinks).to(out.dtype)
-        return out * share[..., None]
-    if attention_mask is None:
-        return out
-    evenly = value.mean(2, keepdim=True).repeat_interleave(query.shape[1] // value.shape[1], 1)
-    return torch.where(sees_a_key(lse), out, evenly)
+    if sinks is None:
+        return result
+    out, lse = result
+    share: torch.Tensor = torch.sigmoid(lse - sinks).to(out.dtype)
+    return out * share[..., None]
 
 
 def keys_and_values(

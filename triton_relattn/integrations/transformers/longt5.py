@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers.models.longt5 import modeling_longt5 as stock
 
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..arguments import StockArguments
-from .chunks import in_blocks
 from .encoder import Encoder
 from .heads import join_heads, refuse_weights, split_heads
 from .t5 import BucketedAttention
@@ -61,8 +59,6 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
             dropout_p=self.dropout if self.training else 0.0,
             **term,
         )
-        if seen is not None:
-            out = torch.where(seen[:, None, :, None], out, self._attend_evenly(value))
         return self.o(join_heads(out)), position_bias
 
     def _table(self, device: torch.device) -> torch.Tensor:
@@ -70,12 +66,6 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
         distances = torch.arange(-self.local_radius, self.local_radius + 1, device=device)
         buckets = tables.t5_buckets(distances, self.relative_attention_num_buckets, self.relative_attention_max_distance)
         return self.relative_attention_bias(buckets).T
-
-    def _attend_evenly(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the output at padding: the mean of its block and of those beside it, zeros around the sequence included."""
-        sums = in_blocks(value.transpose(1, 2), self.block_len).sum(1).unflatten(0, (len(value), -1))  # (B, blocks, H, D)
-        around = pad(sums, (0, 0, 0, 0, 1, 1)).unfold(1, 3, 1).sum(-1) / (3 * self.block_len)
-        return around.repeat_interleave(self.block_len, 1)[:, : value.shape[2]].transpose(1, 2)
 
 
 class LongT5Stack(Encoder, stock.LongT5Stack):

@@ -48,7 +48,7 @@ class ParakeetEncoderAttention(StockArguments, stock.ParakeetEncoderAttention):
             dropout_p=self.attention_dropout if self.training else 0.0,
             enable_gqa=True,
         )
-        if attention_mask is not None:
+        if attention_mask is not None:  # Nemotron H Omni reads a row of padding
             attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
             query = (query + self.bias_u[:, None]).to(query.dtype)
             key, value = (stock.repeat_kv(each, self.num_key_value_groups) for each in (key, value))

@@ -53,9 +53,10 @@ def enable(module: nn.Module, prove: bool = True) -> dict[str, str]:
     - Inkling with a ``StaticCache``: results are those without a cache. The stock model uses the terms of later queries.
     - Seamless M4T v2, Nemotron ASR streaming, Falcon: results are those of their sdpa implementation. The eager ones, in this
       order, add a bool mask to the logits, hide keys that should be seen, and add the biases twice.
-    - Parakeet, Seamless M4T v2 in chunks, Granite Speech 5, causal models: queries that see no key, such as those of padding, see
-      all keys evenly, as in eager. But dropout does not apply to them, and in causal models their gradients do not reach the
-      logits. In WavLM and Nemotron they see nothing: their output is zero, where the stock models have NaN.
+    - Rows of padding, and of queries that see nothing but padding. Stock models have the mean of some values there, or NaN; an
+      enabled model has zeros, or attention to real keys. What is heard of real ones does not depend on them. Where it does, rows
+      of padding are the stock model's: in Seamless M4T v2 with chunks, whose adapter mixes them with real ones, and in Parakeet,
+      of which Nemotron H Omni reads one row too many.
     - Layers that pass on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) pass on a row for each distance.
     - SAM and its descendants: weights are None where the stock layers have them. Dropout is that of the implementation that the
       model was made with: their sdpa has none.

@@ -24,9 +24,9 @@ class Family:
     has, first the one that computes what the model means to. alone: makes a part that transformers has no model of.
 
     writer: the class of the same folder that writes tokens with a cache. pieces: of a model that has a cache and no such class,
-    the argument that may come in pieces, and how long these are for LENGTH. padding_matters: whether the gradients of outputs of
-    padding are the stock model's. variants: arguments of build for models that have further classes. around: makes a larger
-    model around this one, of a further class, from its config.
+    the argument that may come in pieces, and how long these are for LENGTH. padding_matters: whether the output at
+    padding is the stock model's, and its gradients. variants: arguments of build for models that have further classes. around:
+    makes a larger model around this one, of a further class, from its config.
     """
 
     name: str

@@ -115,6 +115,7 @@ EVERY = (
         },
         inputs.stacked_frames,
         FEW_TOKENS,
+        padding_matters=False,
     ),
     Family(
         "gemma4",
@@ -124,6 +125,7 @@ EVERY = (
         {"hidden_size": 32, "num_attention_heads": 4, "subsampling_conv_channels": [16, 4], "output_proj_dims": 16},
         inputs.spectrogram,
         stock=("eager",),
+        padding_matters=False,
     ),
     Family(
         "gemma3n",
@@ -140,6 +142,7 @@ EVERY = (
         inputs.mel,
         layers=("conf_num_hidden_layers",),
         stock=("eager",),
+        padding_matters=False,
     ),
     Family(
         "phi4_multimodal",
