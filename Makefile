@@ -125,9 +125,9 @@ fuzz: setup ## search for calls that go wrong; SECONDS=300 SEED=0
 headroom: setup ## checks of numbers above half of their allowance, over seeds and processor features; SEEDS=8
 	$(BIN)/python -m tests.headroom --seeds $(or $(SEEDS),8)
 
-# Known faults, each put into a copy of the repository: which test notices it? ONLY=names, JOBS=2.
-mutants: setup ## known faults: which test notices each? ONLY=names JOBS=1
-	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY))
+# Faults, each put into a copy of the repository: which test notices it? Known ones, or so many drawn at random. JOBS=2.
+mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERATE=40 JOBS=1
+	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY)) $(if $(GENERATE),--generate $(GENERATE) --share 16)
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=smoke,speed for some of it. Without make:
 # python3 -m bench.gpu --results DIR

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mutants.witnesses import read_witnesses
+from tests.witnesses import read_witnesses
 
 TESTS = Path(__file__).parent
 SEED_OFFSET = "TRITON_RELATTN_SEED_OFFSET"
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share, rest, part = (config.getoption(name) for name in ("--share", "--rest", "--part"))
     if share == 1:
         return
-    witnesses = set(read_witnesses().values())
+    witnesses = read_witnesses()
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("thorough") is None:

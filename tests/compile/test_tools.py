@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PRINTED = {"emulator": "out of bounds", "cycles": "cycles for 64 x 64 elements"}
+PRINTED = {
+    "emulator": "out of bounds",
+    "cycles": "cycles for 64 x 64 elements",
+    "mutants": "caught shop/__init__.py:2: * -> /",
+}
 
 
 @pytest.mark.parametrize("tool", PRINTED)
 def test_example(tool: str, tmp_path: Path) -> None:
     """As a program of its own, which Triton needs the source of."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "tools" / tool / "README.md").read_text(), re.DOTALL)
+    code = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "tools" / tool / "README.md").read_text(), re.DOTALL))
     program = tmp_path / "example.py"
     program.write_text(code)
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

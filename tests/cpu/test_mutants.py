@@ -1,4 +1,4 @@
-"""The faults of tests/mutants apply, and what tries them tells what became of them."""
+"""The known faults apply, generated ones are valid, and what tries them tells what became of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import pytest
 
 from tests.conftest import pytest_collection_modifyitems
 from tests.mutants import __main__ as command
-from tests.mutants import runner
+from tests.mutants.__main__ import ROOT, generated
 from tests.mutants.catalogue import FAULTS
-from tests.mutants.fault import Change, Fault, StaleFault
-from tests.mutants.runner import BROKEN, CAUGHT, ROOT, STALE, SURVIVED, Outcome, Runner, TestRun
-from tests.mutants.witnesses import read_witnesses, write_witnesses
+from tests.witnesses import read_witnesses, write_witnesses
+from tools.mutants import runner
+from tools.mutants.fault import Change, Fault, StaleFault, folder_of
+from tools.mutants.generate import faults as faults_of
+from tools.mutants.runner import BROKEN, CAUGHT, STALE, SURVIVED, Outcome, Runner, TestRun
 
 
 def test_names() -> None:
     names = [fault.name for fault in FAULTS]
-    assert len(names) == len(set(names)) >= 25
+    assert len(names) == len(set(names)) >= 60
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
     assert all(fault.effect and "\n" not in fault.effect for fault in FAULTS)
 
@@ -43,9 +45,9 @@ def test_every_fault_applies(fault: Fault) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_tests_to_begin_with_are_there(fault: Fault) -> None:
     paths = [argument.partition("::") for argument in fault.tests if argument.startswith("tests/")]
-    assert paths and fault.folder in ("tests/compile", "tests/cpu", "tests/interpreter", "tests/emulator")
+    assert paths and len({folder_of(file) for file, _, _ in paths}) == 1
     for file, _, test in paths:
-        assert file.startswith(f"{fault.folder}/")
+        assert folder_of(file) in ("tests/compile", "tests/cpu", "tests/interpreter", "tests/emulator")
         assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
 
 
@@ -83,14 +85,14 @@ def small(tmp_path: Path) -> Runner:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    return Runner(root=tmp_path)
+    return Runner(tmp_path, "triton_relattn", ignored=("tests/cpu/test_mutants.py",))
 
 
 def test_stale_faults(small: Runner) -> None:
     for each, message in (
         (fault("gone", "3 * x", "4 * x"), "has 0 times, not 1: '3 \\* x'"),
         (fault("twice", "return", "yield"), "has 2 times, not 1"),
-        (Fault("no_file", "something", IN_FIRST, (Change("gone.py", "a", "b"),)), "there is no gone.py"),
+        (Fault("no_file", "something", IN_FIRST, (Change("gone.py", "a", "b"),)), "gone.py has 0 times"),
     ):
         outcome = small.attempt(each)
         assert outcome.status == STALE and re.search(message, outcome.detail)
@@ -146,7 +148,7 @@ PASSED, FAILED = TestRun(0, {}, "1 passed"), TestRun(1, {"tests/cpu/test_first.p
     ids=["first", "folder", "survived", "crash", "failed_and_crash", "no_test", "no_end"],
 )
 def test_what_becomes_of_a_fault(small: Runner, quick: TestRun, folder: TestRun, status: str, detail: str) -> None:
-    replayed = Replayed(root=small.root)
+    replayed = Replayed(small.root, "triton_relattn")
     replayed.ends = {IN_FIRST[0]: quick, "tests/cpu": folder}
     outcome = replayed.attempt(fault("thrice", "2 * x", "3 * x"))
     assert (outcome.status, outcome.detail) == (status, detail)
@@ -167,7 +169,7 @@ def test_exit_status(
     """0 only if every fault was caught by a test that passes without it."""
     faults = [fault("one", "a", "b"), fault("two", "a", "b")]
     ends = {"one": Outcome(faults[0], CAUGHT, "test_b"), "two": Outcome(faults[1], status, "test_a" if status == CAUGHT else "")}
-    replayed = Replayed()
+    replayed = Replayed(ROOT, "triton_relattn")
     monkeypatch.setattr(replayed, "attempt", lambda fault: ends[fault.name])
     monkeypatch.setattr(replayed, "failing_anyway", lambda tests: failing_anyway & set(tests))
     assert command.main([], replayed, faults) == expected
@@ -178,7 +180,7 @@ def test_exit_status(
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows so far stay."""
     faults = [fault("one", "a", "b"), fault("two", "a", "b")]
-    replayed = Replayed()
+    replayed = Replayed(ROOT, "triton_relattn")
 
     def attempt(each: Fault) -> Outcome:
         if each.name == "two":
@@ -192,8 +194,8 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list", "--only", "sign-of-r,future-first"]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sign-of-r", "future-first"]
+    assert command.main(["--list", "--only", "sign-of-r,far-ends-swapped"]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sign-of-r", "far-ends-swapped"]
     with pytest.raises(SystemExit):
         command.main(["--only", "nonsense"])
 
@@ -214,7 +216,7 @@ def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
     --rest keeps the others: all, or one in so many, and other ones for each part.
     """
-    monkeypatch.setattr("tests.conftest.read_witnesses", dict)
+    monkeypatch.setattr("tests.conftest.read_witnesses", set)
     items = [Item(f"a.py::test_a[{number}]") for number in range(10)] + [Item("a.py::test_b"), Item("a.py::test_c", True)]
     dropped: list[Item] = []
     options: dict[str, Any] = {"--share": 3, "--rest": None}
@@ -244,7 +246,7 @@ def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
     # Witnesses are kept before others, and all of them.
     for witnesses in (["3"], ["1", "3", "5", "7", "8"]):
         names = {f"a.py::test_a[{number}]" for number in witnesses}
-        monkeypatch.setattr("tests.conftest.read_witnesses", lambda names=names: dict(zip(names, names, strict=True)))
+        monkeypatch.setattr("tests.conftest.read_witnesses", lambda names=names: names)
         again = list(items)
         pytest_collection_modifyitems(config, again)
         found = {item.nodeid for item in again if "test_a" in item.nodeid}
@@ -252,21 +254,68 @@ def test_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_witnesses() -> None:
-    """Most faults have one; each is the test of a fault that is in the catalogue, and is there."""
-    witnesses = read_witnesses()
-    assert 0.9 * len(FAULTS) < len(witnesses) and set(witnesses) <= {fault.name for fault in FAULTS}
-    for test in witnesses.values():
+    """Each is there."""
+    for test in read_witnesses():
         file, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
 
 
 def test_witnesses_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that noticed are written over earlier ones; the others stay, but for those of faults that are gone."""
-    monkeypatch.setattr("tests.mutants.witnesses.FILE", tmp_path / "witnesses.csv")
-    first, second, *_ = FAULTS
-    write_witnesses({second.name: "stays", first.name: "is replaced", "gone": "goes"})
-    replayed = Replayed()
+    """Tests that noticed join those that did before."""
+    monkeypatch.setattr("tests.witnesses.FILE", tmp_path / "witnesses.txt")
+    write_witnesses(["b.py::test_b"])
+    replayed = Replayed(ROOT, "triton_relattn")
     monkeypatch.setattr(replayed, "attempt", lambda fault: Outcome(fault, CAUGHT, "a.py::test_a"))
     monkeypatch.setattr(replayed, "failing_anyway", lambda tests: set())
-    assert command.main(["--record"], replayed, [first]) == 0
-    assert read_witnesses() == {first.name: "a.py::test_a", second.name: "stays"}
+    assert command.main(["--record"], replayed, FAULTS[:1]) == 0
+    assert read_witnesses() == {"a.py::test_a", "b.py::test_b"}
+
+
+# Faults that are named by tokens, and faults that are generated.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(a, b):\n    return call(a, b) + 1\n",
+        "def f(a, b):\n    return call(\n        a,  # the first\n        b,\n    ) + 1\n",
+    ],
+)
+def test_a_fault_survives_a_formatter_and_a_move(text: str, tmp_path: Path) -> None:
+    (tmp_path / "package/inner").mkdir(parents=True)
+    (tmp_path / "package/inner/moved.py").write_text(text)
+    (tmp_path / "package/other.py").write_text("call = max\n")
+    change = Change("package", "call(a, b) + 1", "call(a, b) - 1")
+    changed = Fault("off", "by two", IN_FIRST, (change,)).changed(tmp_path)
+    assert changed == {"package/inner/moved.py": "def f(a, b):\n    return call(a, b) - 1\n"}
+
+
+GENERATED = {
+    "def f(a: int = 1) -> int:\n    return a < 2\n": {"a <= 2", "a < 3"},
+    "x = -a + b * (c or d)\n": {"a + b * (c or d)", "-a - b * (c or d)", "-a + b / (c or d)", "-a + b * (c and d)"},
+    "if not a:\n    f(min(a, b))\n": {"if a", "if not (not a)", "    pass", "max(a, b)"},
+    "x += 1\n": {"pass", "x += 2"},
+    "a = b is not c\n": {"b is c"},
+    'é = f"{a + 1}" + "ü" * (a - 1)\n': {'"ü" / (a - 1)', '"ü" * (a + 1)', '"ü" * (a - 2)'},
+    'raise ValueError(1)\nassert a < b\nt: "int | None" = True\n': {"= False"},
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), GENERATED.items())
+def test_generated_faults(text: str, expected: set[str], tmp_path: Path) -> None:
+    """Each is one change, and those that the text should have are all that it has."""
+    (tmp_path / "source.py").write_text(text)
+    changed = [
+        Fault(str(each), "", (), (each.edit,), ("tests/cpu",)).changed(tmp_path) for each in faults_of(tmp_path, "source.py")
+    ]
+    assert len(changed) == len(expected)
+    for part in expected:
+        assert sum(part in texts["source.py"] for texts in changed) == 1, part
+
+
+def test_generated_faults_of_the_package() -> None:
+    """As many as are asked for, the same for the same seed, each with the folders whose tests reach the file."""
+    drawn = generated(ROOT, 20, 1)
+    assert drawn == generated(ROOT, 20, 1) != generated(ROOT, 20, 2) and len(drawn) == 20
+    assert all(len(each.changed(ROOT)) == 1 for each in drawn)
+    assert {each.folders for each in generated(ROOT, 5, 1, "triton_relattn/_blockwise")} == {("tests/cpu",)}

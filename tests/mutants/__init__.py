@@ -1,1 +1,1 @@
-"""Known faults put into copies of the repository, to see that the tests notice them: ``python -m tests.mutants``."""
+"""Faults put into copies of this repository, to see that its tests notice them: ``python -m tests.mutants``."""

@@ -1,159 +1,114 @@
-"""Faults around the computation: registration, the choice of an implementation, arguments, files, command lines."""
+"""Faults at the front door, in models, and in what measures."""
 
 from __future__ import annotations
 
-from ..fault import Change, Fault
-from .places import OF_KERNELS, ON_OPS, ON_TORCH, OPS
+from tools.mutants.fault import Change, Fault
 
-IMPLEMENTATIONS, CACHE, DOUBTS, VALIDATION, WARN = (
-    f"triton_relattn/{name}.py"
-    for name in ("_implementations/__init__", "_core/cache", "_core/doubts", "_core/validation", "_core/warn")
-)
-INTERPRETED, PROFILES = (f"{OF_KERNELS}/{name}.py" for name in ("__init__", "config/profiles"))
-ON_FAULTS, ON_IMPORTS, ON_PROFILES, ON_VALIDATION = (
-    f"tests/cpu/test_{name}.py" for name in ("faults", "imports", "profiles", "validation")
-)
-
-OF_USE = (
+USE = (
     Fault(
-        "torch-func-does-not-see-the-operator",
-        "within torch.func the operator is differentiated as outside of it",
-        (f"{ON_TORCH}::test_torch_func", "-k", "not inductor"),
-        (Change(OPS, '    _library.impl(name, operator.apply, "FuncTorchDynamicLayerFrontMode")', "    "),),
-    ),
-    Fault(
-        "vmap-hides-from-autograd",
-        "what is mapped over has no derivative outside of vmap",
-        (f"{ON_TORCH}::test_vmap",),
-        (Change(OPS, "results = [cls.operator(*each)", "results = [cls.forward(*each)"),),
+        "another-layout-unnoticed",
+        "tensors of flash-attn's layout with a short table are attended over heads, and nobody is told",
+        ("tests/cpu/test_validation.py::test_a_doubtful_call_is_warned_of_once",),
+        (Change("triton_relattn/_core", "return bool(ranks) and not has_heads", "return False"),),
     ),
     Fault(
         "a-gpu-gets-blockwise-silently",
         "nobody is told that the kernels do not serve a GPU",
-        (f"{ON_IMPORTS}::test_a_gpu_that_gets_blockwise_is_told_why",),
-        (Change(IMPLEMENTATIONS, "        _warn_of_blockwise(reason)\n", ""),),
-    ),
-    Fault(
-        "a-gpu-needs-the-interpreter",
-        "kernels are not found to be compiled where Triton's interpreter cannot be imported, for lack of numpy",
-        (f"{ON_IMPORTS}::test_a_gpu_without_numpy_gets_the_kernels",),
-        (
-            Change(
-                INTERPRETED,
-                "from triton.runtime.jit import JITFunction ",
-                "from triton.runtime.interpreter import InterpretedFunction\n    from triton.runtime.jit import JITFunction ",
-            ),
-        ),
-    ),
-    Fault(
-        "data-dependent-guards",
-        "numbers that a compiled program reads from tensors cannot be checked while it is compiled",
-        (f"{ON_OPS}::test_compiles_with_numbers_from_tensors", "-k", "not inductor"),
-        (Change(VALIDATION, "        if not guard_or_true(holds):\n", "        if not holds:\n"),),
-    ),
-    Fault(
-        "numbers-of-tensors-not-checked",
-        "a compiled program takes any number that it reads from a tensor",
-        (f"{ON_OPS}::test_compiles_with_numbers_from_tensors", "-k", "not inductor"),
-        (Change(VALIDATION, "        torch._check(holds)\n", ""),),
-    ),
-    Fault(
-        "short-tables-warned-of",
-        "clipped tables get a warning",
-        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
-        (Change(DOUBTS, "num_rows <= 2 * LARGEST_CLIP + 1", "num_rows <= 1"),),
-    ),
-    Fault(
-        "said-positions-warned-of",
-        "a table whose positions the call says gets a warning",
-        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
-        (Change(VALIDATION, "num_rows if centred else None", "num_rows"),),
-    ),
-    Fault(
-        "a-step-without-its-position-unnoticed",
-        "a step of decoding attends to the first key alone, and nobody is told",
-        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
-        (Change(DOUBTS, "if 0 < num_queries < num_keys:", "if 1 < num_queries < num_keys:"),),
-    ),
-    Fault(
-        "an-offset-of-0-is-doubted",
-        "a call that says that its first query stands at the first key gets a warning",
-        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
-        (
-            Change(
-                VALIDATION,
-                "has_offset, query_offset = query_offset is not None,",
-                "has_offset, query_offset = isinstance(query_offset, torch.Tensor) or bool(query_offset),",
-            ),
-        ),
-    ),
-    Fault(
-        "another-layout-unnoticed",
-        "tensors of flash-attn's layout with a short table are attended over heads, and nobody is told",
-        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
-        (Change(DOUBTS, "return bool(ranks) and not has_heads", "return False"),),
-    ),
-    Fault(
-        "many-heads-are-doubted",
-        "a prompt of a few tokens for a model with a table for each of many heads gets a warning",
-        (f"{ON_VALIDATION}::test_what_is_meant_is_not_warned_of",),
-        (Change(DOUBTS, "return bool(ranks) and not has_heads", "return bool(ranks)"),),
-    ),
-    Fault(
-        "scalars-on-a-grid-not-checked",
-        "on a grid a scale of NaN, or of text, is taken",
-        ("tests/cpu/test_grids.py::test_scalars_are_checked_as_those_of_the_other_function",),
-        (Change("triton_relattn/grids.py", 'else check_number("scale", scale)', "else float(scale)"),),
-    ),
-    Fault(
-        "outgrown-table-unnoticed",
-        "nobody is told that a long table does not cover the call",
-        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
-        (Change(DOUBTS, 'spec.coverage() == "clamp"', 'spec.coverage() == "full"'),),
-    ),
-    Fault(
-        "cure-that-is-none",
-        "an error recommends another order of dimensions to whom it does not help",
-        (f"{ON_VALIDATION}::test_no_cure_is_named_that_is_none",),
-        (
-            Change(
-                DOUBTS,
-                "                except (TypeError, ValueError):\n                    continue\n",
-                "                except (TypeError, ValueError):\n                    pass\n",
-            ),
-        ),
-    ),
-    Fault(
-        "warnings-at-every-call",
-        "a warning comes again at every call",
-        (f"{ON_VALIDATION}::test_a_doubtful_call_is_warned_of_once",),
-        (Change(WARN, "        _given.add(about)\n", ""),),
-    ),
-    Fault(
-        "an-untested-triton-is-used-silently",
-        "kernels on a GPU are compiled by a Triton that came after the tests, and nothing says so",
-        (f"{ON_IMPORTS}::test_a_gpu_with_an_untested_triton_is_told",),
-        (Change(IMPLEMENTATIONS, "        TRITON.warn(query.device)\n", ""),),
+        ("tests/cpu/test_imports.py::test_a_gpu_that_gets_blockwise_is_told_why",),
+        (Change("triton_relattn/_implementations", "_warn_of_blockwise(reason)", ""),),
     ),
     Fault(
         "lock-empties-another-file",
         "where the lock file is a link, the file that it points to is emptied",
-        (f"{ON_PROFILES}::test_links_are_not_followed",),
-        (Change(PROFILES, '"ab", opener=_not_through_a_link)', '"wb")'),),
+        ("tests/cpu/test_profiles.py::test_links_are_not_followed",),
+        (Change("triton_relattn/kernels", '"ab", opener=_not_through_a_link)', '"wb")'),),
     ),
     Fault(
-        "profile-written-into-another-file",
-        "where the file that becomes the profile is a link, the profile is written into what it points to",
-        (f"{ON_PROFILES}::test_links_are_not_followed",),
+        "tangents-go-unnoticed",
+        "forward mode gets zeros as derivatives where nothing has a gradient in reverse mode",
+        ("tests/cpu/test_torch.py::test_no_forward_mode_goes_unnoticed",),
         (
-            Change(PROFILES, "    temporary.unlink(missing_ok=True)  # never follow a symbolic link\n", ""),
-            Change(PROFILES, 'open(temporary, "xb")', 'open(temporary, "wb")'),
+            Change(
+                "triton_relattn/_operators",
+                """if forward_ad._current_level >= 0:
+        return True""",
+                "",
+            ),
         ),
     ),
     Fault(
-        "profiles-below-a-folder-of-that-name",
-        "without a home, profiles are in a folder whose name is ~",
-        (f"{ON_FAULTS}::test_no_home",),
-        (Change(CACHE, 'None if folder.startswith("~") else Path(folder)', "Path(folder)"),),
+        "an-unknown-argument-is-swallowed",
+        "a cache under a name of a later version is lost, and a decoder generates other tokens",
+        ("tests/cpu/test_transformers_arguments.py::test_a_name_of_a_later_version",),
+        (Change("triton_relattn/integrations", "if lost:", "if lost and not ignores:"),),
+    ),
+    Fault(
+        "a-changed-stock-class-is-trusted",
+        "a model of a version that nobody has tested is enabled without a comparison, and computes something else",
+        ("tests/cpu/test_proof.py::test_a_change_that_matters_is_refused",),
+        (Change("triton_relattn/integrations", "if not known.are_known(library.modules(*together)):", "if False:"),),
+    ),
+    Fault(
+        "t5-decoder-has-an-encoders-buckets",
+        "half of a decoder's buckets are kept for the future",
+        (
+            "tests/cpu/test_transformers.py::test_the_same_in_float64",
+            "-k",
+            "t5-whole",
+        ),
+        (
+            Change(
+                "triton_relattn/integrations",
+                "self.relative_attention_max_distance, positions.last > 0",
+                "self.relative_attention_max_distance, True",
+            ),
+        ),
+    ),
+    Fault(
+        "offset-is-the-caches-counter",
+        "with a static cache, queries stand where the next ones will",
+        ("tests/cpu/test_transformers.py::test_parts_of_a_sequence_with_a_static_cache",),
+        (
+            Change(
+                "triton_relattn/integrations", "return seen.clone() if isinstance(seen, torch.Tensor) else seen", "return seen"
+            ),
+        ),
+    ),
+    Fault(
+        "a-users-mask-is-made-causal",
+        "a mask (B, 1, Nq, Nk) that shows the future shows the past alone",
+        ("tests/cpu/test_transformers_decoders.py::test_a_mask_of_the_users",),
+        (Change("triton_relattn/integrations", "return not of_all and asked.get(", "return asked.get("),),
+    ),
+    Fault(
+        "enabled-models-are-custom-code",
+        "transformers saves an enabled model's weights under internal names",
+        ("tests/cpu/test_transformers.py::test_what_the_whole_model_saves",),
+        (
+            Change(
+                "triton_relattn/integrations",
+                "def is_custom_code(cls) -> bool:",
+                """def is_custom_code(cls) -> bool:
+        return True""",
+            ),
+        ),
+    ),
+    Fault(
+        "cycles-without-scoreboards",
+        "loads are never waited for",
+        ("tests/cpu/test_cycles.py::test_scoreboards",),
+        (Change("tools/cycles", "if warp.scoreboards[number] > ready:", "if False:"),),
+    ),
+    Fault(
+        "gpu-part-that-crashed-passes",
+        "a part that crashed counts as one that passed",
+        ("tests/cpu/test_gpu_parts.py::test_parts_are_judged_one_by_one",),
+        (Change("bench/gpu", "elif not outcome.is_done or status != 0:", "elif not outcome.is_done and status == 0:"),),
+    ),
+    Fault(
+        "gpu-wrong-variant-timed",
+        "a configuration that computes something else is timed, and may look fast",
+        ("tests/interpreter/test_gpu_script.py::test_a_kernel_that_is_wrong_or_cannot_run",),
+        (Change("bench/gpu", 'if not row["error"] <= ALLOWED:', "if False:"),),
     ),
 )

@@ -9,18 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .fault import Fault, StaleFault
+from .fault import Fault, StaleFault, folder_of
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = "triton_relattn"
-OF_FAULTS = "tests/cpu/test_mutants.py"
-"""Fails with any fault, because the fault is there already."""
-PYTEST = ("-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--ignore={OF_FAULTS}")
+PYTEST = ("-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider")
+AS_NOBODY = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false")
 QUICK_SECONDS, FOLDER_SECONDS = 300.0, 3600.0
 """The longest that the first tests, and a whole folder, may take: with a fault, loops may not end."""
 
@@ -64,21 +61,15 @@ def source_files(root: Path) -> list[str]:
 
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A temporary copy of the repository's source files."""
+    """A temporary copy of the repository's source files, a repository itself with one commit."""
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
         for name in source_files(root):
             target = Path(folder, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / name, target)
+        for command in (("init", "-q"), ("add", "-A", "-f"), (*AS_NOBODY, "commit", "-q", "-m", "copy")):
+            subprocess.run(("git", *command), cwd=folder, check=True)
         yield Path(folder).resolve()
-
-
-def environment(folder: str) -> dict[str, str]:
-    """Return the environment for a folder's tests: Triton's interpreter if they need it, and no plugin but pytest's own."""
-    others = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    interpreted = {"TRITON_INTERPRET": "1"} if folder == "tests/interpreter" else {}
-    alike = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
-    return others | alike | interpreted
 
 
 def failures(output: str) -> dict[str, str]:
@@ -89,23 +80,36 @@ def failures(output: str) -> dict[str, str]:
 
 @dataclass
 class Runner:
-    """Tries faults of the repository at root."""
+    """Tries faults of the repository at root, whose tests import a package."""
 
-    root: Path = ROOT
+    root: Path
+    package: str
+    ignored: tuple[str, ...] = ()
+    """Files of tests that fail with any fault, because they are about faults."""
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Variables of the environment that the tests of a folder need."""
     quick_seconds: float = QUICK_SECONDS
     folder_seconds: float = FOLDER_SECONDS
     only_quick: bool = False
     share: int = 1
     """One in so many cases of each test, as make test has them."""
+    alone: tuple[str, ...] = ("TRITON_INTERPRET", "PYTHONPATH")
+    """Variables of this process that its children do not get."""
     processes: set[subprocess.Popen[str]] = field(default_factory=set)
     stopped: bool = False
+
+    def environment(self, folder: str) -> dict[str, str]:
+        """The environment of a folder's tests: what they need, and no plugin but pytest's own."""
+        inherited = {name: value for name, value in os.environ.items() if name not in self.alone}
+        common = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
+        return inherited | common | dict(self.variables.get(folder, {}))
 
     def run(self, arguments: Iterable[str], cwd: Path, folder: str, seconds: float) -> tuple[int | None, str]:
         """Exit status of Python, None after too long, and output. What it has started ends with it."""
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
-            env=environment(folder),
+            env=self.environment(folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -131,12 +135,12 @@ class Runner:
             end(process)
 
     def pytest(self, arguments: Iterable[str], cwd: Path, folder: str, seconds: float) -> TestRun:
-        status, output = self.run((*PYTEST, *arguments), cwd, folder, seconds)
+        status, output = self.run((*PYTEST, *(f"--ignore={file}" for file in self.ignored), *arguments), cwd, folder, seconds)
         return TestRun(status, failures(output), output)
 
     def imported_from(self, cwd: Path) -> Path:
         """Where tests that run in a copy get the package from."""
-        _, output = self.run(("-c", f"import {PACKAGE}; print({PACKAGE}.__file__)"), cwd, "", self.quick_seconds)
+        _, output = self.run(("-c", f"import {self.package}; print({self.package}.__file__)"), cwd, "", self.quick_seconds)
         return Path(output.strip().splitlines()[-1]).resolve()
 
     def check_imports(self) -> None:
@@ -150,25 +154,23 @@ class Runner:
                 raise RuntimeError(f"a copy in {copy} imports {origin}")
 
     def attempt(self, fault: Fault) -> Outcome:
-        """Put a fault into a copy and run its tests there, and if they pass all of their folder.
+        """Put a fault into a copy and run its tests there, and if they pass all of their folders.
 
         Of a share of all cases the first tests are without the cases that they name, which may not be among them.
         """
         started = time.monotonic()
-        first, options = fault.tests, ["-x"]
-        if self.share > 1:
-            first = tuple(dict.fromkeys(test.partition("[")[0] for test in fault.tests))
-            options.append(f"--share={self.share}")
+        options = ["-x"] + ([f"--share={self.share}"] if self.share > 1 else [])
+        stages = fault.stages[:1] if self.only_quick else fault.stages
         with copied(self.root) as copy:
             try:
                 fault.apply(copy)
             except StaleFault as error:
                 return Outcome(fault, STALE, detail=str(error))
-            stages = [(first, self.quick_seconds)]
-            if not self.only_quick:
-                stages.append(((fault.folder,), self.folder_seconds))
-            for tests, limit in stages:
-                result = self.pytest((*options, *tests), copy, fault.folder, limit)
+            for tests in stages:
+                first = tests == fault.tests
+                chosen = dict.fromkeys(test.partition("[")[0] if self.share > 1 else test for test in tests)
+                limit = self.quick_seconds if first else self.folder_seconds
+                result = self.pytest((*options, *chosen), copy, folder_of(tests[0]), limit)
                 seconds = time.monotonic() - started
                 if result.failures:
                     test, why = next(iter(result.failures.items()))
@@ -177,14 +179,17 @@ class Runner:
                     return Outcome(fault, CAUGHT, detail=f"ended by signal {-result.status}", seconds=seconds)
                 if result.status != 0:  # no such test, an error of the import, or no end
                     return Outcome(fault, BROKEN, detail=result.last_line, seconds=seconds)
-        return Outcome(
-            fault, SURVIVED, detail="its first tests" if self.only_quick else f"all of {fault.folder}", seconds=seconds
+        detail = (
+            "its first tests"
+            if self.only_quick
+            else f"all of {' and '.join(tests[0] for tests in stages if tests != fault.tests)}"
         )
+        return Outcome(fault, SURVIVED, detail=detail, seconds=seconds)
 
     def failing_anyway(self, tests: Collection[str]) -> set[str]:
         """Return the tests, of those given, that fail in a copy without a fault."""
         failing: set[str] = set()
-        for folder in sorted({"/".join(test.split("/")[:2]) for test in tests}):
+        for folder in sorted({folder_of(test) for test in tests}):
             chosen = sorted(test for test in tests if test.startswith(f"{folder}/"))
             with copied(self.root) as copy:
                 result = self.pytest(chosen, copy, folder, self.folder_seconds)
