@@ -39,7 +39,7 @@ test: setup ## a quick sample of all tests, with those that notice known faults:
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
 suite: setup ## the tests alone, in the two processes that they need; SHARE=16: a sixteenth of the cases, and with REST=1 all others
 	$(PYTEST) tests --ignore tests/interpreter $(CASES)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/fuzz/test_kernels.py $(CASES)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/implementations tests/fuzz/test_kernels.py $(CASES)
 
 # What make test leaves out, for a machine that has just run it. REST=3 PART=K: a third of that, another one for each K.
 rest: ## all tests that make test leaves out
@@ -95,7 +95,7 @@ test-all: lint suite ## lint, all tests but the long sweeps, and two minutes of 
 
 test-slow: setup ## the long sweeps, hours: before a release
 	$(PYTEST) -m slow tests --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter tests/implementations
 
 # The documentation as a site that needs no network, in out/docs; every warning is an error. docs/figures.py draws its figures.
 docs: $(VENV)/installed-docs ## build the documentation, in out/docs

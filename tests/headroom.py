@@ -34,7 +34,9 @@ OF_MEASURED = 0.75
 from seed to seed by a quarter."""
 MINUTES_OF_A_RUN = 30
 """About what all cases of a folder take with one setting, on two idle cores."""
-FOLDERS = ("tests/cpu", "tests/interpreter")
+FOLDERS = ("tests/cpu", "tests/interpreter", "tests/implementations")
+PROCESSES = FOLDERS[::2], FOLDERS[1:]
+"""Folders whose tests share a process, without and with the interpreter."""
 WITHOUT_NUMBERS = {
     *("test_bench.py", "test_compile_report.py", "test_cycles.py", "test_demo.py", "test_docs.py", "test_faults.py"),
     *("test_gpu_parts.py", "test_gpu_script.py", "test_house.py", "test_imports.py", "test_memory.py", "test_music_example.py"),
@@ -125,11 +127,11 @@ def files() -> list[str]:
 
 
 def run(tests: list[str], setting: Setting, seed: int, options: list[str]) -> tuple[list[list[str]], list[str]]:
-    """Run tests of one folder; return the rows of their checks, and the tests that failed."""
+    """Run tests that share a process; return the rows of their checks, and the tests that failed."""
     with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
         file = Path(folder, "checks.csv")
         own = {VARIABLE: str(file), SEED_OFFSET: str(seed), THREADS: str(setting.threads)}
-        if tests[0].startswith("tests/interpreter"):
+        if any(test.startswith("tests/interpreter") for test in tests):
             own["TRITON_INTERPRET"] = "1"
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-rfE", "-p", "no:cacheprovider"]
@@ -156,7 +158,9 @@ def worst(rows: Iterable[list[str]], failed: list[str], setting: Setting, seed: 
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(prog="python -m tests.headroom", description=__doc__)
     arguments.add_argument(
-        "tests", nargs="*", help="files of tests/cpu and tests/interpreter, or tests in them; all that compare numbers"
+        "tests",
+        nargs="*",
+        help="files of tests/cpu, tests/interpreter and tests/implementations, or tests in them; all that compare numbers",
     )
     arguments.add_argument("--seeds", type=int, default=8, metavar="N", help="seeds, added to those of the tests; default 8")
     arguments.add_argument(
@@ -175,14 +179,14 @@ def main() -> int:
     share = 64 if given.quick else given.share
     seeds = len(chosen) if given.quick else given.seeds
     tests = given.tests or files()
-    folders = [[test for test in tests if test.startswith(folder)] for folder in FOLDERS]
+    processes = [[test for test in tests if test.startswith(folders)] for folders in PROCESSES]
     steps = [
-        (setting, seed, folder)
+        (setting, seed, process)
         for seed in range(seeds)
         for setting in chosen
         if given.every or chosen[seed % len(chosen)] == setting
-        for folder in folders
-        if folder
+        for process in processes
+        if process
     ]
     if not given.tests:
         print(f"{len(steps)} runs, about {minutes_of(len(steps), share)} minutes on two cores; --quick takes a few", flush=True)

@@ -11,7 +11,6 @@ import torch
 
 from tests.blind import BATCH, BLIND, KEYS, QUERIES
 from tests.cpu.oracle import assert_same, attend, by_hand, results_of
-from triton_relattn import RelativePositions
 from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -43,29 +42,6 @@ def all_terms(dtype: torch.dtype, num_queries: int = QUERIES, num_keys: int = KE
 def is_of_numbers(arguments: dict[str, Any]) -> bool:
     """Return whether arguments have a mask that is added, which does not stop NaN."""
     return "attn_mask" in arguments and arguments["attn_mask"].dtype != torch.bool
-
-
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "dropout_p": 0.3}], ids=["plain", "softcap_dropout"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", BLIND)
-def test_rows_that_see_nothing(
-    case: str, implementation: str, dtype: torch.dtype, options: dict[str, Any], block_size: None
-) -> None:
-    """out 0, lse -inf, zero gradients; finite everywhere, also for rows that share a block with rows that see something."""
-    arguments, blind = BLIND[case]
-    inputs = all_terms(dtype)
-    results = results_of(implementation, inputs, **arguments, **options)
-    blind = blind[:, None].expand(BATCH, HEADS, QUERIES)
-    assert blind.any()
-    assert (results["lse"][blind] == -math.inf).all() and results["lse"][~blind].isfinite().all()
-    for name in ("out", "d_query", "d_rel_query"):
-        assert not results[name][blind].any(), name
-    assert all(result.isfinite().all() for name, result in results.items() if name != "lse")
-    if blind.all():
-        assert not any(result.any() for name, result in results.items() if name != "lse")
-    else:
-        assert results["out"][~blind].any(-1).all() or "dropout_p" in options
 
 
 @pytest.mark.parametrize("mask_dtype", [None, torch.float32], ids=["same", "float32"])
@@ -188,65 +164,6 @@ def test_softcap_of_one_key(implementation: str, softcap: float, logit: float) -
         assert_same(name, results[name].flatten(), torch.tensor([value], dtype=torch.float64))
 
 
-UNSEEN: dict[str, tuple[dict[str, Any], slice, slice]] = {
-    # arguments, the keys that some query sees, and the rows (of 101, r = -50 .. 50) that some pair of 37 queries and 41 keys has
-    "lengths": ({"key_lengths": torch.tensor([30, 11])}, slice(0, 30), slice(50 - 36, 50 + 30)),
-    "causal": ({"is_causal": True}, slice(0, 37), slice(50 - 36, 51)),
-    "causal_offset": ({"is_causal": True, "query_offset": -20}, slice(0, 17), slice(50 - 16, 51)),
-    "window": ({"window_size": (2, 1), "query_offset": 9}, slice(7, 41), slice(48, 52)),
-    "window_left": ({"window_size": (2, -1), "query_offset": 9}, slice(7, 41), slice(48, 50 + 32)),
-    "window_right": ({"window_size": (-1, 1), "query_offset": -9}, slice(0, 29), slice(50 - 27, 52)),
-    "window_and_causal": ({"window_size": (3, 7), "is_causal": True, "query_offset": 9}, slice(6, 41), slice(47, 51)),
-    "offsets": (
-        {"window_size": (2, 1), "query_offset": torch.tensor([9, 12])},
-        slice(7, 41),
-        slice(48, 52),
-    ),
-}
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-@pytest.mark.parametrize("case", UNSEEN)
-def test_nan_that_no_query_sees(case: str, dropout_p: float, block_size: None) -> None:
-    """Keys, values and table rows that no pair has may hold NaN: no result has any, and their gradients are zero."""
-    arguments, keys, table_rows = UNSEEN[case]
-    arguments = {**arguments, "positions": RelativePositions(-50, 50), "dropout_p": dropout_p}
-    inputs = all_terms(torch.float64, 37, 41, 101)
-    spoilt = dict(inputs._asdict())
-    for name, seen, dim in (
-        *((name, keys, 2) for name in ("key", "value")),
-        *((name, table_rows, 0) for name in ("rel_key", "rel_value", "rel_bias", "rel_p2c")),
-    ):
-        spoilt[name] = torch.full_like(spoilt[name], math.nan)
-        where = (slice(None),) * dim + (seen,)
-        spoilt[name][where] = getattr(inputs, name)[where]
-    results, expected = results_of("blockwise", Inputs(**spoilt), **arguments), by_hand(inputs, **arguments)
-    for name, result in results.items():
-        assert_same(name, result, expected[name])
-    assert not results["d_rel_bias"][: table_rows.start].any() and not results["d_rel_bias"][table_rows.stop :].any()
-    assert results["d_rel_bias"][table_rows].all() or dropout_p > 0
-    assert results["d_value"][:, :, keys].any() and not results["d_value"][:, :, : keys.start].any()
-
-
-@pytest.mark.parametrize("name", ["query", "rel_query"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "window_size": (20, 9)}], ids=["plain", "softcap_window"])
-def test_nan_in_one_query_stays_in_its_row(name: str, options: dict[str, Any], block_size: None) -> None:
-    """NaN in a query reaches only its own row of the results and the gradients that queries share; all else is bit-equal."""
-    inputs = all_terms(torch.float32)
-    tensor = getattr(inputs, name).clone()
-    tensor[1, 0, 11] = math.nan
-    results = results_of("blockwise", inputs._replace(**{name: tensor}), **options)
-    expected = results_of("blockwise", inputs, **options)
-    for result in ("out", "lse", "d_query", "d_rel_query"):
-        assert results[result][1, 0, 11].isnan().all(), result
-        results[result][1, 0, 11] = expected[result][1, 0, 11]
-        assert torch.equal(results[result], expected[result]), result
-    for result in ("d_key", "d_value"):
-        assert results[result][1, 0].isnan().any(), result
-        results[result][1, 0] = expected[result][1, 0]
-        assert torch.equal(results[result], expected[result]), result
-
-
 @pytest.mark.parametrize(
     ("options", "hidden"),
     [
@@ -281,18 +198,6 @@ def test_nan_in_queries_that_see_nothing(case: str, implementation: str, block_s
     for name, result in results.items():
         if name not in ("d_key", "d_rel_key"):
             assert torch.equal(result, expected[name]), name
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_one_tensor_thrice(implementation: str) -> None:
-    """Query, key and value in one: the gradient is the sum of three."""
-    inputs = all_terms(torch.float64, KEYS, KEYS)
-    shared = inputs.query.clone().requires_grad_()
-    out, lse = attend(shared, shared, shared, inputs.rel_key, **inputs.terms(), implementation=implementation, is_causal=True)
-    (gradient,) = torch.autograd.grad((out, lse), shared, (inputs.d_out, inputs.d_lse))
-    same = inputs._replace(key=inputs.query, value=inputs.query)
-    results = forward_backward(attend, same, implementation=implementation, is_causal=True)
-    assert_same("gradient", gradient, results["d_query"] + results["d_key"] + results["d_value"])
 
 
 def test_nan_gradient_of_an_lse_that_is_infinite(block_size: None) -> None:

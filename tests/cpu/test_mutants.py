@@ -47,7 +47,7 @@ def test_the_tests_to_begin_with_are_there(fault: Fault) -> None:
     paths = [argument.partition("::") for argument in fault.tests if argument.startswith("tests/")]
     assert paths and len({folder_of(file) for file, _, _ in paths}) == 1
     for file, _, test in paths:
-        assert folder_of(file) in ("tests/compile", "tests/cpu", "tests/interpreter", "tests/emulator")
+        assert folder_of(file) in ("tests/compile", "tests/cpu", "tests/interpreter", "tests/implementations", "tests/emulator")
         assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
 
 
@@ -119,12 +119,23 @@ def test_caught_and_confirmed(small: Runner) -> None:
     assert small.failing_anyway([outcome.test, wrong]) == {wrong}
 
 
+def test_environments(small: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests get the variables of the texts that their names contain, and not those of this process that are not for them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "this process")
+    small.variables = {"tests/interpreter": {"TRITON_INTERPRET": "1"}, "[triton": {"KERNELS": "1"}}
+    assert "TRITON_INTERPRET" not in small.environment(["tests/cpu/test_first.py"])
+    of_both = small.environment(["tests/interpreter", "tests/both/test_a.py::test_a[triton]"])
+    assert of_both["TRITON_INTERPRET"] == of_both["KERNELS"] == "1"
+    of_one = small.environment(["tests/both/test_a.py::test_a[triton]"])
+    assert of_one["KERNELS"] == "1" and "TRITON_INTERPRET" not in of_one
+
+
 class Replayed(Runner):
     """Pytest ends as the test says, by what it runs."""
 
     ends: dict[str, TestRun]
 
-    def pytest(self, arguments: Any, cwd: Path, folder: str, seconds: float) -> TestRun:
+    def pytest(self, arguments: Any, cwd: Path, tests: Any, seconds: float) -> TestRun:
         return self.ends[list(arguments)[-1]]
 
     def check_imports(self) -> None:
@@ -155,7 +166,7 @@ def test_what_becomes_of_a_fault(small: Runner, quick: TestRun, folder: TestRun,
 
 
 def test_too_long(small: Runner) -> None:
-    status, output = small.run(("-c", "import time; time.sleep(60)"), small.root, "tests/cpu", 0.1)
+    status, output = small.run(("-c", "import time; time.sleep(60)"), small.root, (), 0.1)
     assert status is None and output == "no end after 0 s" and not small.processes
 
 
@@ -318,4 +329,4 @@ def test_generated_faults_of_the_package() -> None:
     drawn = generated(ROOT, 20, 1)
     assert drawn == generated(ROOT, 20, 1) != generated(ROOT, 20, 2) and len(drawn) == 20
     assert all(len(each.changed(ROOT)) == 1 for each in drawn)
-    assert {each.folders for each in generated(ROOT, 5, 1, "triton_relattn/_blockwise")} == {("tests/cpu",)}
+    assert {each.folders for each in generated(ROOT, 5, 1, "triton_relattn/_blockwise")} == {("tests/cpu tests/implementations",)}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blind import BATCH, BLIND, KEYS, QUERIES
+from tests.blind import KEYS, QUERIES
 from tests.cases import by_sequence, random_case, random_varlen_case
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
@@ -492,30 +492,6 @@ def test_only_dropout_moves_the_generator(dropout_p: float) -> None:
 
 # Rows that see nothing, or nothing in particular.
 
-HEADS = 1
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"softcap": 5.0, "dropout_p": 0.4})
-
-
-@pytest.mark.parametrize("case", BLIND)
-@pytest.mark.parametrize("other", BOTH, ids=BOTH_NAMES)
-def test_rows_that_see_nothing(case: str, other: bool) -> None:
-    """out 0, lse -inf and gradients exactly 0; the rows beside them, in the same tiles, are finite."""
-    kind, dtype, options = (("clamp", torch.float32, {}), ("zero", torch.float16, OPTIONS[1]))[
-        (list(BLIND).index(case) + other) % 2
-    ]
-    arguments, blind = BLIND[case]
-    inputs = all_terms(dtype=dtype)
-    results = all_gradients(inputs, SMALL, positions=POSITIONS[kind], **arguments, **options)
-    blind = blind[:, None].expand(BATCH, HEADS, QUERIES)
-    assert blind.any()
-    assert torch.equal(results["lse"] == -math.inf, blind)
-    for name in ("out", "d_query", "d_rel_query"):
-        assert not results[name][blind].any(), name
-    gradients = [result for name, result in results.items() if name[:2] == "d_"]
-    assert len(gradients) == 7 and all(gradient.isfinite().all() for gradient in gradients)
-    assert all(gradient.any() for gradient in gradients) == (not blind.all())
-    assert any(gradient.any() for gradient in gradients) == (not blind.all())
-
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
@@ -560,40 +536,6 @@ def test_mask_of_minus_1e9(kind: str) -> None:
 
 
 # NaN.
-
-UNSEEN: dict[str, tuple[dict[str, Any], slice]] = {
-    # arguments, and the table rows (of 101 from -50 on) that some of 37 queries and 41 keys has
-    "lengths": ({"key_lengths": torch.tensor([7])}, slice(50 - 36, 50 + 7)),
-    "causal_offset": ({"is_causal": True, "query_offset": -20}, slice(50 - 16, 51)),
-    "window": ({"window_size": (2, 1), "query_offset": 9}, slice(48, 52)),
-    "window_left": ({"window_size": (2, -1), "query_offset": 9, "key_lengths": torch.tensor([30])}, slice(48, 50 + 21)),
-    "window_right": ({"window_size": (-1, 1), "query_offset": -9}, slice(50 - 27, 52)),
-    "window_and_causal": ({"window_size": (3, 7), "is_causal": True, "query_offset": 9}, slice(47, 51)),
-    "offsets": ({"window_size": (2, 1), "query_offset": torch.tensor([12])}, slice(48, 52)),
-}
-
-
-@pytest.mark.parametrize("case", UNSEEN)
-@pytest.mark.parametrize("other", BOTH, ids=BOTH_NAMES)
-def test_nan_that_no_query_sees(case: str, other: bool) -> None:
-    """Table rows that no visible pair has, keys and values that no query sees, whatever hides them, and the storage around all
-    tensors may hold NaN."""
-    hiding, seen = UNSEEN[case]
-    arguments = {**hiding, **OPTIONS[(list(UNSEEN).index(case) + other) % 2], "positions": RelativePositions(-50, 50)}
-    inputs = all_terms((1, 1, 37, 41), 101)
-    unseen_keys = (dense_gradients(inputs, positions=RelativePositions(-50, 50), **hiding).probs == 0).all(2)[0, 0]
-    spoilt = {name: tensor.clone() for name, tensor in inputs._asdict().items() if tensor is not None}
-    for name in ("rel_key", "rel_value", "rel_bias"):
-        spoilt[name][: seen.start] = spoilt[name][seen.stop :] = math.nan
-    assert unseen_keys.any() and not unseen_keys.all()
-    spoilt["key"][:, :, unseen_keys] = spoilt["value"][:, :, unseen_keys] = math.nan
-    results = all_gradients(with_different_strides(Inputs(**spoilt)), SMALL, **arguments)
-    assert_bit_equal(results, all_gradients(inputs, SMALL, **arguments))
-    assert all(result.isfinite().all() for name, result in results.items() if name != "lse")
-    for name in ("d_rel_key", "d_rel_value", "d_rel_bias"):
-        assert results[name][seen].any() and not results[name][: seen.start].any(), name
-        assert not results[name][seen.stop :].any(), name
-    assert not results["d_key"][:, :, unseen_keys].any() and not results["d_value"][:, :, unseen_keys].any()
 
 
 @pytest.mark.parametrize("kind", ["clamp", "zero"])

@@ -12,7 +12,7 @@ import torch
 from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
 from tests.interpreter.guard import Launch
 from tests.interpreter.launch import all_gradients, check_every_term, record_plans, run_backward
-from tests.interpreter.test_features import OTHER, SHORT, SMALL, UNSEEN, assert_bit_equal, assert_close, attend_varlen, tile
+from tests.interpreter.test_features import OTHER, SHORT, SMALL, assert_bit_equal, assert_close, attend_varlen, tile
 from triton_relattn import RelativePositions
 from triton_relattn._core.within import within
 from triton_relattn.kernels.config import selection
@@ -186,6 +186,18 @@ def test_sums_of_end_rows_are_float32() -> None:
     budgeted, budget = table_gradient_budget(inputs, table="rel_p2c")
     assert torch.equal(budgeted, golden)
     within("d_rel_p2c", (result.double() - golden).abs(), budget)
+
+
+UNSEEN: dict[str, tuple[dict[str, Any], slice]] = {
+    # arguments, and the table rows (of 101 from -50 on) that some of 37 queries and 41 keys has
+    "lengths": ({"key_lengths": torch.tensor([7])}, slice(50 - 36, 50 + 7)),
+    "causal_offset": ({"is_causal": True, "query_offset": -20}, slice(50 - 16, 51)),
+    "window": ({"window_size": (2, 1), "query_offset": 9}, slice(48, 52)),
+    "window_left": ({"window_size": (2, -1), "query_offset": 9, "key_lengths": torch.tensor([30])}, slice(48, 50 + 21)),
+    "window_right": ({"window_size": (-1, 1), "query_offset": -9}, slice(50 - 27, 52)),
+    "window_and_causal": ({"window_size": (3, 7), "is_causal": True, "query_offset": 9}, slice(47, 51)),
+    "offsets": ({"window_size": (2, 1), "query_offset": torch.tensor([12])}, slice(48, 52)),
+}
 
 
 @pytest.mark.parametrize("limit", WORKSPACES[::3])

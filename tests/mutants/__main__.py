@@ -28,7 +28,8 @@ from .catalogue import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "triton_relattn"
-KERNELS, MAIN = "tests/interpreter", "tests/cpu"
+KERNELS, MAIN = "tests/interpreter tests/implementations", "tests/cpu tests/implementations"
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 WITHOUT_KERNELS = ("_blockwise", "_distributed", "integrations", "nn", "_reference.py", "plots.py")
 """Parts of the package that the tests of the kernels do not reach."""
 GENERATED_SECONDS = 900.0
@@ -36,7 +37,12 @@ GENERATED_SECONDS = 900.0
 
 
 def runner_of(root: Path = ROOT) -> Runner:
-    return Runner(root, PACKAGE, ignored=("tests/cpu/test_mutants.py",), variables={KERNELS: {"TRITON_INTERPRET": "1"}})
+    return Runner(
+        root,
+        PACKAGE,
+        ignored=("tests/cpu/test_mutants.py",),
+        variables={"tests/interpreter": INTERPRETED, "[triton_in": INTERPRETED},
+    )
 
 
 def generated(root: Path, count: int, seed: int, below: str = PACKAGE) -> list[Fault]:

@@ -113,13 +113,14 @@ class Fault:
     """Arguments of pytest for the tests to begin with: fast ones, most likely to notice. All in one folder."""
     changes: tuple[Change | Edit, ...]
     folders: tuple[str, ...] = ()
-    """Folders of tests to go on with, if those do not notice. Unless given, the folder of the first test."""
+    """Folders of tests to go on with, if those do not notice; several with blanks between them share a process. Unless given, the
+    folder of the first test."""
 
     @property
     def stages(self) -> list[tuple[str, ...]]:
-        """Tests of one folder each, in the order in which they run."""
+        """Tests that share a process, in the order in which they run."""
         first = [self.tests] if self.tests else []
-        return first + [(folder,) for folder in self.folders or (folder_of(self.tests[0]),)]
+        return first + [tuple(folders.split()) for folders in self.folders or (folder_of(self.tests[0]),)]
 
     def changed(self, root: Path) -> dict[str, str]:
         """The files of the repository at root that the fault changes, by name, with the fault.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +87,7 @@ class Runner:
     ignored: tuple[str, ...] = ()
     """Files of tests that fail with any fault, because they are about faults."""
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Variables of the environment that the tests of a folder need."""
+    """Variables of the environment that tests need whose names contain a text."""
     quick_seconds: float = QUICK_SECONDS
     folder_seconds: float = FOLDER_SECONDS
     only_quick: bool = False
@@ -98,18 +98,19 @@ class Runner:
     processes: set[subprocess.Popen[str]] = field(default_factory=set)
     stopped: bool = False
 
-    def environment(self, folder: str) -> dict[str, str]:
-        """The environment of a folder's tests: what they need, and no plugin but pytest's own."""
+    def environment(self, tests: Iterable[str]) -> dict[str, str]:
+        """The environment of tests that share a process: what they need, and no plugin but pytest's own."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.alone}
         common = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
-        return inherited | common | dict(self.variables.get(folder, {}))
+        own = [dict(each) for text, each in self.variables.items() if any(text in test for test in tests)]
+        return {name: value for each in (inherited, common, *own) for name, value in each.items()}
 
-    def run(self, arguments: Iterable[str], cwd: Path, folder: str, seconds: float) -> tuple[int | None, str]:
+    def run(self, arguments: Iterable[str], cwd: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
         """Exit status of Python, None after too long, and output. What it has started ends with it."""
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
-            env=self.environment(folder),
+            env=self.environment(tests),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -134,13 +135,14 @@ class Runner:
         for process in list(self.processes):
             end(process)
 
-    def pytest(self, arguments: Iterable[str], cwd: Path, folder: str, seconds: float) -> TestRun:
-        status, output = self.run((*PYTEST, *(f"--ignore={file}" for file in self.ignored), *arguments), cwd, folder, seconds)
+    def pytest(self, arguments: Iterable[str], cwd: Path, tests: Sequence[str], seconds: float) -> TestRun:
+        """Run pytest with these arguments, in the environment of the tests."""
+        status, output = self.run((*PYTEST, *(f"--ignore={file}" for file in self.ignored), *arguments), cwd, tests, seconds)
         return TestRun(status, failures(output), output)
 
     def imported_from(self, cwd: Path) -> Path:
         """Where tests that run in a copy get the package from."""
-        _, output = self.run(("-c", f"import {self.package}; print({self.package}.__file__)"), cwd, "", self.quick_seconds)
+        _, output = self.run(("-c", f"import {self.package}; print({self.package}.__file__)"), cwd, (), self.quick_seconds)
         return Path(output.strip().splitlines()[-1]).resolve()
 
     def check_imports(self) -> None:
@@ -170,7 +172,7 @@ class Runner:
                 first = tests == fault.tests
                 chosen = dict.fromkeys(test.partition("[")[0] if self.share > 1 else test for test in tests)
                 limit = self.quick_seconds if first else self.folder_seconds
-                result = self.pytest((*options, *chosen), copy, folder_of(tests[0]), limit)
+                result = self.pytest((*options, *chosen), copy, tests, limit)
                 seconds = time.monotonic() - started
                 if result.failures:
                     test, why = next(iter(result.failures.items()))
@@ -182,17 +184,20 @@ class Runner:
         detail = (
             "its first tests"
             if self.only_quick
-            else f"all of {' and '.join(tests[0] for tests in stages if tests != fault.tests)}"
+            else f"all of {', '.join(test for tests in stages if tests != fault.tests for test in tests)}"
         )
         return Outcome(fault, SURVIVED, detail=detail, seconds=seconds)
 
     def failing_anyway(self, tests: Collection[str]) -> set[str]:
         """Return the tests, of those given, that fail in a copy without a fault."""
         failing: set[str] = set()
-        for folder in sorted({folder_of(test) for test in tests}):
-            chosen = sorted(test for test in tests if test.startswith(f"{folder}/"))
+        processes: dict[tuple[str, ...], list[str]] = {}
+        for test in sorted(tests):
+            needed = (text for text in self.variables if text in test)
+            processes.setdefault((folder_of(test), *needed), []).append(test)
+        for chosen in processes.values():
             with copied(self.root) as copy:
-                result = self.pytest(chosen, copy, folder, self.folder_seconds)
+                result = self.pytest(chosen, copy, chosen, self.folder_seconds)
             failing |= set(result.failures) if result.status in (0, 1) else set(chosen)
         return failing
 

@@ -8,7 +8,7 @@ BLOCKWISE = (
     Fault(
         "blockwise-sign-of-query-offset",
         "relative positions have the sign of query_offset turned round",
-        ("tests/cpu/test_blockwise.py::test_one_table_row_moves_only_its_diagonal",),
+        ("tests/implementations/test_diagonals.py::test_one_table_row_moves_only_its_diagonal",),
         (
             Change(
                 "triton_relattn/_blockwise", "queries.start + sequences.query_offset", "queries.start - sequences.query_offset"
@@ -18,7 +18,7 @@ BLOCKWISE = (
     Fault(
         "blockwise-hidden-rows-are-read",
         "table rows of positions that the window hides are multiplied by zero, which NaN survives",
-        ("tests/cpu/test_blockwise.py::test_rows_that_no_visible_pair_has_may_hold_nan",),
+        ("tests/implementations/test_hidden.py::test_rows_that_no_visible_pair_has_may_hold_nan",),
         (
             Change(
                 "triton_relattn/_blockwise",
@@ -80,7 +80,7 @@ BLOCKWISE = (
         "blockwise-nothing-seen-by-some",
         "a row that sees nothing becomes NaN if another one of its block sees something",
         (
-            "tests/cpu/test_masks.py::test_rows_that_see_nothing",
+            "tests/implementations/test_hidden.py::test_rows_that_see_nothing",
             "-k",
             "blockwise",
         ),
@@ -105,7 +105,7 @@ BLOCKWISE = (
     Fault(
         "blockwise-keys-written-once-a-block",
         "the gradients of keys are those of the last block of queries, not the sum",
-        ("tests/cpu/test_blockwise.py::test_rows_that_no_visible_pair_has_may_hold_nan",),
+        ("tests/implementations/test_hidden.py::test_rows_that_no_visible_pair_has_may_hold_nan",),
         (Change("triton_relattn/_blockwise", "0 < stack.num_queries <= num_queries and", "0 < stack.num_queries and"),),
     ),
     Fault(

@@ -38,20 +38,23 @@ KERNELS = (
     Fault(
         "accumulator-not-rescaled",
         "what was summed keeps its scale when the maximum grows",
-        ("tests/interpreter/test_forward.py::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        ("tests/implementations/test_diagonals.py::test_one_table_row_moves_only_its_diagonal[triton_in_small_blocks-0-2]",),
         (Change("triton_relattn/kernels/forward.py", "value, acc * rescale[:, None]", "value, acc"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "nothing-seen-so-far",
         "-inf - -inf: a row whose first tile is hidden becomes NaN",
-        ("tests/interpreter/test_forward.py::test_rows_that_see_nothing[torch.float32-causal]",),
+        ("tests/implementations/test_hidden.py::test_whole_blocks_that_see_nothing[triton_in_small_blocks-causal-clamp-exact]",),
         (Change("triton_relattn/kernels", 'shift = tl.where(new_max == -float("inf"), 0.0, new_max)', "shift = new_max"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "nothing-seen-at-all",
         "0 / 0: out of a query that sees nothing is NaN",
-        ("tests/interpreter/test_forward.py::test_rows_that_see_nothing[torch.float32-causal]",),
+        ("tests/implementations/test_hidden.py::test_whole_blocks_that_see_nothing[triton_in_small_blocks-causal-clamp-exact]",),
         (Change("triton_relattn/kernels", "row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  #", "row_sum = row_sum  #"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "maximum-not-subtracted-first",
@@ -95,14 +98,16 @@ KERNELS = (
     Fault(
         "rotation-off-by-one",
         "rows of the band are rotated by one column too many",
-        ("tests/interpreter/test_forward.py::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        ("tests/implementations/test_diagonals.py::test_one_table_row_moves_only_its_diagonal[triton_in_small_blocks-0-2]",),
         (Change("triton_relattn/kernels", "else (n - m + M) % W", "else (n - m + M - 1) % W"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "wrap-off-by-one",
         "the column that has not wrapped is taken from the chunk before",
-        ("tests/interpreter/test_forward.py::test_one_table_row_moves_only_its_diagonal[0-0]",),
+        ("tests/implementations/test_diagonals.py::test_one_table_row_moves_only_its_diagonal[triton_in_small_blocks-0-0]",),
         (Change("triton_relattn/kernels", "m % W > n if ROTATED", "m % W >= n if ROTATED"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "quads-lose-a-lane",
@@ -149,8 +154,9 @@ KERNELS = (
     Fault(
         "unused-rows-are-multiplied",
         "table rows that no visible pair has are multiplied by 0: NaN if they hold NaN",
-        ("tests/interpreter/test_backward.py::test_nan_in_rows_that_no_visible_pair_has[small-longer]",),
+        ("tests/implementations/test_hidden.py::test_rows_that_no_visible_pair_has_may_hold_nan[triton_in_small_blocks-longer]",),
         (Change("triton_relattn/kernels", "start = tl.maximum(first, lowest)", "start = first"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "row-beyond-the-table",
@@ -167,8 +173,9 @@ KERNELS = (
     Fault(
         "tail-of-keys-unmasked",
         "keys of the last tile that do not exist take part in the softmax",
-        ("tests/interpreter/test_forward.py::test_one_table_row_moves_only_its_diagonal[0-2]",),
+        ("tests/implementations/test_diagonals.py::test_one_table_row_moves_only_its_diagonal[triton_in_small_blocks-0-2]",),
         (Change("triton_relattn/kernels", "seen = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)", "seen = offs_n >= 0"),),
+        folders=("tests/interpreter tests/implementations",),
     ),
     Fault(
         "walk-ends-early",

@@ -1,0 +1,145 @@
+"""Tensors of any layout and size: strides, tensors that are one, edits in place, nothing at all, large numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.implementations.way import Way, assert_bit_equal
+from triton_relattn._core.within import within
+from triton_relattn.testing import (
+    Inputs,
+    assert_within_budget,
+    dense_gradients,
+    in_memory_order,
+    make_inputs,
+    with_different_strides,
+)
+
+
+def packed(inputs: Inputs) -> Inputs:
+    """query, key and value as views of one (B, N, 3, H, D) tensor."""
+    qkv = torch.stack([tensor.transpose(1, 2) for tensor in inputs[:3]], dim=2)
+    query, key, value = (qkv[:, :, part].transpose(1, 2) for part in range(3))
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.new_full((1,), math.nan), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, 3), value=math.nan)[..., :-3]
+
+
+LAYOUTS: dict[str, Callable[[Any], Inputs]] = {
+    "transposed": lambda x: x._replace(query=in_memory_order(x.query, 0, 2, 1, 3), d_out=in_memory_order(x.d_out, 0, 2, 1, 3)),
+    "reversed": lambda x: x._replace(key=in_memory_order(x.key, 3, 2, 1, 0), rel_key=in_memory_order(x.rel_key, 1, 0)),
+    "lengths_innermost": lambda x: x._replace(key=x.key.mT.contiguous().mT, value=x.value.mT.contiguous().mT),
+    "packed": packed,
+    "offset_or_padded": lambda x: x._replace(
+        query=shifted(x.query), key=padded(x.key), value=shifted(x.value), d_out=padded(x.d_out)
+    ),
+    "heads_of_stride_0": lambda x: x._replace(key=x.key[:, :1].expand_as(x.key), value=x.value[:1, :, :1].expand_as(x.value)),
+    "batch_of_stride_0": lambda x: x._replace(query=x.query[:1].expand_as(x.query)),
+    "rows_of_stride_0": lambda x: x._replace(rel_key=x.rel_key[:1].expand_as(x.rel_key)),
+    "table_of_stride_0": lambda x: x._replace(rel_key=x.rel_key.expand(3, -1, -1)),
+    "tables_of_heads": lambda x: x._replace(rel_key=torch.stack([x.rel_key, -x.rel_key, 2 * x.rel_key], 1).transpose(0, 1)),
+    "d_out_of_its_own": lambda x: x._replace(d_out=in_memory_order(x.d_out, 3, 0, 2, 1), d_lse=in_memory_order(x.d_lse, 2, 1, 0)),
+    "out_transposed": lambda x: x._replace(query=in_memory_order(x.query, 0, 2, 1, 3), d_out=x.d_out.contiguous()),
+    "d_out_of_stride_0": lambda x: x._replace(
+        d_out=torch.ones(1, 1, 1, 1, dtype=x.d_out.dtype).expand_as(x.d_out), d_lse=x.d_lse[..., :1].expand_as(x.d_lse)
+    ),
+    "every_other_column": lambda x: x._replace(query=in_memory_order(x.query, 0, 1, 2, 3, step=2)),
+    "all_different": with_different_strides,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str, way: Way) -> None:
+    """Views give what their contiguous copies give, the kernels bit for bit; gradients have the memory order of their tensors."""
+    inputs = LAYOUTS[layout](make_inputs(2, 3, 35, 35, way.width, num_rows=21, dtype=way.dtype, seed=6))
+    contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
+    assert any(not tensor.is_contiguous() or tensor.storage_offset() for tensor in inputs if tensor is not None)
+    results = way.results(inputs, is_causal=True)
+    if way.implementation == "triton":
+        assert_bit_equal(results, way.results(contiguous, is_causal=True))
+    way.check(results, contiguous, is_causal=True)
+    if way.implementation != "reference":
+        assert (results["out"].stride(1) < results["out"].stride(2)) == (inputs.query.stride(1) < inputs.query.stride(2))
+        for name in ("query", "key", "value"):
+            tensor, gradient = getattr(inputs, name), results[f"d_{name}"]
+            assert (tensor.stride(1) < tensor.stride(2)) == (gradient.stride(1) < gradient.stride(2)), name
+
+
+@pytest.mark.parametrize("names", [("query", "key"), ("key", "value"), ("query", "key", "value")], ids="_".join)
+def test_one_tensor_as_several_inputs(names: tuple[str, ...], way: Way) -> None:
+    """The gradient of the shared tensor is the sum of those of the single inputs."""
+    inputs = make_inputs(1, 2, 33, 33, way.width, num_rows=9, dtype=way.dtype, seed=8)
+    inputs = inputs._replace(**dict.fromkeys(names, inputs.query))
+    shared = inputs.query.clone().requires_grad_()
+    tensors = {**inputs._asdict(), **dict.fromkeys(names, shared)}
+    results = way.attend(*(tensors[name] for name in ("query", "key", "value", "rel_key")), is_causal=True)
+    (gradient,) = torch.autograd.grad(results, shared, (inputs.d_out, inputs.d_lse))
+    apart = way.results(inputs, is_causal=True)
+    way.check(apart, inputs, is_causal=True)
+    gradients = torch.stack([apart[f"d_{name}"] for name in names])
+    # Two sums, or three where one gradient is a sum itself, in any order: half a unit each of the largest number.
+    rounding = 3 * torch.finfo(way.dtype).eps * gradients.abs().amax((1, 2, 3, 4)).sum()
+    within("gradient", (gradient - gradients.sum(0)).abs(), rounding)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "rel_key", "out"])
+def test_edit_in_place_after_the_forward(name: str, tiled: Way) -> None:
+    """The backward would read the edited tensor (kernels read out, too): the version counter makes that an error."""
+    if name == "out" and tiled.implementation != "triton":
+        pytest.skip("it reads no out")
+    inputs = make_inputs(1, 2, 12, 12, tiled.width, num_rows=7, dtype=tiled.dtype, seed=8)
+    fields = ("query", "key", "value", "rel_key")
+    used = {field: getattr(inputs, field).clone().requires_grad_() * 1 for field in fields}
+    used["out"], lse = tiled.attend(*(used[field] for field in fields))
+    (used[name] if name != "out" else used["out"].detach()).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (used["out"].sum() + lse.sum()).backward()
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys"])
+@pytest.mark.parametrize("num_rows", [None, 5])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_empty(empty: str, num_rows: int | None, per_head: bool, way: Way) -> None:
+    """Right shapes, zero gradients, and without keys out 0 and lse -inf."""
+    sizes = [0 if empty == name else size for name, size in zip(("batch", "heads", "queries", "keys"), (2, 3, 4, 6), strict=True)]
+    inputs = make_inputs(*sizes, 8, 5, num_rows=num_rows, per_head=per_head, dtype=torch.float32, seed=0)  # type: ignore[misc, arg-type]
+    results = way.results(with_different_strides(inputs))
+    names = ("query", "key", "value", "rel_key")[: 3 + (num_rows is not None)]
+    assert list(results) == ["out", "lse", *(f"d_{name}" for name in names)]
+    assert results["out"].shape == (*sizes[:3], 5) and results["lse"].shape == tuple(sizes[:3])
+    assert not results["out"].any() and (results["lse"] == -math.inf).all()
+    for name in names:
+        assert results[f"d_{name}"].shape == getattr(inputs, name).shape and not results[f"d_{name}"].any()
+
+
+@pytest.mark.parametrize(("logit", "spread"), [(1e4, 1.0), (-1e4, 1.0), (-200.0, 0.01)])
+@pytest.mark.parametrize(("num_rows", "num_keys"), [(33, 65), (129, 65), (33, 129), (17, 137)])
+def test_large_logits_in_float16(logit: float, spread: float, num_rows: int, num_keys: int, tiled: Way) -> None:
+    """Logits of +-1e4, and all logits near -200 with lengths that divide no block, which made NaN in dQ elsewhere.
+
+    Plain torch computes the same numbers in float32: in float16 it would round logits of 1e4 to multiples of 8. Kernels scale
+    logits to base 2, one more rounding of a number as large as the logit.
+    """
+    inputs = make_inputs(1, 2, 33, num_keys, 16, num_rows=num_rows, dtype=torch.float64, seed=9)
+    level = math.sqrt(abs(logit) * 4 / 16)  # 16 products, scale 1/4
+    sign = math.copysign(1.0, logit)
+    query, key = level + spread * inputs.query / level, sign * level + spread * inputs.key / level
+    inputs = inputs._replace(query=query, key=key).to(torch.float16)
+    results, golden = tiled.results(inputs), dense_gradients(inputs)._asdict()
+    assert golden["lse"].sub(logit).abs().max() < abs(logit) / 5
+    plain = Way("reference").results(inputs.to(torch.float32))
+    for name, result in results.items():
+        factor = (3 if name.startswith("d_") else 2) * (2 if tiled.implementation == "triton" else 1)
+        # Attention to a single key copies its value: out may be exact.
+        assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=name == "out")
