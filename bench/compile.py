@@ -80,7 +80,7 @@ class KernelCase:
     @property
     def plain(self) -> KernelCase:
         """The same without any table."""
-        return replace(self, features="none causal" if self.features.endswith(" causal") else "none")
+        return replace(self, features="none_causal" if self.features.endswith("_causal") else "none")
 
     def __str__(self) -> str:
         return " ".join(map(str, astuple(self)))

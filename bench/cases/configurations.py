@@ -23,8 +23,8 @@ OF_DIRECTION = {
     "forward": selection.KERNELS[:1],
     "backward": selection.KERNELS[1:],
     "forward+backward": selection.KERNELS,
-    "backward of query": ("dq", "dq_from_ds"),
-    "backward of all but the table": ("dq", "dkv", "dq_from_ds"),
+    "backward_of_query": ("dq", "dq_from_ds"),
+    "backward_without_table": ("dq", "dkv", "dq_from_ds"),
 }
 
 

@@ -36,12 +36,12 @@ MODELS = (
 GRIDS = {"grid": (64, 64), "window": (14, 14)}
 """Attention on a grid of keys, with terms by row and by column: the sides of SAM's, in all of the image and in windows."""
 FEATURES = (
-    *(f"{name}{causal}" for name in TABLES for causal in ("", " causal")),
-    *(f"{name}{causal}" for name in ("shaw", "transformer_xl", "t5") for causal in ("", " causal")),
-    *("vits", "own_query", "t5_clamped", "inkling causal", "inkling_window causal", "deberta", "deberta_clamped"),
+    *(f"{name}{causal}" for name in TABLES for causal in ("", "_causal")),
+    *(f"{name}{causal}" for name in ("shaw", "transformer_xl", "t5") for causal in ("", "_causal")),
+    *("vits", "own_query", "t5_clamped", "inkling_causal", "inkling_window_causal", "deberta", "deberta_clamped"),
     *GRIDS,
 )
-"""The feature sets that are reported on; "causal" is part of the name."""
+"""The feature sets that are reported on; "_causal" is part of the name."""
 
 
 def arguments(name: str, query: torch.Tensor, per_head: bool) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def call(
     length: int = LENGTH,
     heads: int = 2,
 ) -> Resolved:
-    """A resolved call with one of TABLES or MODELS, and " causal" after its name if it is.
+    """A resolved call with one of TABLES or MODELS, and "_causal" after its name if it is.
 
     Args:
         has_lengths: whether the batch is padded.
@@ -102,7 +102,7 @@ def call(
         has_lengths, per_head, length: not on a grid.
         heads: except for "inkling", which has eight for one of the keys; more than eight take no memory.
     """
-    name, _, causal = features.partition(" ")
+    name = features.removesuffix("_causal")
     heads, key_heads = (8, 1) if name == "inkling" else (heads, heads)
     if name in GRIDS:
         return on_grid(GRIDS[name], torch.empty(1, heads, math.prod(GRIDS[name]), head_dim, dtype=dtype))
@@ -117,7 +117,7 @@ def call(
             key,
             **arguments(name, query, per_head),
             key_lengths=torch.zeros(1, dtype=torch.int32) if has_lengths else None,
-            is_causal=causal == "causal",
+            is_causal=features.endswith("_causal"),
             enable_gqa=heads != key_heads,
         )
     )

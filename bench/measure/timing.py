@@ -17,7 +17,7 @@ from ..report.rows import in_one_line
 from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
-PARTS = {"backward of query": 1, "backward of all but the table": 3}
+PARTS = {"backward_of_query": 1, "backward_without_table": 3}
 """Backward for the first so many inputs alone: of our kernels, rows, and rows and columns."""
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}
 """Relative distance in norm at which a method counts as wrong. Dense methods in 16 bits round every score; a wrong formula is

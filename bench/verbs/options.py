@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,8 @@ def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
 def add_list(
     parser: argparse.ArgumentParser, name: str, known: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
-    """An option ``--name`` that takes some of what is known."""
+    """An option ``--name`` that takes some of what is known: names without blanks and commas, which separate them."""
+    assert not any(re.search(r"[\s,]", str(each)) for each in known), known
     usual = "all" if default is not None and set(default) == set(known) else ", ".join(map(str, default or ()))
     text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
     parser.add_argument(

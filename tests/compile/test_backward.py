@@ -266,7 +266,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
         ("sm_100", torch.bfloat16, 128),
         ("gfx942", torch.bfloat16, 128),
     ):
-        for launch in launches(target, dtype, width, "clamp causal"):
+        for launch in launches(target, dtype, width, "clamp_causal"):
             assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width, launch.name)
 
 
@@ -274,7 +274,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 @pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
-    for launch in launches(target, dtype, width, f"{table} causal"):
+    for launch in launches(target, dtype, width, f"{table}_causal"):
         assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 
 

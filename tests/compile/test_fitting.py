@@ -45,7 +45,7 @@ def little_memory(limit: int) -> Iterator[list[Launch]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("features", ["clamp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full causal", "none"))])
+@pytest.mark.parametrize("features", ["clamp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full_causal", "none"))])
 def test_a_smaller_one_takes_its_place(features: str) -> None:
     """In all kernels, with a warning that says which; grids follow; later calls, of other lengths too, begin with it."""
     tensors, spec = call(features, torch.bfloat16, 64, length=LENGTH)

@@ -102,7 +102,7 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
         ("sm_100", torch.bfloat16, 128),
         ("gfx942", torch.bfloat16, 128),
     ):
-        _, kernel = launch(target, dtype, width, "clamp causal")
+        _, kernel = launch(target, dtype, width, "clamp_causal")
         assert kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width)
 
 
@@ -110,6 +110,6 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 @pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
-    config, kernel = launch(target, dtype, width, f"{table} causal")
+    config, kernel = launch(target, dtype, width, f"{table}_causal")
     assert config.why_invalid(target, table != "none") is None
     assert kernel.metadata.shared <= architecture_of(target).shared_memory
