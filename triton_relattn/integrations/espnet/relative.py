@@ -1,4 +1,4 @@
-"""Attention of ESPnet up to 202509."""
+"""Attention of ESPnet."""
 
 from __future__ import annotations
 
