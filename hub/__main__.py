@@ -25,7 +25,6 @@ NAME, VERSION, LICENSE = "triton-relattn", 0, "Apache-2.0"
 """Version 0: the hub's for kernels that may change."""
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]}}
 LEFT_OUT = ("__pycache__", "plots.py", "__main__.py", "transformers", "nemo", "speechbrain", "x_transformers", "fairseq2")
-LEFT_OUT_OF_ESPNET = ("espnet1.py", "espnet2.py", "encoder.py", "cosyvoice.py", "small.py", "__init__.py")
 
 
 def main() -> None:
@@ -67,8 +66,9 @@ def export(out: Path, repo: str) -> None:
 def copy_sources(folder: Path) -> None:
     """Copy the part of the package that imports nothing but torch and triton, and say in it what is public."""
     shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns(*LEFT_OUT, "*.md"))
-    for name in LEFT_OUT_OF_ESPNET:
-        (folder / "integrations" / "espnet" / name).unlink()
+    for path in (folder / "integrations" / "espnet").glob("*.py"):
+        if path.name != "attention.py":
+            path.unlink()
     (folder / "integrations" / "espnet" / "__init__.py").write_text('"""Attention of Conformers as ESPnet has it."""\n')
     for name in ("replacement.py", "proof.py", "known.py", "known_sources.csv", "small.py"):
         (folder / "integrations" / name).unlink()
