@@ -18,7 +18,7 @@ CLIPPED = 129  # rows: distances up to 64, as in Shaw's and the Conformer's clip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class Inputs(NamedTuple):
+class CaseTensors(NamedTuple):
     """Tensors that a method is called with."""
 
     query: torch.Tensor
@@ -29,8 +29,8 @@ class Inputs(NamedTuple):
     p2c: torch.Tensor | None = None
     """A second table, which meets the keys."""
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        return Inputs._make(None if tensor is None else function(tensor) for tensor in self)
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> CaseTensors:
+        return CaseTensors._make(None if tensor is None else function(tensor) for tensor in self)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Case:
         plain, of_table = of_direction[direction]
         return plain * 4 * pairs * self.head_dim, pairs * (plain * 4 * self.head_dim + of_table * term)
 
-    def inputs(self, device: str) -> tuple[Inputs, torch.Tensor]:
+    def inputs(self, device: str) -> tuple[CaseTensors, torch.Tensor]:
         """Normally distributed tensors that want gradients, and the gradient of the output. Always the same."""
         generator = torch.Generator(device).manual_seed(0)
 
@@ -119,16 +119,16 @@ class Case:
         inputs = self.tensors(normal)
         return inputs, normal(*inputs.query.shape).detach()
 
-    def tensors(self, make: Callable[..., torch.Tensor]) -> Inputs:
+    def tensors(self, make: Callable[..., torch.Tensor]) -> CaseTensors:
         """The inputs, each made from its shape."""
         queries = (self.batch, self.heads, self.num_queries or self.length)
         keys = (self.batch, self.key_heads or self.heads, self.length)
         query, key, value = make(*queries, self.head_dim), make(*keys, self.head_dim), make(*keys, self.head_dim)
         rel_query = None if self.rel_dim is None else make(*queries, self.rel_dim)
         p2c = make(self.num_rows, self.head_dim) if self.p2c else None
-        return Inputs(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query, p2c)
+        return CaseTensors(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query, p2c)
 
-    def terms(self, inputs: Inputs, has_table: bool = True) -> dict[str, Any]:
+    def terms(self, inputs: CaseTensors, has_table: bool = True) -> dict[str, Any]:
         """Return the arguments of fused_relative_attention besides query, key and value."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": self.key_heads is not None}
         options["query_offset"] = self.length - (self.num_queries or self.length)
@@ -137,13 +137,13 @@ class Case:
             options["rel_p2c"] = inputs.p2c
         return options
 
-    def resolved(self, inputs: Inputs, has_table: bool = True) -> tuple[AttentionTensors, AttentionSpec]:
+    def resolved(self, inputs: CaseTensors, has_table: bool = True) -> tuple[AttentionTensors, AttentionSpec]:
         """The same call as the launchers of the kernels see it, without gradients."""
         inputs = inputs.map(torch.Tensor.detach)
         return validation.resolve(Arguments.of(*inputs[:3], **self.terms(inputs, has_table)))
 
-    def empty(self, device: str = "cpu") -> Inputs:
-        """Inputs that nothing is known of but their shapes: they take no memory until they are touched."""
+    def empty(self, device: str = "cpu") -> CaseTensors:
+        """Tensors that nothing is known of but their shapes: they take no memory until they are touched."""
         return self.tensors(partial(torch.empty, dtype=DTYPES[self.dtype], device=device))
 
 

@@ -13,13 +13,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from triton_relattn import fused_relative_attention
 
-from .attention import Case, Inputs
+from .attention import Case, CaseTensors
 from .baselines import BASELINES
 
 OURS = "triton_relattn"
 OF_OURS = (OURS, "plain")
 """Methods that our operator computes, with the table and without."""
-Function = Callable[[Inputs], torch.Tensor]
+Function = Callable[[CaseTensors], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Method:
 
 
 def ours(case: Case, has_table: bool = True, implementation: str | None = None) -> Function:
-    def run(inputs: Inputs) -> torch.Tensor:
+    def run(inputs: CaseTensors) -> torch.Tensor:
         out: torch.Tensor = fused_relative_attention(*inputs[:3], **case.terms(inputs, has_table), implementation=implementation)
         return out
 
@@ -55,14 +55,14 @@ def _sdpa(case: Case) -> Function:
 def _sdpa_backend(name: str, case: Case) -> Function:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def run(inputs: Inputs) -> torch.Tensor:
+    def run(inputs: CaseTensors) -> torch.Tensor:
         with sdpa_kernel(getattr(SDPBackend, name)):
             return _sdpa(case)(inputs)
 
     return run
 
 
-def _centred(inputs: Inputs, case: Case) -> torch.Tensor:
+def _centred(inputs: CaseTensors, case: Case) -> torch.Tensor:
     """The table with a row for r = 0 in its middle: a full one of causal attention has no future."""
     return pad(inputs.table, (0, 0, 0, case.length - 1)) if case.is_causal and case.rows is None else inputs.table
 
@@ -91,7 +91,7 @@ def _flex(case: Case) -> Function:
 
         mask = create_block_mask(past, None, None, case.length, case.length, device=device)
 
-    def run(inputs: Inputs) -> torch.Tensor:
+    def run(inputs: CaseTensors) -> torch.Tensor:
         rel_query = inputs.query if inputs.rel_query is None else inputs.rel_query
         by_row = (rel_query * case.head_dim**-0.5) @ inputs.table.mT
         by_key = None if inputs.p2c is None else (inputs.key * case.head_dim**-0.5) @ inputs.p2c.mT
@@ -128,7 +128,7 @@ def _disentangled_flash(case: Case) -> Function:
     def turned(table: torch.Tensor | None) -> torch.Tensor | None:
         return None if table is None else pad_position_table(table.flip(0).expand(case.heads, -1, -1))
 
-    def run(inputs: Inputs) -> torch.Tensor:
+    def run(inputs: CaseTensors) -> torch.Tensor:
         out = training_attention(  # (B, N, H D)
             *inputs[:3],
             turned(inputs.table),
@@ -159,7 +159,7 @@ def _flashdeberta(case: Case) -> Function:
 
     lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
 
-    def run(inputs: Inputs) -> torch.Tensor:
+    def run(inputs: CaseTensors) -> torch.Tensor:
         pos_key, span = flashdeberta_table(_centred(inputs, case), case.heads)
         pos_query = None if inputs.p2c is None else flashdeberta_table(inputs.p2c, case.heads)[0]
         return flash_attention_with_disentangled(

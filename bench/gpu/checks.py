@@ -32,7 +32,7 @@ OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="t
 
 
 @dataclass(frozen=True)
-class Case:
+class Checked:
     """One call; with ``kernel``, that kernel alone."""
 
     table: str
@@ -88,7 +88,7 @@ class Case:
         )
 
 
-def run_kernel(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
     query, key, value, rel_key = inputs[:4]
     tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **inputs.terms(), **arguments))
@@ -138,7 +138,7 @@ def judge(results: dict[str, torch.Tensor], inputs: Inputs, arguments: dict[str,
     return {**row, "status": "FAILED" if problems else "ok", "message": " | ".join(problems)}
 
 
-def run_case(case: Case, device: str) -> list[dict[str, Any]]:
+def run_case(case: Checked, device: str) -> list[dict[str, Any]]:
     """One row for normal and one for sharp inputs; whatever goes wrong is in them."""
     rows = []
     for sharp in (False, True):
@@ -160,11 +160,11 @@ def run_case(case: Case, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def correctness_cases(tiny: bool) -> list[Case]:
+def correctness_cases(tiny: bool) -> list[Checked]:
     in_turn = list(zip(TABLES, (True, False, True, False), strict=True))
     if tiny:
-        small = partial(Case, batch=1, heads=1, num_queries=50, num_keys=61)
-        uneven = partial(Case, batch=3, heads=1, num_queries=40, num_keys=70, padded=True, query_offset=30, width=40)
+        small = partial(Checked, batch=1, heads=1, num_queries=50, num_keys=61)
+        uneven = partial(Checked, batch=3, heads=1, num_queries=40, num_keys=70, padded=True, query_offset=30, width=40)
         cases = [small(table, causal, "float16") for table, causal in in_turn]
         small_p2c = small("full", True, "float16", p2c=True)
         return [*cases, uneven("clamped", True, "float16"), small("full", False, "float32", width=16), small_p2c]
@@ -185,17 +185,17 @@ def correctness_cases(tiny: bool) -> list[Case]:
         {"num_queries": 300, "num_keys": 1},
     ]
     main = [(table, causal, width) for width in (64, 128) for table in TABLES for causal in (False, True)]
-    cases = [Case(table, causal, "bfloat16", width) for table, causal, width in main]
+    cases = [Checked(table, causal, "bfloat16", width) for table, causal, width in main]
     for number, shape in enumerate(shapes):
-        cases += [Case(table, causal ^ (number % 2 == 1), "bfloat16", **shape) for table, causal in in_turn]
-    cases += [Case("full", causal, "bfloat16", width, p2c=True) for causal in (False, True) for width in (64, 128)]
-    cases += [Case("clamped", False, "bfloat16", batch=3, padded=True, per_head=True, p2c=True)]
-    cases += [Case(table, causal, "float32") for table, causal in in_turn]
-    cases += [Case(table, causal, "float16", width) for table, causal, width in main]
-    return [*cases, Case("full", True, "float32", 128), Case("clamped", False, "float32", 256)]
+        cases += [Checked(table, causal ^ (number % 2 == 1), "bfloat16", **shape) for table, causal in in_turn]
+    cases += [Checked("full", causal, "bfloat16", width, p2c=True) for causal in (False, True) for width in (64, 128)]
+    cases += [Checked("clamped", False, "bfloat16", batch=3, padded=True, per_head=True, p2c=True)]
+    cases += [Checked(table, causal, "float32") for table, causal in in_turn]
+    cases += [Checked(table, causal, "float16", width) for table, causal, width in main]
+    return [*cases, Checked("full", True, "float32", 128), Checked("clamped", False, "float32", 256)]
 
 
-def config_cases(tiny: bool) -> list[Case]:
+def config_cases(tiny: bool) -> list[Checked]:
     """Every call that selection.select distinguishes."""
     batch, heads = (1, 1) if tiny else (2, 2)
 
@@ -203,7 +203,7 @@ def config_cases(tiny: bool) -> list[Case]:
         return max(45 if tiny else 301, residual.FEWEST_QUERIES if kernel == "dq_from_ds" else 0)
 
     return [
-        Case(table, causal, dtype, width, None, batch, heads, *2 * (length_of(kernel),), kernel=kernel, p2c=p2c)
+        Checked(table, causal, dtype, width, None, batch, heads, *2 * (length_of(kernel),), kernel=kernel, p2c=p2c)
         for dtype in (("float16",) if tiny else ("bfloat16", "float16"))
         for width in ((64,) if tiny else (64, 128, 256))
         for causal in ((True,) if tiny else (False, True))
@@ -215,7 +215,7 @@ def config_cases(tiny: bool) -> list[Case]:
     ]
 
 
-def check_cases(part: str, cases: Sequence[Case], options: argparse.Namespace, report: Report, deadline: float) -> None:
+def check_cases(part: str, cases: Sequence[Checked], options: argparse.Namespace, report: Report, deadline: float) -> None:
     done, failed = 0, report.outcome.failed
     for case, rows in spread(partial(run_case, device=options.device), cases, options.jobs, deadline):
         done += 1
@@ -235,7 +235,7 @@ def every_config(options: argparse.Namespace, report: Report, deadline: float) -
     check_cases("configs", config_cases(options.tiny), options, report, deadline)
 
 
-def differences(case: Case, device: str, runs: int, deadline: float) -> tuple[int, str]:
+def differences(case: Checked, device: str, runs: int, deadline: float) -> tuple[int, str]:
     """How many runs there were, and what was not equal to the first run's; the first again is in torch's deterministic mode."""
     inputs, arguments = case.inputs(device), case.arguments(device)
     first = testing.forward_backward(OURS, inputs, **arguments)
@@ -257,7 +257,7 @@ def repeats(options: argparse.Namespace, report: Report, deadline: float) -> Non
         name = f"b{batch} h{heads} n{length} d64" + " causal" * causal
         row: dict[str, Any] = {"part": "repeats", "case": name, "variant": table}
         try:
-            case = Case(table, causal, options.dtype, batch=batch, heads=heads, num_queries=length, num_keys=length)
+            case = Checked(table, causal, options.dtype, batch=batch, heads=heads, num_queries=length, num_keys=length)
             run, different = differences(case, options.device, batches[batch], deadline)
             status = "FAILED" if different else "ok" if run == batches[batch] else "cut off"
             row |= {"value": run, "status": status, "message": different[:500]}

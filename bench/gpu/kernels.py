@@ -22,8 +22,7 @@ from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward
 
-from .checks import Case as Checked
-from .checks import run_case
+from .checks import Checked, run_case
 from .report import Report, synchronize
 from .variants import Group, case_of, groups, selected
 from .workers import Lost, spread

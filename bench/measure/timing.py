@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cases.attention import DTYPES, Case, Inputs
+from ..cases.attention import DTYPES, Case, CaseTensors
 from ..cases.methods import METHODS, OF_OURS, OURS, Function, ours
 from ..report.rows import in_one_line
 from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
@@ -56,12 +56,12 @@ class Timed:
         return bool(self.found["status"] == "ok")
 
 
-def steps(function: Function, inputs: Inputs, d_out: torch.Tensor, has_table: bool) -> dict[str, Step]:
+def steps(function: Function, inputs: CaseTensors, d_out: torch.Tensor, has_table: bool) -> dict[str, Step]:
     """One for each of DIRECTIONS and PARTS; they return the output, or the gradients, or both."""
 
-    def wanting(count: int) -> Inputs:
+    def wanting(count: int) -> CaseTensors:
         """The inputs, of which only the first so many want gradients."""
-        return Inputs._make((*inputs[:count], *inputs.map(torch.Tensor.detach)[count:]))
+        return CaseTensors._make((*inputs[:count], *inputs.map(torch.Tensor.detach)[count:]))
 
     def forward(_: None) -> Sequence[torch.Tensor]:
         with torch.no_grad():
@@ -86,7 +86,9 @@ def steps(function: Function, inputs: Inputs, d_out: torch.Tensor, has_table: bo
     }
 
 
-def golden(case: Case, inputs: Inputs, d_out: torch.Tensor, device: str, has_table: bool) -> tuple[Sequence[torch.Tensor], str]:
+def golden(
+    case: Case, inputs: CaseTensors, d_out: torch.Tensor, device: str, has_table: bool
+) -> tuple[Sequence[torch.Tensor], str]:
     """Output and gradients to compare with, and what they are: float64, or those of this package for cases that are large or
     for which float64 has too little memory."""
 
@@ -157,7 +159,13 @@ def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], devic
 
 
 def _make_and_check(
-    timed: Timed, case: Case, inputs: Inputs, d_out: torch.Tensor, device: str, expected: Sequence[torch.Tensor], against: str
+    timed: Timed,
+    case: Case,
+    inputs: CaseTensors,
+    d_out: torch.Tensor,
+    device: str,
+    expected: Sequence[torch.Tensor],
+    against: str,
 ) -> None:
     method = METHODS[timed.method]
     timed.step = steps(method.make(case), inputs, d_out, method.has_table)[timed.direction]

@@ -18,7 +18,7 @@ from tests.cpu.oracle import assert_same, attend, by_hand, results_of, unlucky_r
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention, partition
 from triton_relattn._blockwise import attention as blockwise
-from triton_relattn._blockwise.partition import Call
+from triton_relattn._blockwise.partition import BlockwiseCall
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES
 from triton_relattn._core.validation import resolve
@@ -307,7 +307,7 @@ def test_repeatable(dtype: torch.dtype, block_size: None) -> None:
 def test_blocks_and_panels(block_size: None, request: pytest.FixtureRequest) -> None:
     """The fixture that the tests above rely on does cut queries and heads."""
     query, table = torch.zeros(1, 2, 37, 8), torch.zeros(73, 8)
-    blocks = list(Call(*resolve(Arguments.of(query, query, query, table))).blocks())
+    blocks = list(BlockwiseCall(*resolve(Arguments.of(query, query, query, table))).blocks())
     bands = [block.rel_key for block in blocks]
     small = "small_blocks" in request.node.name
     assert [(block.group.heads.start, block.queries.start, block.queries.stop) for block in blocks] == (
@@ -403,7 +403,7 @@ def test_sequences_of_different_lengths_in_one_block() -> None:
     for length, key, value in zip(lengths, inputs.key, inputs.value, strict=True):
         key[:, length:], value[:, length:] = torch.nan, torch.nan
     tensors, spec = resolve(Arguments.of(*inputs[:4], key_lengths=torch.tensor(lengths)))
-    assert len(list(Call(tensors, spec).blocks())) == 1
+    assert len(list(BlockwiseCall(tensors, spec).blocks())) == 1
     together = forward_backward(attend, inputs, key_lengths=torch.tensor(lengths))
     tables = ("d_rel_key", "d_rel_value", "d_rel_bias", "d_rel_p2c")
     sums = dict.fromkeys(tables, torch.zeros(()))
@@ -485,7 +485,7 @@ def test_results_do_not_depend_on_how_a_call_is_cut(monkeypatch: pytest.MonkeyPa
 def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls, and blocks that are done with their frames and bands, are in no cycle that would wait for the garbage collector."""
     cut_blocks(monkeypatch, 16, 1, 4)
-    kinds = (partition.Call, partition.Block, partition.Frame, partition.Band)
+    kinds = (partition.BlockwiseCall, partition.Block, partition.Frame, partition.Band)
     alive: dict[Any, list[weakref.ref[Any]]] = {kind: [] for kind in kinds}
     most = dict.fromkeys(kinds, 0)
 
@@ -502,7 +502,7 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
         forward_backward(attend, inputs, is_causal=True)
     finally:
         gc.enable()
-    assert len(alive[partition.Block]) > 20 and most[partition.Call] == 1 and most[partition.Block] <= 2
+    assert len(alive[partition.Block]) > 20 and most[partition.BlockwiseCall] == 1 and most[partition.Block] <= 2
     # Those of two blocks: with rel_p2c, a block has a frame and a band for each of three ranges of keys beside its own.
     assert most[partition.Frame] <= (8 if table else 2) and most[partition.Band] <= (8 if table else 0)
     assert not any(each() is not None for each in itertools.chain(*alive.values()))
@@ -535,6 +535,6 @@ def test_blocks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = []
     for threads in (1, 2, 4, 64):
         monkeypatch.setattr(partition, "threads_of", lambda device, threads=threads: threads)
-        largest.append(max(block.scores.numel() for block in Call(tensors, spec).blocks()))
+        largest.append(max(block.scores.numel() for block in BlockwiseCall(tensors, spec).blocks()))
     of_tensors = 2 * 4 * tensors.query.numel()
     assert largest[0] < largest[1] <= largest[2] <= largest[3] <= max(of_tensors, 8 * partition.BLOCK_QUERIES * 300), largest

@@ -13,7 +13,7 @@ from tests.conftest import cut_blocks
 from tests.cpu.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._blockwise import stacks
-from triton_relattn._blockwise.partition import Call
+from triton_relattn._blockwise.partition import BlockwiseCall
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.validation import resolve
 
@@ -118,7 +118,7 @@ def test_together_as_alone(seed: int, packed: bool, monkeypatch: pytest.MonkeyPa
 def blocks_of(lengths: list[int]) -> list[Any]:
     starts, query = torch.tensor([0, *lengths]).cumsum(0), torch.randn(sum(lengths), 8, 64)
     packing: dict[str, Any] = {"cu_seqlens": {"q": starts, "k": starts}, "max_seqlens": {"q": max(lengths), "k": max(lengths)}}
-    return list(Call(*resolve(Arguments.of(query, query, query, **packing))).blocks())
+    return list(BlockwiseCall(*resolve(Arguments.of(query, query, query, **packing))).blocks())
 
 
 def test_padding_is_bounded() -> None:
@@ -136,7 +136,7 @@ def test_a_decoding_step_is_one_block() -> None:
     query, key = torch.randn(300, 8, 1, 64), torch.randn(300, 8, 64, 64)
     lengths = torch.randint(32, 64, (300,), generator=torch.Generator().manual_seed(0))
     tensors, spec = resolve(Arguments.of(query, key, key, torch.randn(33, 64), key_lengths=lengths, query_offset=lengths - 1))
-    assert len(list(Call(tensors, spec).blocks())) == 1
+    assert len(list(BlockwiseCall(tensors, spec).blocks())) == 1
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -241,7 +241,7 @@ def test_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("out of resource:\nshared memory")
 
-    case = checks.Case("none", False, "float16", num_queries=5, num_keys=5)
+    case = checks.Checked("none", False, "float16", num_queries=5, num_keys=5)
     monkeypatch.setattr(checks, "correctness_cases", lambda tiny: [case])
     for function, status in ((wrong, "FAILED, 2 of 2"), (broken, "FAILED, 2 of 2")):
         monkeypatch.setattr(checks, "OURS", function)

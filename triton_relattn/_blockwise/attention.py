@@ -26,7 +26,7 @@ import torch
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
-from .partition import Block, Call, matrices, of_heads, stacked
+from .partition import Block, BlockwiseCall, matrices, of_heads, stacked
 
 SHORT_ROW = 16
 """Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
@@ -145,7 +145,7 @@ def forward(
     """
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
-    for block in Call(tensors, spec).blocks():
+    for block in BlockwiseCall(tensors, spec).blocks():
         place, lse_place = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None
         if block.num_keys == 0:
             block.put(out, place.zero_())
@@ -208,7 +208,7 @@ class Whole(NamedTuple):
         return d_probs.sub_(block.matrices(self.delta[..., None])).mul_(probs)
 
 
-def new_totals(call: Call, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
+def new_totals(call: BlockwiseCall, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
     """Allocate memory in which the gradients that are wanted are collected, by their names.
 
     Rows of query and rel_query are written once, in their dtype. The others are sums in the compute dtype; tables are stacked,
@@ -318,7 +318,7 @@ def backward(
         kept: the probabilities that the forward has kept; None: they are computed again.
         whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
     """
-    call = Call(tensors, spec)
+    call = BlockwiseCall(tensors, spec)
     totals = new_totals(call, wanted)
     for _, blocks in groupby(call.blocks(), attrgetter("frame")):
         for block in blocks:

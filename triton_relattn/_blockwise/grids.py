@@ -57,7 +57,7 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
         yield heads, found
 
 
-class Call:
+class GridCall:
     """The tensors of a call as matrices, (B * H, N, width), and memory that its blocks share."""
 
     def __init__(self, tensors: GridTensors, scale: float, dropout_p: float) -> None:
@@ -113,7 +113,7 @@ def new_out(tensors: GridTensors) -> torch.Tensor:
 
 def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
     """out (B, H, Nq, Dv) in the inputs' dtype."""
-    out, call = new_out(tensors), Call(tensors, scale, dropout_p)
+    out, call = new_out(tensors), GridCall(tensors, scale, dropout_p)
     for heads, parts in blocks(tensors):
         key, value = (each[heads].to(call.dtype) for each in (call.key, call.value))
         for block in parts:
@@ -128,7 +128,7 @@ def backward(
     d_out: torch.Tensor, tensors: GridTensors, scale: float, dropout_p: float, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of query, key, value, rel_h and rel_w, None where not wanted."""
-    call, d_out = Call(tensors, scale, dropout_p), d_out.flatten(0, 1)
+    call, d_out = GridCall(tensors, scale, dropout_p), d_out.flatten(0, 1)
     matrices = (call.query, call.key, call.value, tensors.rel_h, tensors.rel_w)
     totals = [
         each.new_zeros(each.shape, dtype=None if number == 0 else call.dtype) if want else None
@@ -145,7 +145,12 @@ def backward(
 
 
 def add_block(
-    totals: Sequence[torch.Tensor | None], call: Call, block: Block, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor
+    totals: Sequence[torch.Tensor | None],
+    call: GridCall,
+    block: Block,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
     """Add a block's part to the gradients; rows: those of out."""
     d_query, d_key, d_value, d_rel_h, d_rel_w = totals

@@ -38,7 +38,7 @@ Terms = tuple[Band | None, Band | None, Bias | None, list[tuple[slice, Band]]]
 """The terms of rel_key, rel_value and rel_bias, and those of rel_p2c with the keys that each is for; None or empty without."""
 
 
-class Call:
+class BlockwiseCall:
     """One call: its tensors, its tables as (1 or Hq, R, width) in the compute dtype, and memory that its blocks share."""
 
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
@@ -148,7 +148,7 @@ class Call:
 class Group:
     """Sequences and heads that are computed together, with keys and values ready for matrix products."""
 
-    def __init__(self, call: Call, sequences: Stack, heads: slice, key_heads: slice) -> None:
+    def __init__(self, call: BlockwiseCall, sequences: Stack, heads: slice, key_heads: slice) -> None:
         self.call, self.sequences, self.heads, self.key_heads = call, sequences, heads, key_heads
         self.num_heads = heads.stop - heads.start
         self.sharing = self.num_heads // (key_heads.stop - key_heads.start)

@@ -50,7 +50,7 @@ class Scaling(NamedTuple):
     softcap: float | None
 
 
-class Inputs(NamedTuple):
+class Operands(NamedTuple):
     """The tensors from which scores and out are computed, each with its strides; None: the call has none."""
 
     query: Strided | None
@@ -296,7 +296,7 @@ class Call:
         mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        self.inputs = Inputs(
+        self.inputs = Operands(
             *map(strided, tensors[:4]),
             per_head(tensors.rel_key, 2),
             per_head(tensors.rel_value, 2),
