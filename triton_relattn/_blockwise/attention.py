@@ -26,7 +26,8 @@ import torch
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
-from .partition import Block, BlockwiseCall, matrices, of_heads, stacked
+from .partition import FEWEST_QUERIES, Block, BlockwiseCall, matrices, of_heads, stacked
+from .products import has_fast_fused_attention
 
 SHORT_ROW = 16
 """Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
@@ -34,7 +35,7 @@ fill the CPU's vectors."""
 
 
 def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
-    """Pack the vectors that rel_key is multiplied with: rel_query, or else query, given as matrices."""
+    """Pack the vectors that rel_key is multiplied with: rel_query, or else query, given as matrices for products."""
     tensors, band = block.call.tensors, block.rel_key
     if band is None:
         return None
@@ -44,7 +45,19 @@ def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
 def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
     """Compute the masked logits, in place of the block's scores; return the derivative of softcap, None without softcap."""
     spec = block.call.spec
-    block.scores.baddbmm_(query, block.key.mT, beta=0, alpha=spec.scale)
+    block.scores.baddbmm_(query.to(block.call.dtype), block.wide_key.mT, beta=0, alpha=spec.scale)
+    add_terms(block, packed)
+    slope = None
+    if spec.softcap is not None:
+        limited = block.scores.div_(spec.softcap).tanh_()
+        slope = 1 - limited.square()
+        limited.mul_(spec.softcap)
+    block.mask()
+    return slope
+
+
+def add_terms(block: Block, packed: Packed | None) -> None:
+    """Add the terms of all tables to the block's scores."""
     if block.rel_key is not None and packed is not None:
         block.rel_key.add_terms(packed)
     if block.rel_bias is not None:
@@ -53,13 +66,35 @@ def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Te
         vectors = block.keys_of_pairs()
         for keys, band in block.rel_p2c:
             band.add_terms(band.pack(vectors[:, :, keys]))
-    slope = None
-    if spec.softcap is not None:
-        limited = block.scores.div_(spec.softcap).tanh_()
-        slope = 1 - limited.square()
-        limited.mul_(spec.softcap)
+
+
+def can_fuse(tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
+    """Return whether torch's fused attention on a CPU computes a forward, with the terms of the tables as a mask that it adds."""
+    query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.attn_mask
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or not has_fast_fused_attention():
+        return False
+    if kept is not None or dtype is not None or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
+        return False
+    is_plain = mask is None or mask.dtype == torch.bool  # numbers may be too large for bfloat16
+    return is_plain and key.shape[3] == value.shape[3] and query.shape[2] >= FEWEST_QUERIES
+
+
+def fused(block: Block, query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """Compute a block's part of out by torch's fused attention; lse: memory for it, or None."""
+    block.group.clean()
+    block.scores.zero_()
+    add_terms(block, pack_query(block, query))
     block.mask()
-    return slope
+    operands = (each[:, None] for each in (query, block.key, block.value))
+    out, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *operands, 0.0, False, attn_mask=block.scores[:, None], scale=block.call.spec.scale
+    )
+    if lse is not None:
+        lse.copy_(found.view(lse.shape))
+        if block.has_blind:  # there it is 0
+            lse.masked_fill_((block.scores.amax(-1) == -math.inf).view(lse.shape), -math.inf)
+    result: torch.Tensor = out[:, 0]
+    return result
 
 
 def softmax(
@@ -145,7 +180,8 @@ def forward(
     """
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
-    for block in BlockwiseCall(tensors, spec).blocks():
+    fuses = can_fuse(tensors, spec, kept, dtype)
+    for block in BlockwiseCall(tensors, spec, rounds_terms=kept is None, fuses=fuses).blocks():
         place, lse_place = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None
         if block.num_keys == 0:
             block.put(out, place.zero_())
@@ -153,6 +189,12 @@ def forward(
                 block.put(lse[..., None], lse_place.fill_(-math.inf))
             continue
         query = block.matrices(tensors.query)
+        if block.group.is_fused:
+            block.store(place, fused(block, query, lse_place))
+            block.put(out, place)
+            if lse_place is not None:
+                block.put(lse[..., None], lse_place)
+            continue
         place_of_probs = None if kept is None else block.pairs_of(kept)
         memory = block.probs_in_place if place_of_probs is None else block.destination(place_of_probs, "probs")
         logits(block, query, pack_query(block, query))
@@ -164,9 +206,12 @@ def forward(
             block.store(place_of_probs, probs)
         if block.dropout is not None:
             probs = torch.mul(probs, block.dropout, out=block.scores)
-        result = weighted_values(block, probs, block.destination(place))
+        is_sum = block.rel_value is not None or place.dtype != block.call.product_dtype
+        result = block.destination(place, dtype=None if is_sum else place.dtype)
+        operand = block.operand(probs)
+        weighted_values(block, operand, result)
         if block.rel_value is not None:
-            block.rel_value.add_products(block.by_pair(probs), block.by_pair(result), None)
+            block.rel_value.add_products(block.by_pair(probs), block.by_pair(result), None, block.by_pair(operand))
         block.store(place, result)
         block.put(out, place)
         if lse_place is not None:
@@ -174,16 +219,19 @@ def forward(
     return out, lse
 
 
-def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Compute probs @ value. What is in the place of values that a sequence does not have matters only if it is not finite: then
-    the result is not, either, and is computed again without it. That saves a copy of all values."""
+def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> None:
+    """Compute probs @ value into out.
+
+    What is in the place of values that a sequence does not have matters only if it is not finite: then the result is not, either,
+    and is computed again without it. That saves a copy of all values.
+    """
     group = block.group
     if group.is_clean or out.device.type == "cpu":
-        torch.bmm(probs, block.value, out=out)
+        block.product(probs, block.value, out)
         if group.is_clean or out.sum().isfinite():
-            return out
+            return
     group.clean()
-    return torch.bmm(probs, block.value, out=out)
+    block.product(probs, block.value, out)
 
 
 class Whole(NamedTuple):
@@ -198,14 +246,14 @@ class Whole(NamedTuple):
 
     def probs(self, block: Block) -> torch.Tensor:
         """Return the probabilities of the block's scores, which sum to one over all keys."""
-        largest, log_sum = (block.matrices(each[..., None]) for each in (self.largest, self.log_sum))
+        largest, log_sum = (block.matrices(each[..., None], each.dtype) for each in (self.largest, self.log_sum))
         # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
         exponents = torch.minimum(block.scores, largest, out=block.probs).sub_(largest)
         return exponents.sub_(log_sum).exp_()
 
     def d_scores(self, block: Block, probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
         """Compute the gradient of the scores, in the place of d_probs."""
-        return d_probs.sub_(block.matrices(self.delta[..., None])).mul_(probs)
+        return d_probs.sub_(block.matrices(self.delta[..., None], d_probs.dtype)).mul_(probs)
 
 
 def new_totals(call: BlockwiseCall, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
@@ -232,10 +280,11 @@ def add_values(
     totals: dict[str, torch.Tensor], block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None
 ) -> None:
     """Add a block's part to the gradients of value and rel_value."""
+    operand = block.operand(probs)
     if "value" in totals:
-        add_transposed_product(block, totals["value"], probs, d_out)
+        add_transposed_product(block, totals["value"], operand, d_out)
     if "rel_value" in totals and block.rel_value is not None:
-        block.rel_value.add_products(block.by_pair(probs), None, packed)
+        block.rel_value.add_products(block.by_pair(probs), None, packed, block.by_pair(operand))
 
 
 def add_scores(
@@ -244,23 +293,26 @@ def add_scores(
     """Add a block's part to the gradients that depend on that of the scores."""
     spec, band, pairs = block.call.spec, block.rel_key, block.frame.pairs
     shares_query, for_table = block.call.tensors.rel_query is None, packed if "rel_key" in totals else None
+    operand = block.operand(d_scores)
     if "key" in totals:
-        add_transposed_product(block, totals["key"], d_scores, query, spec.scale)
+        add_transposed_product(block, totals["key"], operand, query, spec.scale)
     if "rel_bias" in totals and block.rel_bias is not None:
         block.rel_bias.add_gradient(of_heads(totals["rel_bias"], block.group.heads))
     if block.rel_p2c and ("key" in totals or "rel_p2c" in totals):
         add_mirrored(totals, block)
     if band is not None and packed is not None and not shares_query:
-        result = torch.zeros_like(packed[0]) if "rel_query" in totals else None
-        band.add_products(pairs, result, for_table)
+        result = torch.zeros_like(packed[0], dtype=block.call.dtype) if "rel_query" in totals else None
+        band.add_products(pairs, result, for_table, block.by_pair(operand))
         if result is not None:
             block.put(totals["rel_query"], block.place(totals["rel_query"]).copy_(result))
     result = place = None
     if "query" in totals:
         place = block.place(totals["query"])
-        result = block.destination(place).baddbmm_(d_scores, block.key, beta=0, alpha=spec.scale)
+        is_sum = (band is not None and shares_query) or place.dtype != operand.dtype
+        result = block.destination(place, dtype=None if is_sum else place.dtype)
+        block.product(operand, block.key, result, spec.scale)
     if band is not None and shares_query:
-        band.add_products(pairs, None if result is None else block.by_pair(result), for_table)
+        band.add_products(pairs, None if result is None else block.by_pair(result), for_table, block.by_pair(operand))
     if result is not None and place is not None:
         block.store(place, result)
         block.put(totals["query"], place)
@@ -295,7 +347,11 @@ def add_tables(totals: dict[str, torch.Tensor], block: Block) -> None:
 def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
     """Add scale * left^T @ right to the block's part of totals, (B, Hk, Nk, width)."""
     total, beta = block.place_of_keys(totals), 0 if block.has_keys_once else 1
-    if total.is_contiguous():
+    if left.dtype != total.dtype:
+        shape = (left.shape[0], left.shape[2], right.shape[2])
+        product = torch.bmm(left.mT, right, out=block.call.buffers("products of keys", shape, left.dtype)).view(total.shape)
+        total.add_(product, alpha=scale) if beta else total.copy_(product).mul_(scale)
+    elif total.is_contiguous():
         total.flatten(0, 1).baddbmm_(left.mT, right, beta=beta, alpha=scale)
     else:
         product = torch.bmm(left.mT, right).view(total.shape)
@@ -364,14 +420,14 @@ def add_block(
     add_values(totals, block, probs if block.dropout is None else probs * block.dropout, rows, packed)
     if totals.keys() <= {"value", "rel_value"}:
         return
-    d_probs = torch.bmm(rows, block.value.mT, out=block.scores)
+    d_probs = torch.bmm(rows.to(block.call.dtype), block.wide_value.mT, out=block.scores)
     if band is not None and packed is not None:
         band.add_terms(packed)
     if block.dropout is not None:
         d_probs.mul_(block.dropout)
     d_scores = softmax_backward(probs, d_probs) if whole is None else whole.d_scores(block, probs, d_probs)
     if d_lse is not None:
-        d_scores.addcmul_(probs, block.matrices(d_lse[..., None]))
+        d_scores.addcmul_(probs, block.matrices(d_lse[..., None], d_scores.dtype))
     if slope is not None:
         d_scores.mul_(slope)
     if missing is not None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -91,18 +92,29 @@ def add_to_table(total: torch.Tensor, parts: list[tuple[slice, TableRows]], of_w
             total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
 
 
+class _Views(NamedTuple):
+    """Memory for a band, (tables * panels, rows of a panel, width), and, if no sequence is shifted, the same in the order of the
+    scores, as views that match those of Band.panels()."""
+
+    band: torch.Tensor
+    skewed: list[torch.Tensor]
+
+
 class Band:
     """A table of vectors, (tables, R, width), and its products for the pairs of a frame."""
 
-    def __init__(self, frame: Frame, table: torch.Tensor, scale: float, name: str, memory: str) -> None:
+    def __init__(self, frame: Frame, table: torch.Tensor, scale: float, name: str, memory: str, term_dtype: torch.dtype) -> None:
         """Choose the panels.
 
         Args:
+            table: in the dtype of the products of gradients.
             name: names the memory for the gradient of the windows, which lasts as long as the frame.
             memory: names the memory for a band. Without rel_value it is that of the probabilities, which are then not needed at
                 the same time.
+            term_dtype: that of the products that are added to scores.
         """
         self.frame, self.table, self.scale, self.name, self.memory = frame, table, scale, name, memory
+        self.term_dtype, self._windows, self._bands = term_dtype, dict[torch.dtype, torch.Tensor](), dict[torch.dtype, _Views]()
         self.num_tables, num_queries = table.shape[0], frame.num_queries
         self.sharing = frame.num_heads // self.num_tables
         rows = frame.num_sequences * self.sharing
@@ -123,13 +135,14 @@ class Band:
         self._of_windows: torch.Tensor | None = None
         self._of_ends: dict[int, torch.Tensor] = {}
 
-    @cached_property
-    def windows(self) -> torch.Tensor:
+    def windows(self, dtype: torch.dtype) -> torch.Tensor:
         """The window of each panel, (tables * panels, width of the table, self.width)."""
-        window = window_of(self.table, self.parts)
-        if self.num_panels > 1:
-            window = window.unfold(1, self.width, self.panel).mT.flip(1).flatten(0, 1)  # copied row by row
-        return window.mT
+        if dtype not in self._windows:
+            window = window_of(self.table, self.parts).to(dtype)
+            if self.num_panels > 1:
+                window = window.unfold(1, self.width, self.panel).mT.flip(1).flatten(0, 1)  # copied row by row
+            self._windows[dtype] = window.mT
+        return self._windows[dtype]
 
     def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): one of the full
@@ -162,17 +175,15 @@ class Band:
                 place.copy_(piece)
         return rows, packed.reshape(self.num_tables * self.num_panels, -1, rows.shape[-1])
 
-    @cached_property
-    def band(self) -> torch.Tensor:
-        """Memory for a band, (tables * panels, rows of a panel, self.width)."""
-        shape = self.num_tables * self.num_panels, math.prod(self.sizes[2:]), self.width
-        return self.frame.buffers(self.memory, shape)
-
-    @cached_property
-    def skewed(self) -> list[torch.Tensor]:
-        """The band in the order of the scores, as views that match those of panels(), if no sequence is shifted."""
-        strides = *self.band.view(*self.sizes, self.width).stride()[:4], self.width - 1, 1
-        return self.in_panels(self.band.as_strided((*self.sizes, self.frame.num_near), strides, self.panel - 1))
+    def views(self, dtype: torch.dtype) -> _Views:
+        """Memory for a band."""
+        if dtype not in self._bands:
+            shape = self.num_tables * self.num_panels, math.prod(self.sizes[2:]), self.width
+            band = self.frame.buffers(self.memory, shape, dtype)
+            strides = *band.view(*self.sizes, self.width).stride()[:4], self.width - 1, 1
+            skewed = band.as_strided((*self.sizes, self.frame.num_near), strides, self.panel - 1)
+            self._bands[dtype] = _Views(band, self.in_panels(skewed) if self.frame.shifts is None else [])
+        return self._bands[dtype]
 
     @cached_property
     def scores(self) -> list[torch.Tensor]:
@@ -183,43 +194,49 @@ class Band:
         """Add scale * rows . table to the frame's scores."""
         frame, pairs, (rows, panels) = self.frame, self.frame.pairs, packed
         num_near, is_shifted = frame.num_near, frame.shifts is not None
+        panels = panels.to(self.term_dtype)
         if (
             not is_shifted
+            and pairs.dtype == panels.dtype
             and frame.num_queries == self.num_tables == 1
             and num_near == frame.num_keys > 0
             and pairs.is_contiguous()
         ):
             # With one query, as in decoding, the band has the order of the scores.
-            pairs.view(-1, num_near).addmm_(panels[0], self.windows[0], alpha=self.scale)
+            pairs.view(-1, num_near).addmm_(panels[0], self.windows(panels.dtype)[0], alpha=self.scale)
         elif num_near:
-            self.band.baddbmm_(panels, self.windows, beta=0, alpha=self.scale)
+            band, skewed = self.views(panels.dtype)
+            band.baddbmm_(panels, self.windows(panels.dtype), beta=0, alpha=self.scale)
             if is_shifted:
-                band = self.band.view(*self.sizes, self.width)
+                band = band.view(*self.sizes, self.width)
                 self.scores[0].add_(band.gather(-1, frame.shifted_near.expand(*self.sizes, num_near)))
             else:
-                for place, terms in zip(self.scores, self.skewed, strict=True):
+                for place, terms in zip(self.scores, skewed, strict=True):
                     place.add_(terms)
         for keys, row in frame.far:
-            pairs[..., keys].add_(rows @ self.table[:, row].mT, alpha=self.scale)
+            pairs[..., keys].add_(rows.to(pairs.dtype) @ self.table[:, row].mT.to(pairs.dtype), alpha=self.scale)
 
-    def add_products(self, pairs: torch.Tensor, total: torch.Tensor | None, packed: Packed | None) -> None:
+    def add_products(
+        self, pairs: torch.Tensor, total: torch.Tensor | None, packed: Packed | None, operand: torch.Tensor | None = None
+    ) -> None:
         """Sum numbers by pair over the keys of each query and table row, and multiply the sums with the table or with vectors.
 
         Args:
             pairs: the numbers, (sequences, heads, queries, keys).
             total: add scale * sums @ table to it, (sequences, heads, queries, width).
             packed: add sums^T @ rows to what add_gradient() will add to the gradient of the table.
+            operand: pairs in the dtype of the table, if they are there.
         """
         frame, table = self.frame, self.table
         if total is None and packed is None:
             return
         if frame.num_near:
-            self._fold(pairs)
+            band = self._fold(pairs if operand is None else operand)
             if packed is not None:
-                self._collect(packed[1])
+                self._collect(band, packed[1])
             if total is not None:
-                product = frame.buffers("products", (*self.sizes, table.shape[2]))
-                torch.bmm(self.band, self.windows.mT, out=product.view(*self.band.shape[:2], -1))
+                product = frame.buffers("products", (*self.sizes, table.shape[2]), table.dtype)
+                torch.bmm(band, self.windows(table.dtype).mT, out=product.view(*band.shape[:2], -1))
                 for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
                     place.add_(piece, alpha=self.scale)
         for number, (keys, row) in enumerate(frame.far):
@@ -230,26 +247,32 @@ class Band:
             if total is not None:
                 total.add_(sums * table[:, row], alpha=self.scale)
 
-    def _fold(self, pairs: torch.Tensor) -> None:
+    def _fold(self, pairs: torch.Tensor) -> torch.Tensor:
         """Copy numbers by pair into the band, with zeros around them."""
-        frame = self.frame
+        frame, (band, skewed) = self.frame, self.views(self.table.dtype)
         if self.width > frame.num_near:
-            self.band.zero_()
+            band.zero_()
         pieces = self.scores if pairs is frame.pairs else self.panels(pairs[..., frame.near])
         if frame.shifts is not None:
             index = frame.shifted_near.expand(*self.sizes, frame.num_near)
-            self.band.view(*self.sizes, self.width).scatter_(-1, index, pieces[0])
+            band.view(*self.sizes, self.width).scatter_(-1, index, pieces[0].to(band.dtype))
         else:
-            for place, piece in zip(self.skewed, pieces, strict=True):
+            for place, piece in zip(skewed, pieces, strict=True):
                 place.copy_(piece)
+        return band
 
-    def _collect(self, panels: torch.Tensor) -> None:
+    def _collect(self, band: torch.Tensor, panels: torch.Tensor) -> None:
         """Add the gradient of the windows to that of the blocks before."""
         beta = 0 if self._of_windows is None else 1
         if self._of_windows is None:
-            shape = self.band.shape[0], self.width, panels.shape[2]
+            shape = band.shape[0], self.width, panels.shape[2]
             self._of_windows = self.frame.buffers(f"gradient of windows of {self.name}", shape)
-        self._of_windows.baddbmm_(self.band.mT, panels, beta=beta)
+        if panels.dtype == self._of_windows.dtype:
+            self._of_windows.baddbmm_(band.mT, panels, beta=beta)
+            return
+        product = self.frame.buffers("products of windows", tuple(self._of_windows.shape), panels.dtype)
+        torch.bmm(band.mT, panels, out=product)
+        self._of_windows.add_(product) if beta else self._of_windows.copy_(product)
 
     def add_gradient(self, total: torch.Tensor) -> None:
         """Add the collected sums to total, the gradient of the table. Call it once."""
@@ -321,7 +344,9 @@ class Bias:
             total[:, row] += pairs[..., keys].sum((1, 2)).view(-1, 1, 1)
 
 
-def mirrored_bands(frame: Frame, table: torch.Tensor, scale: float, memory: str) -> list[tuple[slice, Band]]:
+def mirrored_bands(
+    frame: Frame, table: torch.Tensor, scale: float, memory: str, term_dtype: torch.dtype
+) -> list[tuple[slice, Band]]:
     """Return the keys of a frame with the bands of rel_p2c, (tables, R, width), its last row first, for them.
 
     Keys that are far for all queries are mirrors of their own: for them a key's product with an end row is enough.
@@ -330,5 +355,5 @@ def mirrored_bands(frame: Frame, table: torch.Tensor, scale: float, memory: str)
     for start, stop in pairwise((0, frame.near.start, frame.near.stop, frame.num_keys)):
         if start < stop:
             keys = slice(start, stop)
-            found.append((keys, Band(frame.mirror(keys), table, scale, f"rel_p2c {len(found)}", memory)))
+            found.append((keys, Band(frame.mirror(keys), table, scale, f"rel_p2c {len(found)}", memory, term_dtype)))
     return found

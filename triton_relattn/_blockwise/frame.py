@@ -11,25 +11,29 @@ from .._core.spec import AttentionSpec
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 """The least and the most that logits may be, as the integers that have the same bits: those of -inf where a pair is hidden."""
+BITS = {torch.float64: (torch.int64, -1 << 52), torch.float32: (torch.int32, -1 << 23), torch.bfloat16: (torch.int16, -1 << 7)}
+"""The integers that are as wide as numbers of a dtype, and the one with the bits of -inf."""
 Member = tuple[int, int, int, int, int]
 """First and stop of the queries of some sequences, first and stop of the keys that they see, and their shift, see stacks.py."""
 
 
 class Buffers:
-    """Memory by names, of one dtype and device, which blocks use one after the other."""
+    """Memory by names, on one device, which blocks use one after the other."""
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        """dtype: that of views for which no other is given."""
         self.like, self.dtype = like, dtype
-        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # memory, and the last view of it
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # bytes, and the last view of them
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory of that name, uninitialised."""
+        dtype = self.dtype if dtype is None else dtype
         memory, view = self._buffers.get(name, (None, None))
-        if view is None or view.shape != shape:
-            size = math.prod(shape)
+        if view is None or view.shape != shape or view.dtype != dtype:
+            size = math.prod(shape) * dtype.itemsize
             if memory is None or memory.numel() < size:
-                memory = self.like.new_empty(size, dtype=self.dtype)
-            view = memory[:size].view(shape)
+                memory = self.like.new_empty(size, dtype=torch.uint8)
+            view = memory[:size].view(dtype).view(shape)
             self._buffers[name] = memory, view
         return view
 
@@ -144,8 +148,8 @@ class Frame:
 
 
 def bounds(visible: torch.Tensor, dtype: torch.dtype) -> Bounds:
-    """Return the bounds of logits of a dtype, float32 or float64, from a mask of the pairs that are visible."""
-    integers, hidden = (torch.int32, -1 << 23) if dtype == torch.float32 else (torch.int64, -1 << 52)
+    """Return the bounds of logits of a dtype from a mask of the pairs that are visible."""
+    integers, hidden = BITS[dtype]
     ends, is_visible = torch.iinfo(integers), visible.to(integers).neg_()  # all bits are 1 where a pair is visible
     least = (is_visible & (ends.min ^ hidden)).bitwise_xor_(hidden)
     return least, (is_visible & (ends.max ^ hidden)).bitwise_xor_(hidden)

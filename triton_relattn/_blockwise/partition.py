@@ -18,10 +18,13 @@ from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .bands import Band, Bias, mirrored_bands
 from .frame import Buffers, Frame, bounds, hide
+from .products import product_dtype
 from .stacks import Places, Stack, cut, members, stacks
 
 BLOCK_QUERIES = 128
 """Queries of a block, or more if their scores fit the working set: products with few rows are slow."""
+FUSED_QUERIES = 256
+"""The same where scores are terms alone, for torch's fused attention, which has blocks of its own."""
 FEWEST_QUERIES = 32
 """Queries of a block whose window is shorter."""
 ELEMENTS_PER_THREAD = 1 << 19
@@ -39,22 +42,32 @@ Terms = tuple[Band | None, Band | None, Bias | None, list[tuple[slice, Band]]]
 
 
 class BlockwiseCall:
-    """One call: its tensors, its tables as (1 or Hq, R, width) in the compute dtype, and memory that its blocks share."""
+    """One call: its tensors, its tables as (1 or Hq, R, width), and memory that its blocks share.
 
-    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
-        self.tensors, self.spec = tensors, spec
-        self.dtype = compute_dtype(tensors.query.dtype)
+    dtype: that of scores and sums. product_dtype: that of what is multiplied, tables too, but for the table of numbers.
+    """
+
+    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec, rounds_terms: bool = False, fuses: bool = False) -> None:
+        """Cut the call.
+
+        Args:
+            rounds_terms: whether terms of tables are computed in product_dtype, not in dtype.
+            fuses: whether terms are all that scores have, in product_dtype, and torch's fused attention takes them as a mask.
+        """
+        self.tensors, self.spec, self.fuses = tensors, spec, fuses
+        self.dtype, self.product_dtype = compute_dtype(tensors.query.dtype), product_dtype(tensors.query)
+        self.term_dtype = self.product_dtype if rounds_terms else self.dtype
         self.tables: dict[str, torch.Tensor] = {}
         for name in TABLES:
             table = getattr(tensors, name)
             if table is not None:
-                self.tables[name] = stacked(table.to(self.dtype).contiguous(), name)
+                self.tables[name] = stacked(table.to(self.dtype if name == "rel_bias" else self.product_dtype).contiguous(), name)
         if "rel_p2c" in self.tables:
             self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see bands.py
         self.buffers = Buffers(tensors.query, self.dtype)
         left, right = spec.window_left, spec.window_right
-        window = left + right + 1 if left >= 0 and right >= 0 else BLOCK_QUERIES
-        self.most_queries = min(BLOCK_QUERIES, max(window, FEWEST_QUERIES))
+        window = left + right + 1 if left >= 0 and right >= 0 else FUSED_QUERIES
+        self.most_queries = min(FUSED_QUERIES if fuses else BLOCK_QUERIES, max(window, FEWEST_QUERIES))
         """The largest number of queries of a block: most scores of one much longer than the window would be hidden."""
         self.stacks = list(stacks(tensors, spec, self.most_queries))
         self.has_tables_of_heads = any(table.shape[0] > 1 for table in self.tables.values())
@@ -96,12 +109,12 @@ class BlockwiseCall:
         tables = self.tables
         if self.has_tables_of_heads:
             tables = {name: of_heads(table, heads) for name, table in tables.items()}
-        scale, memory = self.spec.rel_scale, "band" if "rel_value" in tables else "probs"
+        scale, memory, dtype = self.spec.rel_scale, "band" if "rel_value" in tables else "probs", self.term_dtype
         return (
-            Band(frame, tables["rel_key"], scale, "rel_key", memory) if "rel_key" in tables else None,
-            Band(frame, tables["rel_value"], 1.0, "rel_value", memory) if "rel_value" in tables else None,
+            Band(frame, tables["rel_key"], scale, "rel_key", memory, dtype) if "rel_key" in tables else None,
+            Band(frame, tables["rel_value"], 1.0, "rel_value", memory, dtype) if "rel_value" in tables else None,
             Bias(frame, tables["rel_bias"]) if "rel_bias" in tables else None,
-            mirrored_bands(frame, tables["rel_p2c"], scale, memory) if "rel_p2c" in tables else [],
+            mirrored_bands(frame, tables["rel_p2c"], scale, memory, dtype) if "rel_p2c" in tables else [],
         )
 
     def _block_size(self, stack: Stack) -> tuple[int, int]:
@@ -157,10 +170,22 @@ class Group:
         self.places = Places(sequences, 0, query.shape[2], query.device)
         self.places_of_keys = Places(sequences, 1, key.shape[2], key.device)
         keys = slice(0, sequences.num_keys)
-        self.key = matrices(self.places_of_keys.rows(key, key_heads, keys), 1, call.dtype)
-        self.value = matrices(self.places_of_keys.rows(value, key_heads, keys), 1, call.dtype)
+        self.key = matrices(self.places_of_keys.rows(key, key_heads, keys), 1, call.product_dtype)
+        self.value = matrices(self.places_of_keys.rows(value, key_heads, keys), 1, call.product_dtype)
+        self.is_fused = call.fuses and bool((self.key.sum(dtype=call.dtype) + self.value.sum(dtype=call.dtype)).isfinite())
+        """Whether its blocks are for torch's fused attention, in which NaN of a hidden key would reach all."""
         self.is_clean = sequences.keys is None
         """Whether there are zeros where a sequence has no keys, or none that its queries see; else there may be NaN."""
+
+    @cached_property
+    def wide_key(self) -> torch.Tensor:
+        """The keys in the dtype of the scores."""
+        return self.key.to(self.call.dtype)
+
+    @cached_property
+    def wide_value(self) -> torch.Tensor:
+        """The values in the dtype of the scores."""
+        return self.value.to(self.call.dtype)
 
     def clean(self) -> None:
         """Set keys and values that do not exist, or that no query of their sequence sees, to zero."""
@@ -168,6 +193,8 @@ class Group:
             return
         missing = self.places_of_keys.missing(self.key_heads.stop - self.key_heads.start, slice(0, self.sequences.num_keys))
         if missing is not None:
+            for name in ("wide_key", "wide_value"):
+                self.__dict__.pop(name, None)
             self.key, self.value = (
                 each.clone().flatten(0, 1).index_fill_(0, missing, 0).view(each.shape) for each in (self.key, self.value)
             )
@@ -206,13 +233,15 @@ class Block:
         self.frame: Frame
         self.terms: Terms
         self.kind: tuple[Any, ...] = (count, group.num_heads, group.sharing, heads, num_queries, self.num_keys, first_position)
+        self.kind += (group.is_fused,)
         if is_mixed:
             self.kind += (sequences.keys, sequences.queries, sequences.shifts)
         if previous is not None and previous.kind == self.kind:
             self.scores, self.frame, self.terms = previous.scores, previous.frame, previous.terms
         else:
             num_matrices = count * group.num_heads // group.sharing
-            self.scores = call.buffers("scores", (num_matrices, group.sharing * num_queries, self.num_keys))
+            dtype = call.product_dtype if group.is_fused else call.dtype
+            self.scores = call.buffers("scores", (num_matrices, group.sharing * num_queries, self.num_keys), dtype)
             seen = members(sequences, first) if is_mixed else {(0, num_queries, 0, self.num_keys, 0)}
             pairs = self.scores.view(count, group.num_heads, num_queries, self.num_keys)
             self.frame = Frame(spec, call.buffers, pairs, first_position, seen, sequences.shifts)
@@ -238,6 +267,16 @@ class Block:
     def key(self) -> torch.Tensor:
         """The keys as matrices, see Group.is_clean."""
         return self.group.key if self.num_keys == self.group.sequences.num_keys else self.group.key[:, self.keys]
+
+    @property
+    def wide_key(self) -> torch.Tensor:
+        """The keys as matrices in the dtype of the scores."""
+        return self.group.wide_key if self.num_keys == self.group.sequences.num_keys else self.group.wide_key[:, self.keys]
+
+    @property
+    def wide_value(self) -> torch.Tensor:
+        """The values as matrices in the dtype of the scores."""
+        return self.group.wide_value if self.num_keys == self.group.sequences.num_keys else self.group.wide_value[:, self.keys]
 
     @property
     def value(self) -> torch.Tensor:
@@ -286,9 +325,21 @@ class Block:
         if self.group.places_of_keys.index is not None:
             self.group.places_of_keys.put(tensor, self.group.key_heads, self.keys, rows)
 
-    def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value."""
-        return matrices(self.rows(tensor), self.group.sharing, self.call.dtype)
+    def matrices(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the queries' part of a (B, Hq, Nq, width) tensor as matrices, for products with key or value, or in a dtype."""
+        return matrices(self.rows(tensor), self.group.sharing, dtype or self.call.product_dtype)
+
+    def operand(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return probabilities or gradients of scores in the dtype of products: themselves, or a copy until the next one."""
+        dtype = self.call.product_dtype
+        return numbers if numbers.dtype == dtype else self.call.buffers("operand", tuple(numbers.shape), dtype).copy_(numbers)
+
+    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Compute scale * left @ right into out, whose dtype is that of products or of sums."""
+        if out.dtype == left.dtype:
+            return out.baddbmm_(left, right, beta=0, alpha=scale) if scale != 1 else torch.bmm(left, right, out=out)
+        rounded = self.call.buffers("products of operands", tuple(out.shape), left.dtype)
+        return out.copy_(self.product(left, right, rounded, scale))
 
     @property
     def has_blind(self) -> bool:
@@ -337,10 +388,11 @@ class Block:
         keep = keep_mask(seed, dropout_p, *indices, slice(self.keys.start + first_key, self.keys.stop + first_key))
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))
 
-    def destination(self, place: torch.Tensor, name: str = "rows") -> torch.Tensor:
-        """Return matrices in which to compute rows of queries: their place itself if it is contiguous, else the named buffer."""
-        shape = *self.scores.shape[:2], place.shape[3]
-        return place.view(shape) if place.dtype == self.call.dtype and place.is_contiguous() else self.call.buffers(name, shape)
+    def destination(self, place: torch.Tensor, name: str = "rows", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return matrices in which to compute rows of queries in a dtype, that of sums unless given: their place itself if it is
+        contiguous, else the named buffer."""
+        shape, dtype = (*self.scores.shape[:2], place.shape[3]), dtype or self.call.dtype
+        return place.view(shape) if place.dtype == dtype and place.is_contiguous() else self.call.buffers(name, shape, dtype)
 
     def store(self, place: torch.Tensor, result: torch.Tensor) -> None:
         """Copy a result from its destination to its place, unless these are the same."""

@@ -1,0 +1,46 @@
+"""The dtype in which a call's products are computed, and products whose results are wider than that.
+
+Scores, the softmax and sums are float32 whatever the inputs are. Products of bfloat16 inputs could be, too: the inputs are exact
+there. But processors with instructions for bfloat16 (AMX, AVX512-BF16, Arm's BF16) take a third to a half of the time for
+bfloat16 products, which add up in float32 and round the result once. So there the operands of products are bfloat16, as in flash
+kernels, P and dS among them. One product stays in float32: logits have no digit to spare.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+
+import torch
+
+from .._core.dtypes import compute_dtype
+
+
+@functools.cache
+def fast_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes below float32 in which this processor multiplies matrices faster than in float32, by torch's flags."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        flags = {
+            torch.bfloat16: ("_is_amx_tile_supported", "_is_avx512_bf16_supported"),
+            torch.float16: ("_is_amx_fp16_supported",),
+        }
+        return frozenset(
+            dtype for dtype, names in flags.items() if any(getattr(torch.cpu, name, lambda: False)() for name in names)
+        )
+    return frozenset({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ())
+
+
+@functools.cache
+def has_fast_fused_attention() -> bool:
+    """Return whether torch's fused attention on a CPU, which takes a mask of numbers, is faster in bfloat16 than a product, a
+    softmax and a product: with AMX, which it is written for. With AVX512-BF16 alone it takes as long as in float32."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()) and torch.bfloat16 in fast_dtypes()
+
+
+def product_dtype(query: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the operands of a call's products, for a query of it."""
+    if query.device.type == "cpu" and query.dtype in fast_dtypes():
+        return query.dtype
+    return compute_dtype(query.dtype)
