@@ -167,6 +167,8 @@ GROUPS: dict[str, Sequence[Case]] = {
     "long": list(_long()),
     "speech": [Case(32, 8, length, head_dim) for length in (500, 1500, 1000, 200) for head_dim in (64, 128)],
     "short": [Case(*sizes, dtype="fp32") for sizes in SHORT],
+    "cpu_bf16": [Case(batch, 8, length, 64) for batch, length in ((1, 512), (1, 1024), (1, 4096), (8, 512), (32, 128))],
+    "short_bf16": [Case(*sizes) for sizes in SHORT],
     "decode": [Case(batch, 8, 1024 << k, 64, dtype="fp32", num_queries=1) for batch in (1, 16) for k in (0, 2)],
     "memory": [Case(1, 8, 512 << k, 64) for k in range(8)],
     "deberta": [
@@ -177,7 +179,8 @@ GROUPS: dict[str, Sequence[Case]] = {
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
 """cpu: one layer in float32. long, speech: 16k tokens, and batches of short utterances.
-short: short sequences in batches. decode: one query and a cache of keys. memory: one layer, ever longer.
+short: short sequences in batches. cpu_bf16, short_bf16: the same in bfloat16, for processors that are fast at it.
+decode: one query and a cache of keys. memory: one layer, ever longer.
 deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.
 small: for trying things out."""
 

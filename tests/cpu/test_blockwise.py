@@ -177,6 +177,7 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, fast: bool, monkeypatch:
     summed, each of the two adds in squares what rounding the result does.
     """
     monkeypatch.setattr(products, "fast_dtypes", lambda: {dtype} if fast else set())
+    monkeypatch.setattr(products, "FEWEST_PRODUCTS", 0)
     cut_blocks(monkeypatch, 128, 1, 64)
     inputs = make_inputs(1, 1, 3000, 24, 16, num_rows=41, dtype=dtype, seed=3)
     golden = dense_gradients(inputs)._asdict()

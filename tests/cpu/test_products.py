@@ -35,6 +35,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
         return fused(block, *others)
 
     monkeypatch.setattr(products, "fast_dtypes", lambda: {torch.bfloat16, torch.float16})
+    monkeypatch.setattr(products, "FEWEST_PRODUCTS", 0)
     monkeypatch.setattr(attention, "has_fast_fused_attention", lambda: request.param == "fused")
     monkeypatch.setattr(attention, "fused", counted)
     return calls
@@ -154,8 +155,8 @@ def test_what_a_processor_is_fast_at(processor: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(products, "fast_dtypes", products.fast_dtypes)
     assert not products.has_fast_fused_attention.__wrapped__()
     query = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    assert products.product_dtype(query) == (torch.bfloat16 if dtypes else torch.float32)
-    assert products.product_dtype(query.to("meta")) == torch.float32
+    assert products.product_dtype(query, 1 << 30) == (torch.bfloat16 if dtypes else torch.float32)
+    assert products.product_dtype(query, 1 << 10) == products.product_dtype(query.to("meta"), 1 << 30) == torch.float32
 
 
 def test_what_fused_attention_cannot_take(fast: list[torch.Tensor]) -> None:

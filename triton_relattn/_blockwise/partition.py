@@ -54,9 +54,16 @@ class BlockwiseCall:
             rounds_terms: whether terms of tables are computed in product_dtype, not in dtype.
             fuses: whether terms are all that scores have, in product_dtype, and torch's fused attention takes them as a mask.
         """
-        self.tensors, self.spec, self.fuses = tensors, spec, fuses
-        self.dtype, self.product_dtype = compute_dtype(tensors.query.dtype), product_dtype(tensors.query)
+        self.tensors, self.spec = tensors, spec
+        left, right = spec.window_left, spec.window_right
+        window = left + right + 1 if left >= 0 and right >= 0 else FUSED_QUERIES
+        self.most_queries = min(FUSED_QUERIES if fuses else BLOCK_QUERIES, max(window, FEWEST_QUERIES))
+        """The largest number of queries of a block: most scores of one much longer than the window would be hidden."""
+        self.stacks = list(stacks(tensors, spec, self.most_queries))
+        num_pairs = tensors.query.shape[1] * sum(len(each.batch) * each.num_queries * each.num_keys for each in self.stacks)
+        self.dtype, self.product_dtype = compute_dtype(tensors.query.dtype), product_dtype(tensors.query, num_pairs)
         self.term_dtype = self.product_dtype if rounds_terms else self.dtype
+        self.fuses = fuses and self.product_dtype == tensors.query.dtype
         self.tables: dict[str, torch.Tensor] = {}
         for name in TABLES:
             table = getattr(tensors, name)
@@ -65,11 +72,6 @@ class BlockwiseCall:
         if "rel_p2c" in self.tables:
             self.tables["rel_p2c"] = self.tables["rel_p2c"].flip(1)  # see bands.py
         self.buffers = Buffers(tensors.query, self.dtype)
-        left, right = spec.window_left, spec.window_right
-        window = left + right + 1 if left >= 0 and right >= 0 else FUSED_QUERIES
-        self.most_queries = min(FUSED_QUERIES if fuses else BLOCK_QUERIES, max(window, FEWEST_QUERIES))
-        """The largest number of queries of a block: most scores of one much longer than the window would be hidden."""
-        self.stacks = list(stacks(tensors, spec, self.most_queries))
         self.has_tables_of_heads = any(table.shape[0] > 1 for table in self.tables.values())
 
     @cached_property
