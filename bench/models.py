@@ -18,6 +18,7 @@ from torch import nn
 from triton_relattn.integrations.transformers import disable, enable
 
 from . import families
+from .cases.attention import DTYPES
 from .cases.methods import OURS
 from .families import EVERY, FAMILIES, Family
 from .measure import timing
@@ -41,8 +42,8 @@ WARM_UP_LENGTH, CHECKED_LENGTH = 64, 200
 LONGEST_IN_TURN = 8192  # longer ones are timed once, while their memory is measured
 PADDING = 8  # one in so many frames
 ROUNDS = 20
-FACTOR, ROUNDING = 3, 1e-6
-"""Ours may be off by FACTOR times what the stock model is in float32, and a few units in the last place."""
+FACTOR, UNITS = 3, 8
+"""Ours may be off by FACTOR times what the stock model is in the same dtype, and UNITS in the last place."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=positive_numbers, default="1", metavar="A,B", help="sequences at once (%(default)s)")
     add_list(parser, "methods", (*METHODS, STOCK), METHODS)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the models (%(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="of each model (%(default)s)")
     parser.add_argument("--small", action="store_true", help="small models, to try it out")
     parser.add_argument("--seconds", type=float, default=10.0, help="timing of one model at one size (%(default)s)")
@@ -86,14 +88,20 @@ Found = dict[Point, dict[str, Any]]
 def make(family: Family, size: Size, options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """A model and its inputs."""
     torch.manual_seed(0)
-    model = family.build(small=options.small, layers=options.layers).to(options.device)
+    model = family.build(small=options.small, layers=options.layers).to(options.device, DTYPES[options.dtype])
     return model, inputs(family, model, size, options)
 
 
 def inputs(family: Family, model: nn.Module, size: Size, options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of a model's forward: sequences whose end is padding if the model takes a mask."""
     arguments = family.make(model, size.length, [size.length - size.length // PADDING] * size.batch)
-    return {name: value.to(options.device) for name, value in arguments.items()}
+    return moved(arguments, model)
+
+
+def moved(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Arguments on a model's device, numbers in its dtype."""
+    like = next(model.parameters())
+    return {name: value.to(like if value.is_floating_point() else like.device) for name, value in arguments.items()}
 
 
 def use(model: nn.Module, method: str) -> None:
@@ -119,7 +127,9 @@ def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: st
         model.zero_grad(set_to_none=False)
         out = output()
         # A cotangent that is the same for all: sines of the position in memory.
-        torch.autograd.backward(out, torch.arange(out.numel(), device=out.device).to(out.dtype).sin_().view_as(out))
+        wide = torch.promote_types(out.dtype, torch.float32)
+        d_out = torch.arange(out.numel(), device=out.device).to(wide).sin_().to(out.dtype)
+        torch.autograd.backward(out, d_out.view_as(out))
         return (out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None))
 
     return timing.Step(lambda: use(model, method), forward if direction == "forward" else both)
@@ -128,11 +138,11 @@ def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: st
 def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Columns of each method: how far it is off from the stock model in float64, and a status if that is too far.
 
-    Ours may be off, in each tensor, by FACTOR times what the stock model is in float32. Without padding: in float64, the mask of
-    some models overflows.
+    Ours may be off, in each tensor, by FACTOR times what the stock model is in its dtype. Without padding: in float64, the mask
+    of some models overflows.
     """
     model = make(family, Size(CHECKED_LENGTH), options)[0]
-    arguments = {name: value.to(options.device) for name, value in family.make(model, CHECKED_LENGTH, [CHECKED_LENGTH]).items()}
+    arguments = moved(family.make(model, CHECKED_LENGTH, [CHECKED_LENGTH]), model)
 
     def results(method: str) -> list[torch.Tensor]:
         return [each.clone() for each in step(model, method, arguments, DIRECTIONS[1]).run()]
@@ -146,10 +156,10 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
     for method, result in every.items():
         off = apart(result, golden)
         found[method] = {"error": off, "checked_against": "float64"}
-        if off > timing.TOLERANCE["fp32"]:
+        if off > timing.TOLERANCE[options.dtype]:
             found[method]["status"] = f"wrong: off by {off:.3g}"
     names = ["out", *(name for name, parameter in model.named_parameters() if parameter.grad is not None)]
-    if problem := over_budget(names, every[OURS], golden, every[family.stock[0]]):
+    if problem := over_budget(names, options.dtype, every[OURS], golden, every[family.stock[0]]):
         found[OURS]["status"] = f"wrong: {problem}"
     return found
 
@@ -158,12 +168,12 @@ def norm(*tensors: torch.Tensor) -> float:
     return float(sum(tensor.double().square().sum() for tensor in tensors)) ** 0.5
 
 
-def over_budget(names: Sequence[str], *results: Sequence[torch.Tensor]) -> str:
+def over_budget(names: Sequence[str], dtype: str, *results: Sequence[torch.Tensor]) -> str:
     """The tensors that are off by too much, in words: those of ours, golden and reference."""
-    of_all = norm(*results[1])
+    of_all, rounding = norm(*results[1]), UNITS * torch.finfo(DTYPES[dtype]).eps
     problems = []
     for name, ours, golden, reference in zip(names, *results, strict=True):
-        allowed = FACTOR * norm(reference - golden) + ROUNDING * norm(golden) + ROUNDING**1.5 * of_all
+        allowed = FACTOR * norm(reference - golden) + rounding * norm(golden) + rounding**1.5 * of_all
         if not norm(ours - golden) <= allowed:
             problems.append(f"{name} is off by {norm(ours - golden):.2g}, {allowed:.2g} is allowed")
     return "; ".join(problems)
@@ -279,7 +289,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         for name in options.families:
             for row in in_own_process(name, options):
-                table.add({"verb": "models", "dtype": "fp32", **row})
+                table.add({"verb": "models", "dtype": options.dtype, **row})
     except KeyboardInterrupt:
         print("interrupted; what has been measured is kept")
     print(summary.models(table.rows) + summary.remarks(table.rows))
@@ -290,7 +300,7 @@ def run(options: argparse.Namespace) -> int:
 def in_own_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one family as they come: its heap starts without holes, and a lack of memory ends only it."""
     words = {"families": name, "memory-limit": options.memory_limit / 2**30}
-    words |= {each: getattr(options, each) for each in ("device", "layers", "seconds", "rounds")}
+    words |= {each: getattr(options, each) for each in ("device", "dtype", "layers", "seconds", "rounds")}
     words |= {each: ",".join(map(str, getattr(options, each))) for each in ("lengths", "batches", "methods", "directions")}
     command = [sys.executable, "-m", "bench", "models", "--alone"]
     command += ["--small"] * options.small + ["--no-memory"] * options.no_memory

@@ -96,7 +96,8 @@ def longest(rows: Sequence[Row], direction: str = "forward+backward") -> str:
         for method in methods:
             row = next((row for row in of_case if (row["method"], int(row["seqlen"])) == (method, length)), None)
             ok = row is not None and row["status"] == "ok"
-            cells.append(f"{short_time(float(row['p50_ms']))}<br>{short_bytes(float(row['peak_bytes']))}" if row and ok else "-")
+            memory = f"<br>{short_bytes(float(row['peak_bytes']))}" if row and row.get("peak_bytes") else ""
+            cells.append(f"{short_time(float(row['p50_ms']))}{memory}" if row and ok else "-")
         lines.append([case, str(length), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
