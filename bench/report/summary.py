@@ -146,6 +146,27 @@ def speed(rows: Sequence[Row]) -> str:
     return "\n\n".join([*tables, "Medians; in brackets, how many times ours.\n" + remarks(rows)])
 
 
+DENSE = ("shaw_gather", "gather", "skewing", "dense_bias")
+
+
+def beside_dense(rows: Sequence[Row]) -> str:
+    """Ours, beside SDPA without a term, and the fastest dense method, a line for each case, as Markdown; ratios are to ours."""
+    of_direction = ["ours", "SDPA's", "fastest dense", "ratio"]
+    directions = [each for each in ("forward", "forward+backward") if any(row["direction"] == each for row in rows)]
+    lines = [["batch, heads, length, width", *(f"{direction}: {name}" for direction in directions for name in of_direction)]]
+    lines.append(["---"] * len(lines[0]))
+    for case in dict.fromkeys((row["group"], row["case"]) for row in rows):
+        of_case = [row for row in rows if (row["group"], row["case"]) == case and row["status"] == "ok"]
+        cells = [", ".join(str(of_case[0][name]) for name in ("batch", "heads", "seqlen", "head_dim"))]
+        for direction in directions:
+            times = {str(row["method"]): float(row["p50_ms"]) for row in of_case if row["direction"] == direction}
+            ours, dense = times[OURS], min((name for name in DENSE if name in times), key=times.__getitem__)
+            cells += [short_time(ours), f"{times['sdpa'] / ours:.2f}", f"{short_time(times[dense])} ({dense})"]
+            cells.append(f"{times[dense] / ours:.2f}")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
 def memory(rows: Sequence[Row]) -> str:
     """Peaks and how they grow."""
     tables = [across_methods(rows, direction, "peak_bytes", show_bytes) for direction in directions_of(rows)]

@@ -281,6 +281,17 @@ def test_committed_results_of_models(tmp_path: Path) -> None:
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
     page = (path.parents[3] / "docs" / "transformers.md").read_text()
     assert summary.models(rows) in page and summary.models(read(path.with_name("models_short.csv"))) in page
+    assert summary.ratios(read(path.with_name("models_bf16.csv"))) in page
+
+
+def test_committed_results_in_bfloat16() -> None:
+    """The table of docs/benchmarks.md; at every size ours take at most 2.8 times as long as SDPA without a term."""
+    rows = read(Path(__file__).parents[2] / "bench" / "results" / "cpu" / "short_bf16.csv")
+    assert {row["dtype"] for row in rows} == {"bf16"} and {row["status"] for row in rows if row["method"] == OURS} == {"ok"}
+    times = {(row["group"], row["case"], row["direction"], row["method"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
+    for (group, case, direction, method), milliseconds in times.items():
+        assert method != OURS or milliseconds < 2.8 * times[group, case, direction, "sdpa"], case
+    assert summary.beside_dense(rows) in (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
 
 def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
