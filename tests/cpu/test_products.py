@@ -13,7 +13,11 @@ from tests.cpu.oracle import attend, results_of, unlucky_reference, with_keep
 from tests.cpu.test_blockwise import ERROR_CASES
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention, products
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import TABLES
+from triton_relattn._core.validation import resolve
+from triton_relattn._core.within import within
+from triton_relattn._implementations import BLOCKWISE
 from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,
@@ -109,6 +113,17 @@ def test_what_is_hidden(case: str, where: str, fast: list[torch.Tensor], block_s
     error = (out.double() - expected.double()).abs()[clean].amax() if clean.any() else torch.zeros(())
     # With NaN about, the fused attention is left alone: two roundings of terms, and of out.
     assert error <= 8 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+
+
+def test_a_part_of_the_keys(fast: list[torch.Tensor]) -> None:
+    """Its maximum and sum are those of the backward's logits, whose terms are not rounded: else P would not sum to one."""
+    inputs = make_inputs(1, 2, 60, 50, 32, num_rows=109, dtype=torch.bfloat16, seed=3, sharp=True)
+    tensors, spec = resolve(Arguments.of(*inputs[:4]))  # type: ignore[misc]
+    part = BLOCKWISE.forward_of_part(tensors, spec)
+    exact = dense_gradients(inputs).lse
+    # Rounded terms are off by a unit of bfloat16, 2**16 times this.
+    rounding = 64 * torch.finfo(torch.float32).eps * exact.abs().max()
+    within("lse", (part.largest.double() + part.log_sum.double() - exact).abs(), rounding)
 
 
 def test_repeats_bit_for_bit(fast: list[torch.Tensor]) -> None:

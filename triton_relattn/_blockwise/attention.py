@@ -181,7 +181,9 @@ def forward(
     out = new_like(tensors.query, tensors.value.shape[-1], dtype)
     lse = new_lse(tensors, spec)
     fuses = can_fuse(tensors, spec, kept, dtype)
-    for block in BlockwiseCall(tensors, spec, rounds_terms=kept is None, fuses=fuses).blocks():
+    # What is kept, and a softmax over parts of the keys, must fit the logits of the backward.
+    rounds_terms = kept is None and largest_logits is None
+    for block in BlockwiseCall(tensors, spec, rounds_terms=rounds_terms, fuses=fuses).blocks():
         place, lse_place = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None
         if block.num_keys == 0:
             block.put(out, place.zero_())

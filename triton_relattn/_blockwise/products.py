@@ -1,9 +1,10 @@
-"""The dtype in which a call's products are computed, and products whose results are wider than that.
+"""The dtype in which a call's products are computed.
 
 Scores, the softmax and sums are float32 whatever the inputs are. Products of bfloat16 inputs could be, too: the inputs are exact
 there. But processors with instructions for bfloat16 (AMX, AVX512-BF16, Arm's BF16) take a third to a half of the time for
 bfloat16 products, which add up in float32 and round the result once. So there the operands of products are bfloat16, as in flash
-kernels, P and dS among them. One product stays in float32: logits have no digit to spare.
+kernels, P and dS among them. Three products stay in float32, whose rounding would show in the gradients of tables: those that
+make logits, q . k and the terms of tables, and dP. (torch has no product of bfloat16 operands with a float32 result on a CPU.)
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ BLOCKWISE = (
             Change(
                 "triton_relattn/_blockwise",
                 """if self.width > frame.num_near:
-            self.band.zero_()""",
+            band.zero_()""",
                 "",
             ),
         ),
