@@ -325,3 +325,11 @@ def moved_by_a_unit(inputs: Inputs, seed: int) -> Inputs:
         return tensor * (1 + torch.finfo(tensor.dtype).eps * steps).to(tensor.dtype)
 
     return Inputs(*(None if each is None else moved(each) for each in inputs))  # type: ignore[arg-type]
+
+
+def assert_bit_equal(results: Results, expected: Results) -> None:
+    """The same results with the same numbers, NaN among them."""
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
+        assert torch.equal(result.isnan(), expected[name].isnan()), name

@@ -66,6 +66,18 @@ def real(lengths: list[int], length: int = LENGTH) -> torch.Tensor:
     return (torch.arange(length) < torch.tensor(lengths)[:, None])[..., None]
 
 
+T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
+
+
+def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
+    """Positions that are compared: real ones, in families whose output at padding is their own.
+
+    In causal models so is that of queries that see no key: if padding comes last, those of a sequence that is all padding.
+    """
+    return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
+
+
 def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
     return families.output(model(**copies))

@@ -17,11 +17,13 @@ from bench.families import FAMILIES
 from tests.cpu.models import (
     LENGTH,
     PADDED,
+    T5,
     Results,
     arguments,
     assert_same,
     both,
     build,
+    counting,
     in_float64,
     operators_dropout,
     output,
@@ -37,8 +39,6 @@ CONFORMER = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropou
 SEAMLESS = {"speech_encoder_dropout": 0.2, "adaptor_dropout": 0.1}
 SAM = ("sam", "sam_hq", "got_ocr2", "deepseek_ocr2", "unlimited_ocr", "slanext", "pp_formulanet")
 # Its hidden dropout draws in the order of stock attention's memory, (N, B, C): not what is compared.
-T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
-CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 WAVLM = ("wavlm", "wavlm_stable")
 DROPOUT: dict[str, dict[str, Any]] = {
     "wav2vec2_bert": {**CONFORMER, "feat_proj_dropout": 0.1},
@@ -96,14 +96,6 @@ NOT_A_NUMBER = WAVLM
 """Families whose stock attention gives NaN for a query that sees no key."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
 every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
-
-
-def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
-    """Positions that are compared: real ones, in families whose output at padding is their own.
-
-    In causal models so is that of queries that see no key: if padding comes last, those of a sequence that is all padding.
-    """
-    return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
 
 
 def heads(model: Any) -> int:

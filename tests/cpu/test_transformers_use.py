@@ -34,6 +34,7 @@ from tests.cpu.models import (
     assert_same,
     both,
     build,
+    counting,
     in_float64,
     is_square,
     output,
@@ -50,11 +51,6 @@ every_family = pytest.mark.parametrize("name", FAMILIES)
 # One whose parts are plain modules, one that is itself what asks for masks, one with a forward of its own, and one of two.
 some_families = pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "parakeet", "t5"])
 ROOT = Path(__file__).parents[2]
-
-
-def counting(name: str) -> torch.Tensor | None:
-    """Positions that are compared, of sequences of PADDED lengths."""
-    return None if FAMILIES[name].padding_matters else real(PADDED)
 
 
 def classes(model: torch.nn.Module) -> list[tuple[str, str]]:
@@ -392,7 +388,7 @@ def test_config_that_is_replaced(name: str) -> None:
     given = arguments(name, model, PADDED)
     stock = output(model, given)
     enable(model)
-    counts = counting(name)
+    counts = counting(name, PADDED)
     ours = counted(output(model, given), counts)
     other = copy.deepcopy(configs(build(name))[0])
     for each in model.modules():
@@ -471,7 +467,7 @@ def test_hidden_states(name: str) -> None:
     enable(model)
     ours = hidden_states()
     assert len(ours) == len(stock) > 2
-    counts = [counting(name)] * len(ours)
+    counts = [counting(name, PADDED)] * len(ours)
     if name in ("longt5", "t5"):  # the encoder's come first, whose sequences have other lengths
         counts = [given["attention_mask"].bool()[..., None]] * (len(ours) // 2) + counts[len(ours) // 2 :]
     for each, expected, shown in zip(ours, stock, counts, strict=True):
@@ -485,7 +481,7 @@ def test_autocast(name: str) -> None:
     if name == "deberta":
         pytest.skip("its stock attention fills bfloat16 scores with float32's lowest number, which is an error")
     model = build(name)
-    given, counts = arguments(name, model, PADDED), counting(name)
+    given, counts = arguments(name, model, PADDED), counting(name, PADDED)
     golden = counted(output(model, given), counts)
 
     def rounded() -> torch.Tensor:
@@ -505,7 +501,7 @@ def test_autocast(name: str) -> None:
 @every_family
 def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
-    given, counts = arguments(name, model, PADDED), counting(name)
+    given, counts = arguments(name, model, PADDED), counting(name, PADDED)
     exact = copy.deepcopy(model).float()
     golden = output(exact, {key: each.float() if each.is_floating_point() else each for key, each in given.items()})
     golden = counted(golden, counts)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.blind import BATCH, BLIND, KEYS, QUERIES
-from tests.implementations.way import Way, assert_bit_equal
+from tests.cases import assert_bit_equal
+from tests.implementations.way import Way
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs, with_different_strides
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.implementations.way import Way, assert_bit_equal
+from tests.cases import assert_bit_equal
+from tests.implementations.way import Way
 from triton_relattn._core.within import within
 from triton_relattn.testing import (
     Inputs,

@@ -81,11 +81,3 @@ WAYS = (
     if INTERPRETED
     else (Way("blockwise"), Way("blockwise", small=True), Way("reference"))
 )
-
-
-def assert_bit_equal(results: Results, expected: Results) -> None:
-    """The same results with the same numbers, NaN among them."""
-    assert results.keys() == expected.keys()
-    for name, result in results.items():
-        assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
-        assert torch.equal(result.isnan(), expected[name].isnan()), name

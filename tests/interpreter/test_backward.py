@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
+from tests.cases import LENGTHS, UNEVEN_LENGTHS, assert_bit_equal, random_case
 from tests.interpreter.launch import (
     GRADIENTS,
     OF_BACKWARD,
@@ -295,14 +295,6 @@ POSITIONS = {"full": FULL, "clamp": CLAMP, "zero": ZERO}
 
 def present(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
-
-
-def assert_bit_equal(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same results with the same numbers, NaN among them."""
-    assert results.keys() == expected.keys()
-    for name, result in results.items():
-        assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
-        assert torch.equal(result.isnan(), expected[name].isnan()), name
 
 
 @pytest.mark.usefixtures("guarded_kernels")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.blind import KEYS, QUERIES
-from tests.cases import by_sequence, random_case, random_varlen_case
+from tests.cases import assert_bit_equal, by_sequence, random_case, random_varlen_case
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
@@ -91,14 +91,6 @@ def all_terms(
 
 def attend_varlen(*tensors: Any, **arguments: Any) -> Any:
     return fused_relative_attention_varlen(*tensors, **arguments, return_lse=True, implementation="triton")
-
-
-def assert_bit_equal(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same results with the same numbers, NaN among them."""
-    assert results.keys() == expected.keys()
-    for name, result in results.items():
-        assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
-        assert torch.equal(result.isnan(), expected[name].isnan()), name
 
 
 def assert_close(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
 from .partition import FEWEST_QUERIES, Block, BlockwiseCall, matrices, of_heads, stacked
-from .products import has_fast_fused_attention
+from .products import has_fast_fused_attention, multiply
 
 SHORT_ROW = 16
 """Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
@@ -79,9 +79,10 @@ def can_fuse(tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor 
     return is_plain and key.shape[3] == value.shape[3] and query.shape[2] >= FEWEST_QUERIES
 
 
-def fused(block: Block, query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+def fused(block: Block, lse: torch.Tensor | None) -> torch.Tensor:
     """Compute a block's part of out by torch's fused attention; lse: memory for it, or None."""
     block.group.clean()
+    query = block.matrices(block.call.tensors.query)
     block.scores.zero_()
     add_terms(block, pack_query(block, query))
     block.mask()
@@ -190,35 +191,44 @@ def forward(
             if lse_place is not None:
                 block.put(lse[..., None], lse_place.fill_(-math.inf))
             continue
-        query = block.matrices(tensors.query)
         if block.group.is_fused:
-            block.store(place, fused(block, query, lse_place))
-            block.put(out, place)
-            if lse_place is not None:
-                block.put(lse[..., None], lse_place)
-            continue
-        place_of_probs = None if kept is None else block.pairs_of(kept)
-        memory = block.probs_in_place if place_of_probs is None else block.destination(place_of_probs, "probs")
-        logits(block, query, pack_query(block, query))
-        largest = None if largest_logits is None else block.place(largest_logits[..., None], "largest")
-        probs = softmax(block, memory, lse_place, largest)
-        if largest_logits is not None and largest is not None:
-            block.put(largest_logits[..., None], largest)
-        if place_of_probs is not None:
-            block.store(place_of_probs, probs)
-        if block.dropout is not None:
-            probs = torch.mul(probs, block.dropout, out=block.scores)
-        is_sum = block.rel_value is not None or place.dtype != block.call.product_dtype
-        result = block.destination(place, dtype=None if is_sum else place.dtype)
-        operand = block.operand(probs)
-        weighted_values(block, operand, result)
-        if block.rel_value is not None:
-            block.rel_value.add_products(block.by_pair(probs), block.by_pair(result), None, block.by_pair(operand))
+            result = fused(block, lse_place)
+        else:
+            result = by_steps(block, place, lse_place, kept, largest_logits)
         block.store(place, result)
         block.put(out, place)
         if lse_place is not None:
             block.put(lse[..., None], lse_place)
     return out, lse
+
+
+def by_steps(
+    block: Block,
+    place: torch.Tensor,
+    lse: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    largest_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute a block's part of out, in its place if that can be; the others as of forward(), lse that of the block."""
+    query = block.matrices(block.call.tensors.query)
+    place_of_probs = None if kept is None else block.pairs_of(kept)
+    memory = block.probs_in_place if place_of_probs is None else block.destination(place_of_probs, "probs")
+    logits(block, query, pack_query(block, query))
+    largest = None if largest_logits is None else block.place(largest_logits[..., None], "largest")
+    probs = softmax(block, memory, lse, largest)
+    if largest_logits is not None and largest is not None:
+        block.put(largest_logits[..., None], largest)
+    if place_of_probs is not None:
+        block.store(place_of_probs, probs)
+    if block.dropout is not None:
+        probs = torch.mul(probs, block.dropout, out=block.scores)
+    is_sum = block.rel_value is not None or place.dtype != block.call.product_dtype
+    result = block.destination(place, dtype=None if is_sum else place.dtype)
+    operand = block.operand(probs)
+    weighted_values(block, operand, result)
+    if block.rel_value is not None:
+        block.rel_value.add_products(block.by_pair(probs), block.by_pair(result), None, block.by_pair(operand))
+    return result
 
 
 def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> None:
@@ -229,11 +239,11 @@ def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> Non
     """
     group = block.group
     if group.is_clean or out.device.type == "cpu":
-        block.product(probs, block.value, out)
+        multiply(block.call.buffers, probs, block.value, out)
         if group.is_clean or out.sum().isfinite():
             return
     group.clean()
-    block.product(probs, block.value, out)
+    multiply(block.call.buffers, probs, block.value, out)
 
 
 class Whole(NamedTuple):
@@ -312,7 +322,7 @@ def add_scores(
         place = block.place(totals["query"])
         is_sum = (band is not None and shares_query) or place.dtype != operand.dtype
         result = block.destination(place, dtype=None if is_sum else place.dtype)
-        block.product(operand, block.key, result, spec.scale)
+        multiply(block.call.buffers, operand, block.key, result, spec.scale)
     if band is not None and shares_query:
         band.add_products(pairs, None if result is None else block.by_pair(result), for_table, block.by_pair(operand))
     if result is not None and place is not None:
@@ -348,16 +358,8 @@ def add_tables(totals: dict[str, torch.Tensor], block: Block) -> None:
 
 def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
     """Add scale * left^T @ right to the block's part of totals, (B, Hk, Nk, width)."""
-    total, beta = block.place_of_keys(totals), 0 if block.has_keys_once else 1
-    if left.dtype != total.dtype:
-        shape = (left.shape[0], left.shape[2], right.shape[2])
-        product = torch.bmm(left.mT, right, out=block.call.buffers("products of keys", shape, left.dtype)).view(total.shape)
-        total.add_(product, alpha=scale) if beta else total.copy_(product).mul_(scale)
-    elif total.is_contiguous():
-        total.flatten(0, 1).baddbmm_(left.mT, right, beta=beta, alpha=scale)
-    else:
-        product = torch.bmm(left.mT, right).view(total.shape)
-        total.add_(product, alpha=scale) if beta else torch.mul(product, scale, out=total)
+    total = block.place_of_keys(totals)
+    multiply(block.call.buffers, left.mT, right, total, scale, beta=0 if block.has_keys_once else 1)
     block.put_keys(totals, total)
 
 

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 from .frame import Frame
+from .products import multiply
 
 FEWEST_ROWS = 64
 """Fewest rows of a product with a window: with fewer it is slow."""
@@ -267,12 +268,7 @@ class Band:
         if self._of_windows is None:
             shape = band.shape[0], self.width, panels.shape[2]
             self._of_windows = self.frame.buffers(f"gradient of windows of {self.name}", shape)
-        if panels.dtype == self._of_windows.dtype:
-            self._of_windows.baddbmm_(band.mT, panels, beta=beta)
-            return
-        product = self.frame.buffers("products of windows", tuple(self._of_windows.shape), panels.dtype)
-        torch.bmm(band.mT, panels, out=product)
-        self._of_windows.add_(product) if beta else self._of_windows.copy_(product)
+        multiply(self.frame.buffers, band.mT, panels, self._of_windows, beta=beta)
 
     def add_gradient(self, total: torch.Tensor) -> None:
         """Add the collected sums to total, the gradient of the table. Call it once."""

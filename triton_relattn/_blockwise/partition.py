@@ -268,22 +268,26 @@ class Block:
     @property
     def key(self) -> torch.Tensor:
         """The keys as matrices, see Group.is_clean."""
-        return self.group.key if self.num_keys == self.group.sequences.num_keys else self.group.key[:, self.keys]
-
-    @property
-    def wide_key(self) -> torch.Tensor:
-        """The keys as matrices in the dtype of the scores."""
-        return self.group.wide_key if self.num_keys == self.group.sequences.num_keys else self.group.wide_key[:, self.keys]
-
-    @property
-    def wide_value(self) -> torch.Tensor:
-        """The values as matrices in the dtype of the scores."""
-        return self.group.wide_value if self.num_keys == self.group.sequences.num_keys else self.group.wide_value[:, self.keys]
+        return self._seen(self.group.key)
 
     @property
     def value(self) -> torch.Tensor:
         """The values as matrices, see Group.is_clean."""
-        return self.group.value if self.num_keys == self.group.sequences.num_keys else self.group.value[:, self.keys]
+        return self._seen(self.group.value)
+
+    @property
+    def wide_key(self) -> torch.Tensor:
+        """The keys as matrices in the dtype of the scores."""
+        return self._seen(self.group.wide_key)
+
+    @property
+    def wide_value(self) -> torch.Tensor:
+        """The values as matrices in the dtype of the scores."""
+        return self._seen(self.group.wide_value)
+
+    def _seen(self, of_group: torch.Tensor) -> torch.Tensor:
+        """Return the part of the group's keys, or values, that the queries can see."""
+        return of_group if self.num_keys == self.group.sequences.num_keys else of_group[:, self.keys]
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries' part of a (B, Hq, Nq, ...) tensor, (sequences, heads, queries, ...)."""
@@ -335,13 +339,6 @@ class Block:
         """Return probabilities or gradients of scores in the dtype of products: themselves, or a copy until the next one."""
         dtype = self.call.product_dtype
         return numbers if numbers.dtype == dtype else self.call.buffers("operand", tuple(numbers.shape), dtype).copy_(numbers)
-
-    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Compute scale * left @ right into out, whose dtype is that of products or of sums."""
-        if out.dtype == left.dtype:
-            return out.baddbmm_(left, right, beta=0, alpha=scale) if scale != 1 else torch.bmm(left, right, out=out)
-        rounded = self.call.buffers("products of operands", tuple(out.shape), left.dtype)
-        return out.copy_(self.product(left, right, rounded, scale))
 
     @property
     def has_blind(self) -> bool:

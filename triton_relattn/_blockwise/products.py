@@ -15,10 +15,16 @@ import platform
 import torch
 
 from .._core.dtypes import compute_dtype
+from .frame import Buffers
 
 FEWEST_PRODUCTS = 1 << 25
 """Multiplications of a product below which copies of its operands take more time than they save, 1,024 heads of 32 by 32 of width
 32: on two cores of an AMD EPYC with AVX512-BF16 half as many take a quarter longer with a backward."""
+
+
+def _has(flag: str) -> bool:
+    """Return one of torch's flags of the processor; False if this version of torch lacks it."""
+    return bool(getattr(torch.cpu, flag, lambda: False)())
 
 
 @functools.cache
@@ -31,9 +37,7 @@ def fast_dtypes() -> frozenset[torch.dtype]:
             torch.bfloat16: ("_is_amx_tile_supported", "_is_avx512_bf16_supported"),
             torch.float16: ("_is_amx_fp16_supported",),
         }
-        return frozenset(
-            dtype for dtype, names in flags.items() if any(getattr(torch.cpu, name, lambda: False)() for name in names)
-        )
+        return frozenset(dtype for dtype, names in flags.items() if any(map(_has, names)))
     return frozenset({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ())
 
 
@@ -41,7 +45,7 @@ def fast_dtypes() -> frozenset[torch.dtype]:
 def has_fast_fused_attention() -> bool:
     """Return whether torch's fused attention on a CPU, which takes a mask of numbers, is faster in bfloat16 than a product, a
     softmax and a product: with AMX, which it is written for. With AVX512-BF16 alone it takes as long as in float32."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()) and torch.bfloat16 in fast_dtypes()
+    return _has("_is_amx_tile_supported") and torch.bfloat16 in fast_dtypes()
 
 
 def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
@@ -50,3 +54,21 @@ def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     if query.device.type == "cpu" and is_large and query.dtype in fast_dtypes():
         return query.dtype
     return compute_dtype(query.dtype)
+
+
+def multiply(
+    buffers: Buffers, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0, beta: int = 0
+) -> torch.Tensor:
+    """Compute beta * out + scale * left @ right in place of out, and return it.
+
+    Args:
+        left, right: batches of matrices of one dtype.
+        out: that of the product, or of sums; any view with as many numbers in the same order.
+        beta: 0, and what is in out does not matter, or 1.
+    """
+    shape = (left.shape[0], left.shape[1], right.shape[2])
+    if out.dtype == left.dtype and out.is_contiguous():
+        out.view(shape).baddbmm_(left, right, beta=beta, alpha=scale)
+        return out
+    product = buffers("product", shape, left.dtype).baddbmm_(left, right, beta=0, alpha=scale).view(out.shape)
+    return out.add_(product) if beta else out.copy_(product)
