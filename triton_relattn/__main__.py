@@ -1,10 +1,15 @@
-"""Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled."""
+"""Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled.
+
+``enable`` shows what :func:`triton_relattn.enable` does to a model.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import platform
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -12,6 +17,7 @@ import torch
 
 from . import __version__
 from ._implementations import can_run_triton, choose_implementation
+from .integrations.every import enable
 from .integrations.transformers import families
 
 
@@ -55,10 +61,41 @@ def _device_name(device: str) -> str:
     return f"CPU, {platform.machine()} ({capability}), {torch.get_num_threads()} threads"
 
 
+def made(place: str) -> object:
+    """Return the model that ``package.module:factory`` makes, called without arguments.
+
+    Raises:
+        SystemExit: there is no such factory.
+    """
+    module, _, name = place.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+        for each in name.split("."):
+            found = getattr(found, each)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SystemExit(f"--model {place}: {error}; it is package.module:factory, a function that returns a model") from error
+    model: object = found() if callable(found) and not isinstance(found, torch.nn.Module) else found
+    return model
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
-    if not parser.parse_args(argv).families:
+    verbs = parser.add_subparsers(dest="verb", metavar="enable")
+    verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, proven and saved")
+    verb.add_argument(
+        "--model", required=True, metavar="PACKAGE:FACTORY", help="a function without arguments that returns a model"
+    )
+    verb.add_argument("--lengths", type=int, nargs="+", default=[4096], help="positions to count memory for (%(default)s)")
+    options = parser.parse_args(argv)
+    if options.verb == "enable":
+        try:
+            print(enable(made(options.model), lengths=options.lengths))
+        except (TypeError, ValueError) as error:
+            raise SystemExit(str(error)) from error
+        return 0
+    if not options.families:
         print(f"{environment(available_device())}\n\nModels of transformers that can be enabled:\n")
     print(families.table())
     return 0

@@ -34,7 +34,7 @@ T5 = next(each for each in LIBRARY.sources if each.title == "T5")
 def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A folder of the user's files that is empty, and nothing that is remembered of other tests, or by them."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "user"))
-    monkeypatch.setattr(proof, "_passed", set())
+    monkeypatch.setattr(proof, "_passed", {})
     known.are_known.cache_clear()
     yield
     monkeypatch.undo()

@@ -31,7 +31,7 @@ every_library = pytest.mark.parametrize(
 def unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No file of a library is known, and nothing is remembered."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(proof, "_passed", set())
+    monkeypatch.setattr(proof, "_passed", {})
     monkeypatch.setattr(known, "are_known", lambda modules: False)
 
 

@@ -35,7 +35,14 @@ that no user of float32 can see it, and 2**23 times float64's, 2**-53, of which 
 
 
 class Disproved(Exception):
-    """A changed model computes something else; the message says what differs, and by how much."""
+    """A changed model computes something else; the message says what differs, and by how much.
+
+    difference: as a share of the largest number; infinite if results cannot be compared.
+    """
+
+    def __init__(self, message: str, difference: float = float("inf")) -> None:
+        super().__init__(message)
+        self.difference = difference
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,8 @@ def compare(name: str, ours: Results, stock: Results) -> float:
         size = max(float(expected.abs().max()), 1e-2 * largest if what.startswith(GRADIENT) else 0.0)
         difference = float((found.double() - expected.double()).abs().max()) / (size or 1.0)
         if not difference <= LIMIT:  # NaN, too
-            raise Disproved(f"{name}: {what} differs by {difference:.1e} of the largest number there, {LIMIT:.0e} is allowed")
+            message = f"{name}: {what} differs by {difference:.1e} of the largest number there, {LIMIT:.0e} is allowed"
+            raise Disproved(message, difference)
         worst = max(worst, difference)
     return worst
 
@@ -212,25 +220,32 @@ def _kept() -> Iterator[None]:
                 numpy.random.set_state(state)
 
 
-_passed: set[str] = set()
-"""The proofs that this process remembers, whether it can write files or not."""
+_passed: dict[str, str] = {}
+"""What was said of the proofs that this process remembers, whether it can write files or not."""
 
 
 def is_remembered(identity: str) -> bool:
     """Return whether the proof of that name has passed, on this machine or for this user."""
+    return recalled(identity) is not None
+
+
+def recalled(identity: str) -> str | None:
+    """Return what was said of the proof of that name when it passed, on this machine or for this user; None if it is not
+    remembered."""
     if identity in _passed:
-        return True
+        return _passed[identity]
     path = _file(identity)
     try:
-        return path is not None and path.read_text().startswith(identity)
+        text = "" if path is None else path.read_text()
     except (OSError, UnicodeDecodeError):
-        return False
+        return None
+    return text.removeprefix(identity).strip() if text.startswith(identity) else None
 
 
 def remember(identity: str, said: str) -> None:
     """Remember that the proof of that name has passed; said is for a reader of the file. A folder that cannot be written is no
     error."""
-    _passed.add(identity)
+    _passed[identity] = said
     path = _file(identity)
     if path is None:
         return

@@ -17,12 +17,14 @@ class Source(NamedTuple):
 
     Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
     classes, and for each the one in its place, derived from it; or a function ``classes`` that makes them for the name of the
-    library's module. title: of the family, for messages; sources that share it are proven together.
+    library's module. title: of the family, for messages; sources that share it are proven together. columns: the stock attention
+    makes a tensor (B, H, N, columns * N); 0: of that size none, or not in all layers.
     """
 
     stock: str
     ours: str
     title: str
+    columns: int = 0
 
     def classes(self) -> dict[type, type]:
         """Return the stock classes, each with the one in its place. This imports both modules."""
@@ -62,8 +64,8 @@ def enable(module: nn.Module, library: Library, prove: bool = True) -> dict[str,
         ValueError: nothing in module is of those classes, or a module to replace has a ``forward`` of its own.
         RuntimeError: the library's files are not those of a known version, and small models differ from the stock ones.
     """
-    classes = _replacements(module, library)
-    replaced = {name: each for name, each in module.named_modules() if _is_replaced(each, classes)}
+    classes = classes_in(module, library)
+    replaced = {name: each for name, each in module.named_modules() if is_replaced(each, classes)}
     if not replaced and not any(type(each) in classes.values() for each in module.modules()):
         raise ValueError(f"{type(module).__name__} has no relative attention of a known {library.names}")
     for name, each in replaced.items():
@@ -88,7 +90,7 @@ def disable(module: nn.Module, library: Library) -> dict[str, str]:
     Returns:
         The names of the modules that are stock again, and of their classes; empty if none was enabled.
     """
-    classes = {ours: stock for stock, ours in _replacements(module, library).items()}
+    classes = {ours: stock for stock, ours in classes_in(module, library).items()}
     return _change_classes({name: each for name, each in module.named_modules() if type(each) in classes}, classes)
 
 
@@ -145,7 +147,13 @@ def functions(library: Library, package: str, *, summary: str, module: str, text
     return enable_library, disable_library
 
 
-def _replacements(module: nn.Module, library: Library) -> dict[type, type]:
+def source_of(library: Library, module: nn.Module) -> Source:
+    """Return the source that a module's class, or the stock class behind it, is of."""
+    files = {each.__module__ for each in type(module).__mro__}
+    return next(each for each in library.sources if each.stock in files)
+
+
+def classes_in(module: nn.Module, library: Library) -> dict[type, type]:
     """Return the stock classes of the library that occur in module, each with the class here that replaces it.
 
     Raises:
@@ -226,7 +234,7 @@ def _refusal(source: Source, reason: str, skip: bool = True) -> str:
     )
 
 
-def _is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:
+def is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:
     """Return whether to replace a module's class. Our class may exclude modules that have no relative term (``applies``)."""
     ours = classes.get(type(module))
     return ours is not None and getattr(ours, "applies", lambda _: True)(module)

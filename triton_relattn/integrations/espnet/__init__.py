@@ -7,9 +7,9 @@ from .. import replacement
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.relative", "ESPnet's Conformer"),
+    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.relative", "ESPnet's Conformer", 2),
     replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.encoder", "ESPnet's Conformer"),
-    replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention"),
+    replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention", 2),
 )
 
 LIBRARY = replacement.Library(SOURCES, "class of ESPnet or CosyVoice: RelPositionMultiHeadedAttention", f"{__name__}.small")

@@ -7,7 +7,9 @@ from .. import replacement
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("nemo.collections.asr.parts.submodules.multi_head_attention", f"{__name__}.attention", "NeMo's Conformer"),
+    replacement.Source(
+        "nemo.collections.asr.parts.submodules.multi_head_attention", f"{__name__}.attention", "NeMo's Conformer", 2
+    ),
     replacement.Source("nemo.collections.asr.modules.conformer_encoder", f"{__name__}.encoder", "NeMo's Conformer"),
 )
 

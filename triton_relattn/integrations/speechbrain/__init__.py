@@ -8,7 +8,7 @@ __all__ = ["disable", "enable"]
 
 TITLE = "SpeechBrain's Conformer"
 SOURCES = (
-    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", TITLE),
+    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", TITLE, 2),
     replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr", TITLE),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .. import replacement
-from .families import FAMILIES
+from .families import FAMILIES, columns_of
 from .rows import ROWS
 
 SOURCES = tuple(
@@ -13,6 +13,7 @@ SOURCES = tuple(
         f"transformers.models.{each.folder}.modeling_{each.folder}",
         f"{__package__}.{'rows' if each.folder in ROWS else each.folder}",
         each.name,
+        columns_of(each),
     )
     for each in FAMILIES
     if each.inside is None

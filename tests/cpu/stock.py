@@ -1,0 +1,239 @@
+"""Attention as people have it in files of their own: what enable finds by its structure, and what it has to leave alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def heads_of(states: torch.Tensor, heads: int) -> torch.Tensor:
+    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def by_distance(rows: torch.Tensor, first: int) -> torch.Tensor:
+    """(..., N, 2N - 1), a column for each distance from 1 - N on, to (..., N, N) by pair."""
+    length = rows.shape[-2]
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    return rows.gather(-1, (distance - first).expand(*rows.shape[:-2], length, length))
+
+
+class SpeechBlock(nn.Module):
+    """VITS' attention in other words: convolutions, a window of vectors for keys and values."""
+
+    def __init__(
+        self, width: int = 32, heads: int = 2, reach: int = 3, shared: bool = True, drop: float = 0.1, sign: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.heads, self.reach, self.sign = heads, reach, sign
+        self.to_query, self.to_key, self.to_value, self.to_output = (nn.Conv1d(width, width, 1) for _ in range(4))
+        tables = 1 if shared else heads
+        self.distance_keys, self.distance_values = (
+            nn.Parameter(torch.randn(tables, 2 * reach + 1, width // heads)) for _ in range(2)
+        )
+        self.thin = nn.Dropout(drop)
+
+    def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = (
+            heads_of(each.mT, self.heads) for each in (self.to_query(signal), self.to_key(memory), self.to_value(memory))
+        )
+        length = query.shape[2]
+        distance = torch.arange(length) - torch.arange(length)[:, None]
+        near, row = distance.abs() <= self.reach, (distance + self.reach).clamp(0, 2 * self.reach)
+        scale = query.shape[-1] ** -0.5
+        rows = self.distance_keys[:, row] * near[..., None]
+        scores = scale * (
+            query @ key.mT + self.sign * torch.einsum("bhid,hijd->bhij", query, rows.expand(self.heads, -1, -1, -1))
+        )
+        if m is not None:
+            scores = scores.masked_fill(m == 0, -1e4)
+        weights = self.thin(scores.softmax(-1))
+        rows = (self.distance_values[:, row] * near[..., None]).expand(self.heads, -1, -1, -1)
+        out = weights @ value + torch.einsum("bhij,hijd->bhid", weights, rows)
+        return self.to_output(out.transpose(1, 2).flatten(2).mT)  # type: ignore[no-any-return]
+
+
+class ConformerAttention(nn.Module):
+    """ESPnet's attention in a file of one's own. legacy: its older shift, N rows, which wraps rows of other queries around."""
+
+    def __init__(
+        self, width: int = 32, heads: int = 4, drop: float = 0.1, legacy: bool = False, past: bool = False, hides: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.legacy, self.past, self.hides = heads, legacy, past, hides
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.pos_proj = nn.Linear(width, width, bias=False)
+        self.u_bias, self.v_bias = (nn.Parameter(torch.randn(heads, width // heads)) for _ in range(2))
+        self.dropout = nn.Dropout(drop)
+
+    def shifted(self, rows: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, count = rows.shape
+        padded = F.pad(rows, (1, 0)).view(batch, heads, count + 1, length)
+        scores = padded[:, :, 1:].reshape(batch, heads, length, count)
+        scores = scores if self.legacy else scores[..., :length]
+        return scores.tril() if self.past else scores
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = (heads_of(each, self.heads) for each in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
+        p = heads_of(self.pos_proj(pos_embedding), self.heads)
+        content = (q + self.u_bias[:, None]) @ k.mT
+        scores = (content + self.shifted((q + self.v_bias[:, None]) @ p.mT)) / math.sqrt(q.shape[-1])
+        hidden = None if mask is None else mask[:, None] if self.hides else mask[:, None] == 0
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -1e30)
+        weights = scores.softmax(-1)
+        if hidden is not None:
+            weights = weights.masked_fill(hidden, 0.0)
+        return self.out_proj((self.dropout(weights) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class GridAttention(nn.Module):
+    """SAM's attention on a grid of tokens."""
+
+    def __init__(self, width: int = 32, heads: int = 2, grid: tuple[int, int] = (6, 5), drop: float = 0.1) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.rel_pos_h, self.rel_pos_w = (nn.Parameter(torch.randn(2 * side - 1, width // heads)) for side in grid)
+        self.after = nn.Dropout(drop)
+
+    def rows(self, side: int, table: torch.Tensor) -> torch.Tensor:
+        if len(table) != 2 * side - 1:
+            table = F.interpolate(table.mT[None], size=2 * side - 1, mode="linear")[0].mT
+        return table[torch.arange(side)[:, None] - torch.arange(side) + side - 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, height, width, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, height * width, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        by_place = q.unflatten(2, (height, width))
+        vertical = torch.einsum("bhyxd,yjd->bhyxj", by_place, self.rows(height, self.rel_pos_h))
+        horizontal = torch.einsum("bhyxd,xjd->bhyxj", by_place, self.rows(width, self.rel_pos_w))
+        terms = (vertical[..., :, None] + horizontal[..., None, :]).flatten(4).flatten(2, 3)
+        out = (q.shape[-1] ** -0.5 * (q @ k.mT) + terms).softmax(-1) @ v
+        return self.after(self.proj(out.transpose(1, 2).reshape(batch, height, width, -1)))  # type: ignore[no-any-return]
+
+
+class ShawAttention(nn.Module):
+    """Shaw's term by a gather. unscaled: it is added after the scale; sign: by which it is added; parameter: in place of
+    embedding.
+    """
+
+    def __init__(
+        self,
+        width: int = 32,
+        heads: int = 2,
+        furthest: int = 4,
+        unscaled: bool = False,
+        sign: float = 1.0,
+        past_first: bool = False,
+        parameter: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.furthest, self.unscaled, self.sign, self.past_first = heads, furthest, unscaled, sign, past_first
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        if parameter:
+            self.vectors = nn.Parameter(torch.randn(2 * furthest + 1, width // heads))
+        else:
+            self.distances = nn.Embedding(2 * furthest + 1, width // heads)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (heads_of(each(x), self.heads) for each in (self.wq, self.wk, self.wv))
+        place = torch.arange(x.shape[1])
+        distance = place[:, None] - place if not self.past_first else place - place[:, None]
+        row = distance.clamp(-self.furthest, self.furthest) + self.furthest
+        vectors = self.distances(row) if hasattr(self, "distances") else self.vectors[row]
+        term = self.sign * torch.einsum("bhid,ijd->bhij", q, vectors)
+        scale = q.shape[-1] ** -0.5
+        scores = scale * (q @ k.mT) + term if self.unscaled else scale * (q @ k.mT + term)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
+        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeatureAttention(nn.Module):
+    """Enformer's attention: features of the distance, which it makes itself; values wider than keys."""
+
+    def __init__(self, width: int = 32, heads: int = 2, features: int = 6) -> None:
+        super().__init__()
+        self.heads, self.features = heads, features
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, heads * each, bias=False) for each in (8, 8, 12))
+        self.to_out, self.to_rel_k = nn.Linear(heads * 12, width), nn.Linear(features, heads * 8, bias=False)
+        self.rel_content_bias, self.rel_pos_bias = (nn.Parameter(torch.randn(1, heads, 1, 8)) for _ in range(2))
+        self.pos_dropout, self.attn_dropout = nn.Dropout(0.1), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        q, k, v = (heads_of(each(x), self.heads) for each in (self.to_q, self.to_k, self.to_v))
+        q = q * 8**-0.5
+        distances = torch.arange(1 - length, length, device=x.device)[:, None]
+        features = torch.exp(-distances.abs() / torch.arange(1.0, self.features + 1)) * (1 + distances.sign() / 3)
+        rows = heads_of(self.to_rel_k(self.pos_dropout(features.to(x)))[None], self.heads)
+        term = by_distance((q + self.rel_pos_bias) @ rows.mT, 1 - length)
+        weights = self.attn_dropout(((q + self.rel_content_bias) @ k.mT + term).softmax(-1))
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class BucketAttention(nn.Module):
+    """T5's bias, an embedding for each layer. hands_on: as T5 does, the bias comes from the layer before."""
+
+    def __init__(self, width: int = 32, heads: int = 2, causal_buckets: bool = False) -> None:
+        super().__init__()
+        self.heads, self.both = heads, not causal_buckets
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.relative_attention_bias = nn.Embedding(8, heads)
+        self.max_distance = 20
+
+    def buckets(self, length: int) -> torch.Tensor:
+        distance = torch.arange(length) - torch.arange(length)[:, None]
+        count, bucket = 8, torch.zeros_like(distance)
+        if self.both:
+            count = 4
+            bucket = (distance > 0).long() * count
+            distance = distance.abs()
+        else:
+            distance = -distance.clamp(max=0)
+        exact = count // 2
+        far = exact + (
+            torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact) * (count - exact)
+        ).long().clamp(max=count - exact - 1)
+        return bucket + torch.where(distance < exact, distance, far)
+
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (heads_of(each(hidden_states), self.heads) for each in (self.q, self.k, self.v))
+        scores = q @ k.mT + self.relative_attention_bias(self.buckets(q.shape[2])).permute(2, 0, 1)
+        scores = scores if mask is None else scores + mask
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class SharedBucketAttention(BucketAttention):
+    """As T5's layers: the bias is handed on."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None
+    ) -> Any:
+        return super().forward(hidden_states, mask), position_bias
+
+
+class WindowAttention(nn.Module):
+    """Swin's attention, of which only the table matters here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.relative_position_bias_table = nn.Parameter(torch.randn(9, 2))
+
+
+class Block(nn.Module):
+    """Any attention with what stands around it in a layer."""
+
+    def __init__(self, attention: nn.Module, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(self.norm(x))

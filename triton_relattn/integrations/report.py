@@ -1,0 +1,105 @@
+"""What :func:`triton_relattn.enable` has replaced and left, as a table."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+LIBRARY, STRUCTURE = "library", "structure"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module that has relative attention.
+
+    name: as ``named_modules()`` has it. stock: its class. kind: what it computes. found: "library" or "structure". error: the
+    largest difference in the proof, as a share of the largest number; None: the library's files are known, or it was proven
+    before. memory: bytes of the tensors of the stock forward and of ours, for one sequence in float32, for each of the report's
+    lengths; of a library's class those of one tensor that the stock class makes, and None. reason: why it was left as it was;
+    empty: it is replaced.
+    """
+
+    name: str
+    stock: str
+    kind: str
+    found: str
+    error: float | None = None
+    memory: tuple[tuple[int | None, int | None], ...] = ()
+    reason: str = ""
+
+
+class Report(dict[str, str]):
+    """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
+
+    rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for. As
+    text it is a table.
+    """
+
+    def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
+        super().__init__({each.name: each.stock for each in rows if not each.reason})
+        self.rows, self.lengths = rows, lengths
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The modules that stay stock, and why."""
+        return {each.name: each.reason for each in self.rows if each.reason}
+
+    def __str__(self) -> str:
+        head = ["module", "kind", "found by", "difference", *(f"memory at {length:,}" for length in self.lengths)]
+        body = [_line(names, row) for names, row in _grouped([each for each in self.rows if not each.reason])]
+        lines = _table([head, *body]) if body else []
+        if any(each.memory for each in self.rows):
+            lines += ["", *textwrap.wrap(MEMORY, 118)]
+        left = _grouped([each for each in self.rows if each.reason])
+        if left:
+            lines += ["", "left as they were:"] if lines else ["left as they were:"]
+            for names, row in left:
+                text = f"{names} ({row.stock}, {row.kind}): {row.reason}"
+                lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(lines) or "all relative attention was enabled before"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)!r})"
+
+
+def _line(names: str, row: Row) -> list[str]:
+    error = "known source" if row.error is None else f"{row.error:.0e}"
+    by_library = row.found == LIBRARY
+    sizes = [f"> {_size(stock)}" if by_library else f"{_size(stock)} -> {_size(ours)}" for stock, ours in row.memory]
+    return [names, row.kind, row.found, error, *sizes]
+
+
+def _size(count: int | None) -> str:
+    return "?" if count is None else f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
+
+
+MEMORY = (
+    "memory: of all tensors of one sequence's forward in one layer, float32, stock -> enabled; on a CPU the "
+    "operator's own blocks, some "
+    "MiB at any length, come on top. Of a library's class (>) that of one tensor with a number for each pair, "
+    "which is not made any more."
+)
+
+
+def _grouped(rows: list[Row]) -> list[tuple[str, Row]]:
+    """Rows that differ by numbers in their names alone, as one, with how many they are."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        key = (re.sub(r"\d+", "*", row.name), row.stock, row.kind, row.found, row.error is None, row.memory, row.reason)
+        groups.setdefault(key, []).append(row)
+    return [
+        (
+            each[0].name or "the model itself" if len(each) == 1 else f"{key[0]} ({len(each)})",
+            max(each, key=lambda row: row.error or 0.0),
+        )
+        for key, each in groups.items()
+    ]
+
+
+def _table(lines: list[list[str]]) -> list[str]:
+    count = max(map(len, lines))
+    padded = [[*line, *[""] * (count - len(line))] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in padded]

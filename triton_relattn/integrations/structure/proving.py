@@ -1,0 +1,249 @@
+"""Which reading of a stock module is right: its class and ours side by side, on a copy with random weights, in float64.
+
+A copy has the module's settings and the shapes of its weights, on the CPU, and none of its hooks: what is proven holds for any
+weights, and a model on a GPU is not touched. Eval mode: outputs, and gradients of inputs and parameters. Training mode: outputs
+where dropout is replaced, that of weights by nothing, all other by a fixed pattern; and the probabilities of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .. import proof
+from .kind import Kind, Reading, Refused, Sample, class_of
+from .roles import widths
+
+
+def prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
+    """Return the reading of a module with which our class computes the same, and the largest difference.
+
+    Raises:
+        Refused: there is none, or the stock class cannot be run.
+    """
+    return proof.apart(lambda: _prove(kind, module))
+
+
+def _prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
+    model = bare_copy(module)
+    for number, each in enumerate(each for each in model.modules() if isinstance(each, nn.Dropout)):
+        each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
+    nearest: tuple[int, float, str] | None = None
+    for plain in kind.readings(module):
+        try:
+            agreed: list[float] = []
+            reading = _observed(kind, plain, model)
+            for training in (False, True):
+                for sample in kind.samples(model, reading):
+                    _compare(kind, reading, model, sample, training, agreed)
+            return reading, max(agreed)
+        except proof.Disproved as found:
+            difference, said = found.difference, str(found)
+        except Refused:
+            raise
+        except Exception as error:
+            difference, said = math.inf, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        if nearest is None or (-len(agreed), difference) < nearest[:2]:
+            nearest = -len(agreed), difference, f"{said} (read as {kind.words(plain)})"
+    raise Refused("it computes something else, or takes other arguments. " + (nearest or (0, 0.0, ""))[2])
+
+
+def bare_copy(module: nn.Module, device: str = "cpu") -> Any:
+    """Return a copy with the module's settings, without its hooks, with random weights in float64 on the CPU; "meta": without."""
+    memo: dict[int, Any] = {}
+    for each in module.modules():
+        for value in (*each._parameters.values(), *each._buffers.values(), *vars(each).values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _bare_tensor(value, device)
+    return _bare(module, memo, device)
+
+
+def _bare(module: nn.Module, memo: dict[int, Any], device: str) -> Any:
+    if id(module) in memo:
+        return memo[id(module)]
+    found = widths(module)
+    if found is not None and not isinstance(
+        module, (nn.Linear, nn.Conv1d)
+    ):  # quantised, or with an adapter: called as a linear one
+        bias = getattr(module, "bias", None)
+        has_bias = (bias() if callable(bias) else bias) is not None
+        memo[id(module)] = made_linear = nn.Linear(*found, bias=has_bias, dtype=torch.float64, device=device)
+        return made_linear
+    made_copy = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made_copy
+    for name, value in vars(module).items():
+        if name == "_modules":
+            value = {child: None if each is None else _bare(each, memo, device) for child, each in value.items()}
+        elif name.endswith("_hooks") or name.endswith("_hooks_with_kwargs") or name.endswith("_hooks_always_called"):
+            value = type(value)()
+        elif isinstance(value, nn.Module):
+            value = _bare(value, memo, device)
+        else:
+            value = copy.deepcopy(value, memo)
+        made_copy.__dict__[name] = value
+    for name, parameter in made_copy._parameters.items():
+        if parameter is not None and not parameter.is_meta:
+            _fill(module, name, parameter)
+    return made_copy
+
+
+def _bare_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A parameter of the same shape, or the values of a buffer, in float64 if it has numbers."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    dtype = torch.float64 if tensor.is_floating_point() or is_parameter else tensor.dtype
+    if is_parameter or tensor.is_meta or device == "meta":
+        made_empty = torch.empty(tensor.shape, dtype=dtype, device=device)
+        return nn.Parameter(made_empty) if is_parameter else made_empty
+    return tensor.detach().to("cpu", dtype, copy=True)
+
+
+def _fill(owner: nn.Module, name: str, parameter: torch.Tensor) -> None:
+    """Random numbers for which attention weights are neither equal nor all but one zero."""
+    fan_in = math.prod(parameter.shape[1:])
+    of_projection = widths(owner) is not None and parameter.dim() > 1
+    with torch.no_grad():
+        parameter.normal_(std=fan_in**-0.5 if of_projection else 0.5)
+
+
+class _Dropout(TorchFunctionMode):
+    """Dropout of attention weights does nothing and is noted; that of other numbers multiplies by a pattern that both share."""
+
+    def __init__(self, is_weights: Callable[[torch.Tensor], bool]) -> None:
+        self.is_weights, self.noted = is_weights, []  # type: ignore[var-annotated]
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.functional.dropout, torch.dropout):
+            names = ("input", "p", "training" if func is nn.functional.dropout else "train")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            states, p = given["input"], given.get("p", 0.5)
+            if not given.get(names[2], True) or p == 0:
+                return states
+            if self.is_weights(states):
+                self.noted.append(p)
+                return states
+            return states * torch.linspace(1 - p, 1 + p, states.numel(), dtype=states.dtype).view(states.shape)
+        if func is nn.functional.scaled_dot_product_attention:
+            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            if p > 0:
+                self.noted.append(p)
+            kwargs = {**kwargs, "dropout_p": 0.0}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if len(args) > 4:
+                kwargs.pop("dropout_p")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Put back attributes that a forward sets: weights for pictures, features of the first length."""
+    before = [(each, dict(vars(each))) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes in before:
+            vars(each).clear()
+            vars(each).update(attributes)
+
+
+def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
+    """The reading, with what a run of the stock forward shows: which children drop what, and what it returns."""
+    sample = next(iter(kind.samples(model, reading)))
+    dropped: dict[str, torch.Size] = {}
+    hooks = [
+        child.register_forward_pre_hook(lambda _, given, name=name: dropped.__setitem__(name, given[0].shape))
+        for name, child in model.named_children()
+        if isinstance(child, nn.Dropout)
+    ]
+    try:
+        with torch.no_grad(), proof.float32_is_float64(), _restored(model):
+            out = model.eval()(**proof.copied(sample.given))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    returns = len(out) if isinstance(out, (tuple, list)) else 0
+    uncalled = [name for name, child in model.named_children() if isinstance(child, nn.Dropout) and name not in dropped]
+    # Torch's fused attention takes the probability of one that is not called.
+    weights = [name for name, shape in dropped.items() if _are_weights(shape, sample)] or uncalled
+    others = [name for name, shape in dropped.items() if name not in weights and shape.numel() == next(_values(out)).numel()]
+    return dataclasses.replace(
+        reading,
+        drops=next(iter(weights), None),
+        drops_out=next(iter(others), None),
+        returns=returns,  # type: ignore[arg-type]
+    )
+
+
+def _are_weights(shape: torch.Size, sample: Sample) -> bool:
+    """Whether numbers of this shape are one for each pair of a query and a key."""
+    return len(shape) >= 3 and shape[-2:] == sample.pairs
+
+
+def _compare(kind: type[Kind], reading: Reading, model: Any, sample: Sample, training: bool, agreed: list[float]) -> None:
+    """Append the differences of a sample's outputs and gradients to agreed.
+
+    Raises:
+        proof.Disproved: they are too large.
+    """
+    model.train(training)
+    of, stock_class = kind(type(model), reading), type(model)
+    of.noted = []
+    with _restored(model), _Dropout(lambda each: _are_weights(each.shape, sample)) as dropout:
+        stock = _results(model, sample, gradients=not training)
+    model.__class__ = class_of(of)
+    try:
+        with _restored(model), _Dropout(lambda each: _are_weights(each.shape, sample)):
+            ours = _results(model, sample, gradients=not training)
+    finally:
+        model.__class__ = stock_class
+    name = f"{sample.name}, in {'training' if training else 'eval'} mode"
+    if dropout.noted != of.noted:
+        raise proof.Disproved(f"{name}: it drops weights with p = {dropout.noted or 0}, ours with p = {of.noted or 0}")
+    for gradients in (False, True):
+        parts = (
+            {what: each for what, each in found.items() if what.startswith(proof.GRADIENT) == gradients}
+            for found in (ours, stock)
+        )
+        agreed.append(proof.compare(name, *parts))
+
+
+def _results(model: nn.Module, sample: Sample, gradients: bool) -> proof.Results:
+    """Outputs, and gradients of the first one with respect to parameters and inputs that are numbers."""
+    given = proof.copied(sample.given)
+    inputs = {
+        name: each.requires_grad_(gradients)
+        for name, each in given.items()
+        if isinstance(each, torch.Tensor) and each.is_floating_point() and "mask" not in name
+    }
+    with proof.float32_is_float64(), torch.set_grad_enabled(gradients):
+        found = model(**given)
+        outs = list(_values(found))
+        out = outs[0]
+        counts = sample.counts
+        kept = out if counts is None else out.where(counts, 0.0)
+        results = {proof.OUTPUT: kept.detach()}
+        results |= {
+            f"output {number}": each.detach() for number, each in enumerate(outs[1:], 2) if isinstance(each, torch.Tensor)
+        }
+        if gradients:
+            d_out = torch.randn(kept.shape, dtype=kept.dtype, generator=torch.Generator().manual_seed(3))
+            leaves = {**dict(model.named_parameters()), **inputs}
+            made_gradients = torch.autograd.grad(kept, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
+            results |= {proof.GRADIENT + name: each for name, each in zip(leaves, made_gradients, strict=True)}
+    return results
+
+
+def _values(found: Any) -> Iterator[Any]:
+    if isinstance(found, (tuple, list)):
+        yield from found
+    else:
+        yield found

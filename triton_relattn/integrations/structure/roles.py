@@ -1,0 +1,114 @@
+"""The parts that attributes and arguments of a module play: by their names where these say it, else by their order."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+WORDS = {
+    "position": ("pos", "position", "positional", "rel", "relative"),
+    "out": ("o", "out", "output", "wo", "proj", "dense", "fc"),
+    "query": ("q", "query", "queries", "wq"),
+    "key": ("k", "key", "keys", "wk"),
+    "value": ("v", "value", "values", "wv"),
+    "rel_key": ("k", "key", "keys"),
+    "rel_value": ("v", "value", "values"),
+    "content_bias": ("u", "content"),
+    "position_bias": ("v", "pos", "position"),
+}
+"""The words that say which part an attribute plays, the clearest first."""
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a name, ``to_rel_k`` or ``toRelK``, in lower case."""
+    return [each.lower() for each in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
+
+
+def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | None:
+    """Return a name for each role, in the order in which roles are to be decided; None if there are not as many names.
+
+    A name has a role if a word of that role is a word of no other name that is left. If a role finds none, all of them are given
+    by order: the names as they were registered, and roles as sorted in :data:`ORDER`.
+    """
+    if len(names) != len(roles):
+        return None
+    left, found = list(names), {}
+    for role in roles:
+        for word in WORDS[role]:
+            having = [name for name in left if word in words_of(name)]
+            if len(having) == 1:
+                found[role] = having[0]
+                left.remove(having[0])
+                break
+    if len(found) == len(roles):
+        return found
+    return dict(zip(sorted(roles, key=ORDER.index), names, strict=True))
+
+
+ORDER = ["query", "key", "value", "out", "position", "rel_key", "rel_value", "content_bias", "position_bias"]
+"""The order in which modules register these parts, if their names do not say which they are."""
+
+
+def widths(child: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of channels that a projection takes and gives; None if child is none.
+
+    Linear layers, those that are quantised or have adapters, too, and convolutions of one frame.
+    """
+    if isinstance(child, nn.Conv1d):
+        return (child.in_channels, child.out_channels) if child.kernel_size == (1,) and child.groups == 1 else None
+    taken, given = getattr(child, "in_features", None), getattr(child, "out_features", None)
+    return (taken, given) if isinstance(taken, int) and isinstance(given, int) else None
+
+
+def projections(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the widths of the projections among the children of a module, by name."""
+    found = {name: widths(child) for name, child in module.named_children()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters of a module that are no child's, by name."""
+    return dict(module.named_parameters(recurse=False))
+
+
+MASK, POSITIONS, CACHE = "mask", "positions", "cache"
+ARGUMENTS = {MASK: ("mask", "masks"), POSITIONS: ("pos", "position", "positions", "positional", "pe"), CACHE: ("cache",)}
+"""The words by which arguments of a forward are known."""
+
+
+def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Return the roles that arguments of a forward may have, the likeliest first: those of ARGUMENTS by their names,
+    states in order.
+
+    Without an argument that is called a mask, each one but the first may be it. What has no role is left at its default:
+    an argument
+    that has none, and of several masks all but the first.
+    """
+    parameters = [
+        each
+        for each in list(inspect.signature(forward).parameters.values())[1:]
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    named: dict[str, str] = {}
+    for each in parameters:
+        words = words_of(each.name)
+        role = next((role for role, known in ARGUMENTS.items() if any(word in words for word in known)), "")
+        if role and role not in named.values():
+            named[each.name] = role
+    unnamed = [each for each in parameters if not any(set(words_of(each.name)) & set(known) for known in ARGUMENTS.values())]
+    masks = [None] if MASK in named.values() else [*(each.name for each in reversed(unnamed[1:])), None]
+    for mask in masks:
+        left = list(states)
+        roles = dict(named)
+        for each in unnamed:
+            if each.name == mask:
+                roles[each.name] = MASK
+            elif left and each.default is each.empty:
+                roles[each.name] = left.pop(0)
+        needed = {each.name for each in parameters if each.default is each.empty}
+        if states[0] in roles.values() and needed <= set(roles):
+            yield roles
