@@ -73,10 +73,11 @@ models-oldest: setup ## the models of transformers with its oldest supported ver
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)
 	$(MAKE) suite VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
-# The classes of NeMo, ESPnet, SpeechBrain, fairseq2 and x-transformers, enabled, and the repository for the hub, in .venv-libraries,
+# Classes of other libraries and copies of attention in packages, enabled, and the repository for the hub, in .venv-libraries,
 # which has these libraries' own files, and stand-ins for the hundreds of packages that they import beside what is tested.
 test-libraries: .venv-libraries/installed ## classes of other libraries, enabled, in .venv-libraries (1 GB)
-	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries
+	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries --ignore tests/libraries/wrappers
+	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries/wrappers
 
 .venv-libraries/installed: requirements-libraries.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv-libraries

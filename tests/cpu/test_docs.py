@@ -19,6 +19,7 @@ from triton_relattn import can_run_triton, functional, fused_relative_attention,
 from triton_relattn.__main__ import main
 from triton_relattn._implementations import IMPLEMENTATIONS
 from triton_relattn._implementations.kernels import MAX_TRITON_WIDTH, TRITON_DTYPES
+from triton_relattn.integrations import every
 from triton_relattn.integrations.transformers import families, replacement, supported_families
 from triton_relattn.kernels.config.tile_config import KERNELS
 from triton_relattn.nn import attention, table
@@ -38,6 +39,7 @@ EXAMPLES = {
     "torch.md": [(2, 60, 512), MODEL, MODEL],
     "distributed.md": [MODEL, LAYER],
     "transformers.md": [PARAKEET, (1, 4, 64)],
+    "enable.md": [PARAKEET],
 }
 
 
@@ -121,7 +123,10 @@ def test_figures_are_drawn_anew(tmp_path: Path) -> None:
     assert drawn == {path.name for path in (ROOT / "docs" / "_static").glob("*.svg")} and len(drawn) == 3
 
 
-@pytest.mark.parametrize("module", [functional, grids, positions, tables, merging, table, attention, replacement, families])
+WITH_EXAMPLES = (functional, grids, positions, tables, merging, table, attention, replacement, families, every)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_docstring_examples(module: Any) -> None:
     if module is replacement:
         pytest.importorskip("transformers")

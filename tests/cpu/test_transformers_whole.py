@@ -145,6 +145,38 @@ def nemotron3_5_asr() -> tuple[Any, Run]:
     return model, lambda model: model(features, mask, decoder_input_ids=tokens, prompt_ids=torch.tensor([0, 2])).logits
 
 
+def musicgen_of(name: str) -> tuple[Any, Run]:
+    """Build a model of music whose text encoder is T5."""
+    text = {"model_type": "t5", "num_layers": 1, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 50}
+    sound = {"model_type": "encodec", "num_filters": 4, "hidden_size": 8, "codebook_dim": 8, "codebook_size": 64}
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "ffn_dim": 8, "num_attention_heads": 2, "hidden_size": 16}
+    decoder = {"model_type": f"{name}_decoder", "num_codebooks": 2, "pad_token_id": 63, **sizes}
+    classes = {"musicgen": "Musicgen", "musicgen_melody": "MusicgenMelody"}[name]
+    config = getattr(transformers, f"{classes}Config")(text_encoder=text, audio_encoder=sound, decoder=decoder)
+    model = getattr(transformers, f"{classes}ForConditionalGeneration")(config)
+    tokens, mask, codes = torch.randint(1, 49, (2, 37)), shown(37, 22), torch.randint(0, 63, (4, 5))
+    return model, lambda model: model(input_ids=tokens, attention_mask=mask, decoder_input_ids=codes).logits
+
+
+def musicgen() -> tuple[Any, Run]:
+    return musicgen_of("musicgen")
+
+
+def musicgen_melody() -> tuple[Any, Run]:
+    return musicgen_of("musicgen_melody")
+
+
+def deepseek_vl_hybrid() -> tuple[Any, Run]:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
+    fine = {"model_type": "sam_vision_model", "image_size": 24, "patch_size": 4, "output_channels": 8, "window_size": 2, **sizes}
+    fine |= {"global_attn_indexes": [1], "mlp_dim": 16, "num_pos_feats": 4}
+    text = {"model_type": "llama", "vocab_size": 50, "num_key_value_heads": 2, **sizes}
+    config = transformers.DeepseekVLHybridConfig(text_config=text, vision_config=vision, high_res_vision_config=fine)
+    images = torch.randn(2, 3, 24, 24)
+    return transformers.DeepseekVLHybridModel(config), lambda model: model.high_res_vision_model(images).last_hidden_state
+
+
 DECODER_OF_SOUND = {**{key: each for key, each in DECODER.items() if key != "vocab_size"}, "head_dim": 8}
 WHOLE: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
     "wavlm": (wavlm, {"WavLMEncoder", "WavLMAttention"}),
@@ -156,6 +188,9 @@ WHOLE: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
     "xcodec2": (xcodec2, {"Wav2Vec2BertEncoder", "Wav2Vec2BertSelfAttention"}),
     "neucodec": (neucodec, {"Wav2Vec2BertEncoder", "Wav2Vec2BertSelfAttention"}),
     "embedding_gemma2": (embedding_gemma2, {"Gemma4AudioModel", "Gemma4AudioAttention"}),
+    "musicgen": (musicgen, {"T5Stack", "T5Attention"}),
+    "musicgen_melody": (musicgen_melody, {"T5Stack", "T5Attention"}),
+    "deepseek_vl_hybrid": (deepseek_vl_hybrid, {"SamVisionSdpaAttention"}),
     "nemotron3_5_asr": (
         nemotron3_5_asr,
         {"NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderBlock", "NemotronAsrStreamingEncoderAttention"},

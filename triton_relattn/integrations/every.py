@@ -61,9 +61,10 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
         TypeError: model is no module and holds none.
 
     Example:
-        >>> from triton_relattn.integrations.structure.examples import WindowedAttention
-        >>> print(enable(WindowedAttention(channels=32, heads=2, window=4)).left)
-        {}
+        >>> from transformers import VitsConfig, VitsModel
+        >>> model = VitsModel(VitsConfig(num_hidden_layers=1, hidden_size=32, flow_size=32, num_attention_heads=2))
+        >>> dict(enable(model))
+        {'text_encoder.encoder': 'VitsEncoder', 'text_encoder.encoder.layers.0.attention': 'VitsAttention'}
     """
     lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
     rows: list[Row] = []

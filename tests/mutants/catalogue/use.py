@@ -6,6 +6,54 @@ from tools.mutants.fault import Change, Fault
 
 USE = (
     Fault(
+        "a-term-of-another-sign-is-replaced",
+        "a module that computes something else is enabled, since nothing is compared",
+        ("tests/cpu/test_structure.py::test_other_terms_are_left_alone",),
+        (Change("triton_relattn/integrations/structure", "agreed.append(proof.compare(name, *parts))", "agreed.append(0.0)"),),
+    ),
+    Fault(
+        "dropout-is-not-compared",
+        "a module that drops weights by itself is replaced by one that drops none",
+        ("tests/cpu/test_structure.py::test_weights_that_the_forward_drops_by_itself",),
+        (Change("triton_relattn/integrations/structure", "if dropout.noted != of.noted:", "if False:"),),
+    ),
+    Fault(
+        "a-proof-of-another-source-is-remembered",
+        "a class is enabled for a proof of its earlier source",
+        ("tests/cpu/test_structure.py::test_proofs_are_remembered",),
+        (
+            Change(
+                "triton_relattn/integrations/structure",
+                "sources.digest(source, sources.of_ours(), kind.__name__, settings)",
+                "sources.digest(sources.of_ours(), kind.__name__, settings)",
+            ),
+        ),
+    ),
+    Fault(
+        "a-call-without-a-proof-is-ours",
+        "an argument that no proof has had is ignored",
+        ("tests/cpu/test_structure.py::test_calls_that_were_not_proven_are_the_stock_class_s",),
+        (
+            Change(
+                "triton_relattn/integrations/structure",
+                "(key is None or key.shape == query.shape) and (mask is None or mask.dim() == 4)",
+                "key is None or key.shape == query.shape",
+            ),
+        ),
+    ),
+    Fault(
+        "a-mask-shows-what-it-hides",
+        "masks of modules that were found by their structure mean the opposite",
+        ("tests/cpu/test_structure.py::test_equal_modules_are_replaced",),
+        (
+            Change(
+                "triton_relattn/integrations/structure",
+                "mask if means == ADDED else mask != 0 if means == SHOWN else mask == 0",
+                "mask if means == ADDED else mask == 0 if means == SHOWN else mask != 0",
+            ),
+        ),
+    ),
+    Fault(
         "another-layout-unnoticed",
         "tensors of flash-attn's layout with a short table are attended over heads, and nobody is told",
         ("tests/cpu/test_validation.py::test_a_doubtful_call_is_warned_of_once",),

@@ -78,6 +78,12 @@ class DistanceFeatures(Kind):
         channels = projections(module)[reading.role("query")][0]
         return {reading.argument("states"): torch.empty(1, length, channels, device="meta")}  # type: ignore[dict-item]
 
+    @classmethod
+    def prepare(cls, model: Any) -> None:
+        for name, each in vars(model).items():
+            if isinstance(each, torch.Tensor):  # Borzoi's features of the first length that it has seen
+                vars(model)[name] = None
+
     def serves(self, module: Any, states: torch.Tensor) -> bool:
         return states.dim() == 3
 

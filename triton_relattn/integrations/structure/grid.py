@@ -26,6 +26,7 @@ class DecomposedPositions(Kind):
     """
 
     title = "decomposed positions on a grid (SAM)"
+    fewest = 1 << 22
 
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:

@@ -50,6 +50,7 @@ def of_forward(kind: type[Kind], reading: Reading, module: Any, length: int, par
     def count() -> int | None:
         try:
             model = bare_copy(module, "meta").float().eval()
+            kind.prepare(model)
             if ours is not None:
                 model.__class__ = ours
             given = kind.at_length(model, reading, length, parent)

@@ -34,6 +34,7 @@ def prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
 
 def _prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
     model = bare_copy(module)
+    kind.prepare(model)
     for number, each in enumerate(each for each in model.modules() if isinstance(each, nn.Dropout)):
         each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
     nearest: tuple[int, float, str] | None = None

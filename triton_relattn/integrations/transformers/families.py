@@ -74,6 +74,9 @@ FAMILIES = (
     Family("xcodec2", "X-Codec 2", "its semantic encoder is Wav2Vec2-BERT", inside="wav2vec2_bert"),
     Family("neucodec", "NeuCodec", "its semantic encoder is Wav2Vec2-BERT", inside="wav2vec2_bert"),
     Family("embedding_gemma2", "EmbeddingGemma 2", "its audio encoder is Gemma 4's", inside="gemma4"),
+    Family("musicgen", "MusicGen", "its text encoder is T5", "0.2.0", inside="t5"),
+    Family("musicgen_melody", "MusicGen Melody", "its text encoder is T5", "0.2.0", inside="t5"),
+    Family("deepseek_vl_hybrid", "DeepSeek-VL, hybrid", "its vision encoder for large images is SAM's", "0.2.0", inside="sam"),
 )
 
 _LINEAR = {"gemma4", "longt5", "granite_speech", "granite_speech_plus", "granite_speech5", "gemma3n", "phi4_multimodal"}

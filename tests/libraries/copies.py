@@ -1,0 +1,213 @@
+"""Attention of packages that is found by its structure, built of the packages' own files, at a small and at its usual size."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.libraries.standins import absent, bare
+
+LENGTH = 29
+REAL = torch.arange(LENGTH) < torch.tensor([LENGTH, 17])[:, None]
+"""Positions of two sequences that are no padding."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A package's attention.
+
+    name: for the docs. package: in Python. build: makes a module of settings. small: settings for a comparison; given: its
+    arguments. usual: settings of published models; at: the length that memory is counted at. counts: positions of the output that
+    are compared; None: all. part: the attention inside the module of the usual settings.
+    """
+
+    name: str
+    package: str
+    build: Callable[..., nn.Module]
+    small: dict[str, Any]
+    given: Callable[[], tuple[Any, ...]]
+    usual: dict[str, Any]
+    at: int = 4096
+    counts: torch.Tensor | None = field(default=None, compare=False)
+
+
+def states(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def of_file(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def piper(**settings: Any) -> nn.Module:
+    bare("piper", "piper.train", "piper.train.vits")
+    return of_file("piper.train.vits.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
+
+
+def rvc(**settings: Any) -> nn.Module:
+    bare("rvc", "rvc.lib", "rvc.lib.infer_pack")
+    absent("scipy")
+    return of_file("rvc.lib.infer_pack.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
+
+
+def so_vits_svc(**settings: Any) -> nn.Module:
+    bare("so_vits_svc_fork", "so_vits_svc_fork.modules")
+    absent("scipy", "librosa", "torchaudio", "requests", "tqdm")
+    return of_file("so_vits_svc_fork.modules.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
+
+
+def coqui(**settings: Any) -> nn.Module:
+    layers = "TTS.tts.layers"
+    bare("TTS", "TTS.tts", layers, f"{layers}.glow_tts", "TTS.tts.utils", f"{layers}.generic", "TTS.utils")
+    absent("coqpit", "trainer", "librosa", "scipy", "soundfile", "TTS.utils.audio", "TTS.tts.utils.text", "TTS.config")
+    return of_file(f"{layers}.glow_tts.transformer", "RelativePositionTransformer")(**settings)  # type: ignore[no-any-return]
+
+
+def funasr(**settings: Any) -> nn.Module:
+    bare("funasr", "funasr.models", "funasr.models.transformer", "funasr.models.transformer.utils")
+    return of_file("funasr.models.transformer.attention", "RelPositionMultiHeadedAttention")(**settings)  # type: ignore[no-any-return]
+
+
+def chatterbox(**settings: Any) -> nn.Module:
+    parts = "chatterbox.models.s3gen"
+    bare("chatterbox", "chatterbox.models", parts, f"{parts}.transformer")
+    return of_file(f"{parts}.transformer.attention", "RelPositionMultiHeadedAttention")(**settings)  # type: ignore[no-any-return]
+
+
+def segment_anything(**settings: Any) -> nn.Module:
+    bare("segment_anything", "segment_anything.modeling")
+    return of_file("segment_anything.modeling.image_encoder", "ImageEncoderViT")(**settings)  # type: ignore[no-any-return]
+
+
+def cellpose(**settings: Any) -> nn.Module:
+    """Its model around an encoder of segment-anything, all of whose layers it makes global."""
+    encoder = segment_anything(use_rel_pos=True, **settings)
+    sys.modules["segment_anything"].sam_model_registry = {"vit_l": lambda _: SimpleNamespace(image_encoder=encoder)}  # type: ignore[attr-defined]
+    bare("cellpose")
+    return of_file("cellpose.vit", "CPSAM")()  # type: ignore[no-any-return]
+
+
+def timm(**settings: Any) -> nn.Module:
+    absent("torchvision", "timm.data")
+    bare("timm", "timm.models")
+    sys.modules["timm"].__version__ = "1.0.31"  # type: ignore[attr-defined]
+    made = of_file("timm.models.vision_transformer_sam", "VisionTransformerSAM")(**settings)
+    return made  # type: ignore[no-any-return]
+
+
+def conformer(**settings: Any) -> nn.Module:
+    return of_file("conformer", "Conformer")(**settings)  # type: ignore[no-any-return]
+
+
+def enformer(**settings: Any) -> nn.Module:
+    bare("enformer_pytorch")
+    absent("discrete_key_value_bottleneck_pytorch", "polars", "pyfaidx", "pandas", "datasets", "torchmetrics", "transformers")
+    return of_file("enformer_pytorch.modeling_enformer", "Attention")(**settings)  # type: ignore[no-any-return]
+
+
+def borzoi(**settings: Any) -> nn.Module:
+    bare("borzoi_pytorch")
+    return of_file("borzoi_pytorch.pytorch_borzoi_transformer", "Attention")(**settings)  # type: ignore[no-any-return]
+
+
+VITS = {"hidden_channels": 16, "filter_channels": 24, "n_heads": 2, "n_layers": 2, "kernel_size": 3, "window_size": 3}
+VITS_USUAL = {"hidden_channels": 192, "filter_channels": 768, "n_heads": 2, "n_layers": 6, "kernel_size": 3}
+SAM = {"img_size": 28, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True, "window_size": 3}
+SAM_USUAL = {"use_rel_pos": True, "window_size": 14, "global_attn_indexes": (2, 5, 8, 11)}
+GENES = {"dim": 1536, "heads": 8, "dim_key": 64, "dim_value": 192}
+
+
+def speech() -> tuple[Any, ...]:
+    return states(2, 16, LENGTH), REAL[:, None].float()
+
+
+def frames() -> tuple[Any, ...]:
+    x = states(2, LENGTH, 16)
+    return x, x, x, states(1, 2 * LENGTH - 1, 16), REAL[:, None]
+
+
+def frames_and_mask_first() -> tuple[Any, ...]:
+    x, y, z, positions, mask = frames()
+    return x, y, z, mask, positions
+
+
+def image() -> tuple[Any, ...]:
+    return (states(2, 3, 28, 28),)
+
+
+OF_SPEECH = REAL[:, None]
+COPIES = (
+    Copy("piper", "piper", piper, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=OF_SPEECH),
+    Copy("RVC", "rvc", rvc, VITS, speech, VITS_USUAL | {"window_size": 10}, counts=OF_SPEECH),
+    Copy("so-vits-svc", "so_vits_svc_fork", so_vits_svc, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=OF_SPEECH),
+    Copy(
+        "coqui",
+        "TTS",
+        coqui,
+        {"in_channels": 16, "out_channels": 16, "hidden_channels": 16, "hidden_channels_ffn": 24, "num_heads": 2}
+        | {"num_layers": 2, "kernel_size": 3, "rel_attn_window_size": 3},
+        speech,
+        {"in_channels": 192, "out_channels": 192, "hidden_channels": 192, "hidden_channels_ffn": 768, "num_heads": 2}
+        | {"num_layers": 6, "kernel_size": 3, "rel_attn_window_size": 4},
+        counts=OF_SPEECH,
+    ),
+    Copy(
+        "FunASR",
+        "funasr",
+        funasr,
+        {"n_head": 2, "n_feat": 16, "dropout_rate": 0.1},
+        frames,
+        {"n_head": 4, "n_feat": 256, "dropout_rate": 0.1},
+    ),
+    Copy(
+        "chatterbox",
+        "chatterbox",
+        chatterbox,
+        {"n_head": 2, "n_feat": 16, "dropout_rate": 0.1},
+        frames_and_mask_first,
+        {"n_head": 8, "n_feat": 512, "dropout_rate": 0.1},
+    ),
+    Copy("segment-anything", "segment_anything", segment_anything, SAM | {"global_attn_indexes": (1,)}, image, SAM_USUAL),
+    Copy(
+        "cellpose",
+        "cellpose",
+        cellpose,
+        {"embed_dim": 16, "depth": 2, "num_heads": 2, "window_size": 14, "global_attn_indexes": (1,)},
+        lambda: (states(1, 3, 256, 256),),
+        {"embed_dim": 1024, "depth": 2, "num_heads": 16, "window_size": 14, "global_attn_indexes": (1,)},
+        at=1024,
+    ),
+    Copy("timm, SAM", "timm", timm, SAM | {"global_attn_indexes": (1,)}, image, SAM_USUAL),
+    Copy(
+        "conformer",
+        "conformer",
+        conformer,
+        {"dim": 16, "depth": 2, "heads": 2, "dim_head": 8},
+        lambda: (states(2, LENGTH, 16),),
+        {"dim": 512, "depth": 2},
+    ),
+    Copy(
+        "enformer-pytorch",
+        "enformer_pytorch",
+        enformer,
+        {"dim": 16, "num_rel_pos_features": 12, "heads": 2, "dim_key": 8, "dim_value": 12},
+        lambda: (states(2, LENGTH, 16),),
+        GENES | {"num_rel_pos_features": 192},
+        at=1536,
+    ),
+    Copy(
+        "borzoi-pytorch",
+        "borzoi_pytorch",
+        borzoi,
+        {"dim": 16, "num_rel_pos_features": 32, "heads": 2, "dim_key": 8, "dim_value": 12},
+        lambda: (states(2, LENGTH, 16),),
+        GENES | {"num_rel_pos_features": 32},
+    ),
+)

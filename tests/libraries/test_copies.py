@@ -1,0 +1,124 @@
+"""Attention of packages that is found by its structure: replaced, with equal outputs and gradients; and what docs say of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, of_file, states, timm
+from tests.libraries.standins import is_installed
+from triton_relattn import disable, enable
+from triton_relattn._core.within import assert_near
+from triton_relattn.integrations import proof, structure
+from triton_relattn.integrations.proof import float32_is_float64
+
+DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
+every_copy = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            each,
+            id=each.package,
+            marks=pytest.mark.skipif(not is_installed(each.package), reason="not installed: make test-libraries"),
+        )
+        for each in COPIES
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(proof, "_passed", {})
+    monkeypatch.setattr(structure, "_proven", {})
+    for kind in structure.KINDS:
+        monkeypatch.setattr(kind, "fewest", 0)
+
+
+def computed(model: Any, given: tuple[Any, ...], counts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    leaves = [each.detach().requires_grad_() if each.dtype == torch.float64 else each for each in given]  # masks are none
+    with float32_is_float64():
+        out = model(*leaves)
+        out = out[0] if isinstance(out, tuple) else out
+        out = out if counts is None else out.where(counts, 0.0)
+        found = {**dict(model.named_parameters()), **{f"input {n}": each for n, each in enumerate(leaves) if each.requires_grad}}
+        found = {name: each for name, each in found.items() if each.requires_grad}
+        d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(out, list(found.values()), d_out, allow_unused=True, materialize_grads=True)
+    return {proof.OUTPUT: out.detach(), **{proof.GRADIENT + name: each for name, each in zip(found, gradients, strict=True)}}
+
+
+@every_copy
+def test_copies_are_equal(kind: Copy) -> None:
+    """The whole encoder, or the attention where the package has no encoder of its own, in float64."""
+    torch.manual_seed(0)
+    model = proof.varied(kind.build(**kind.small))
+    given = kind.given()
+    expected = computed(model, given, kind.counts)
+    report = enable(model)
+    assert report and not report.left, str(report)
+    assert all(row.error is not None and row.error < proof.LIMIT for row in report.rows)
+    ours = computed(model, given, kind.counts)
+    assert not torch.equal(ours[proof.OUTPUT], expected[proof.OUTPUT]), "bit for bit what the stock path computes"
+    proof.compare(kind.name, ours, expected)
+    assert disable(model) == dict(report)
+
+
+@every_copy
+def test_memory_in_the_docs(kind: Copy) -> None:
+    """A layer at its usual size: square in the length before, linear after, and as docs/enable.md says."""
+    with torch.device("meta"):
+        model = kind.build(**kind.usual)
+    report = enable(model, lengths=(kind.at // 2, kind.at))
+    rows = [row for row in report.rows if not row.reason]
+    assert rows and not report.left, str(report)
+    (_, short), (before, after) = max((row.memory for row in rows), key=lambda each: each[1][0] or 0)
+    assert before is not None and after is not None and short is not None
+    assert after < 2.3 * short and before > 5 * after
+    line = next(each for each in DOCS.read_text().splitlines() if each.startswith(f"| {kind.name} "))
+    found = re.search(r"\| ([\d,]+) \| ([\d,]+) MiB \| ([\d.,]+) MiB \|$", line)
+    said = f"| {kind.at:,} | {before / 2**20:,.0f} MiB | {after / 2**20:,.0f} MiB |"
+    assert found and found[0] == said, f"{kind.name}: {said}"
+
+
+@pytest.mark.skipif(not is_installed("funasr"), reason="not installed: make test-libraries")
+def test_funasr_s_other_classes() -> None:
+    """The older shift is served where no term is for the future, a mask of numbers, too; chunks are left alone."""
+    funasr(n_head=2, n_feat=16, dropout_rate=0.0)
+    file = "funasr.models.transformer.attention"
+    legacy, chunks = of_file(file, "LegacyRelPositionMultiHeadedAttention"), of_file(file, "RelPositionMultiHeadedAttentionChunk")
+    assert enable(legacy(2, 16, 0.1, zero_triu=True))
+    assert "differs by" in enable(legacy(2, 16, 0.1)).left[""]
+    assert enable(chunks(2, 16, 0.1)).left
+    exported = of_file(file, "RelPosMultiHeadedAttentionExport")
+    assert enable(exported(of_file(file, "RelPositionMultiHeadedAttention")(2, 16, 0.1)))
+
+
+@pytest.mark.skipif(not is_installed("chatterbox"), reason="not installed: make test-libraries")
+def test_chatterbox_with_a_cache() -> None:
+    torch.manual_seed(0)
+    model = proof.varied(chatterbox(n_head=2, n_feat=16, dropout_rate=0.0))
+    x, positions, cache = states(1, 4, 16), states(1, 19, 16), states(1, 2, 6, 16)
+    mask = torch.ones(1, 1, 10, dtype=torch.bool)
+    for given in ((x, x, x, mask, positions, cache), (x, x, x, mask[..., :4], states(1, 4, 16))):
+        disable(model)
+        expected = model(*given)
+        enable(model)
+        for ours, stock in zip(model(*given), expected, strict=True):
+            assert_near("the enabled model", ours, stock)
+
+
+@pytest.mark.skipif(not is_installed("timm"), reason="not installed: make test-libraries")
+def test_timm_s_other_models() -> None:
+    """What is recognised and not replaced says what to do."""
+    timm(img_size=28, patch_size=4, embed_dim=24, depth=1, num_heads=2, use_rel_pos=True)
+    swin = of_file("timm.models.swin_transformer", "SwinTransformer")
+    said = enable(swin(img_size=32, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4)).left
+    assert said and all("scaled_dot_product_attention" in each for each in said.values())
+    settings = of_file("timm.models.mvitv2", "MultiScaleVitCfg")(depths=(1, 1), embed_dim=(24, 48), num_heads=(1, 2))
+    said = enable(of_file("timm.models.mvitv2", "MultiScaleVit")(settings, img_size=32)).left
+    assert said and all("pools queries and keys" in each for each in said.values())

@@ -1,0 +1,255 @@
+"""Packages that have models of transformers inside, and what people do with an enabled model: adapters, offloading.
+
+In a process of its own, with the real transformers, which other tests of libraries replace by a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.libraries.standins import absent, bare, is_installed
+from triton_relattn import disable, enable
+from triton_relattn._core.within import assert_near
+from triton_relattn._operators import NAMESPACE
+from triton_relattn.integrations import proof
+from triton_relattn.integrations.proof import float32_is_float64
+
+pytestmark = pytest.mark.skipif(
+    not (is_installed("sentence_transformers") and is_installed("transformers")), reason="not installed: make test-libraries"
+)
+T5: dict[str, Any] = {"num_layers": 2, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 60}
+DEBERTA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 60,
+}
+DEBERTA |= {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 40, "position_buckets": 8}
+DEBERTA |= {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False, "pad_token_id": 0}
+MPNET: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 60,
+}
+WORDS = ["<pad>", "</s>", "<s>", "<unk>", "<mask>", *"abcdefghij"]
+TEXTS = ["a b c d e f g h i j a b", "j i h"]
+Run = Callable[[Any], torch.Tensor]
+
+
+def saved(folder: Path, kind: str, sizes: dict[str, Any]) -> str:
+    """A model of transformers with a tokenizer, in a folder."""
+    import tokenizers
+    import transformers
+
+    tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    named = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **named, model_max_length=32).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+    return str(folder)
+
+
+def sentence_transformers(folder: Path) -> tuple[Any, Run, set[str]]:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    inner = Transformer(saved(folder, "MPNet", MPNET))
+    model = SentenceTransformer(modules=[inner, Pooling(16)], device="cpu")
+
+    def run(model: Any) -> torch.Tensor:
+        given = model.tokenize(TEXTS) if hasattr(model, "tokenize") else model.preprocess(TEXTS)
+        return model(given)["sentence_embedding"]  # type: ignore[no-any-return]
+
+    return model, run, {"MPNetModel", "MPNetEncoder", "MPNetSelfAttention"}
+
+
+def gliner(folder: Path) -> tuple[Any, Run, set[str]]:
+    absent("onnxruntime")
+    import transformers
+    from gliner.modeling.encoder import Transformer
+
+    settings = SimpleNamespace(
+        encoder_config=transformers.DebertaV2Config(**DEBERTA),
+        vocab_size=60,
+        hidden_size=16,
+        _attn_implementation="eager",
+        fuse_layers=False,
+    )
+    model = Transformer("none", settings)  # type: ignore[arg-type]
+    tokens, mask = torch.randint(1, 59, (2, 30)), (torch.arange(30) < torch.tensor([[30], [12]])).long()
+    return model, lambda model: model(tokens, attention_mask=mask), {"DebertaV2Encoder", "DisentangledSelfAttention"}
+
+
+def bert_score(folder: Path) -> tuple[Any, Run, set[str]]:
+    absent("pandas", "matplotlib", "mpl_toolkits")
+    from bert_score import BERTScorer
+
+    place = saved(folder, "DebertaV2", DEBERTA)
+    model = BERTScorer(model_type=place, num_layers=2, device="cpu", use_fast_tokenizer=True)
+
+    def run(model: Any) -> torch.Tensor:
+        import bert_score.utils as utils
+
+        tokens = torch.randint(1, 14, (2, 30))
+        return utils.bert_encode(model._model, tokens, torch.ones_like(tokens))  # type: ignore[no-any-return]
+
+    return model, run, {"DebertaV2Encoder", "DisentangledSelfAttention"}
+
+
+def chronos(folder: Path) -> tuple[Any, Run, set[str]]:
+    absent("pandas", "boto3")
+    bare("chronos")
+    import importlib
+
+    import transformers
+
+    stock: Any = importlib.import_module("chronos.chronos")
+    config = stock.ChronosConfig(
+        "MeanScaleUniformBins", {"low_limit": -15, "high_limit": 15}, 37, 4, 60, 2, 0, 1, True, "seq2seq", 3, 1.0, 50, 1.0
+    )
+    inner = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
+    model = stock.ChronosPipeline(tokenizer=None, model=stock.ChronosModel(config, inner))
+    tokens = torch.randint(1, 59, (2, 37))
+    mask = torch.arange(37) < torch.tensor([[37], [22]])
+    return model, lambda model: model.model.encode(tokens, mask), {"T5Stack", "T5Attention"}
+
+
+def chronos_bolt(folder: Path) -> tuple[Any, Run, set[str]]:
+    absent("pandas", "boto3")
+    bare("chronos")
+    import importlib
+
+    import transformers
+
+    stock: Any = importlib.import_module("chronos.chronos_bolt")
+    bolt: dict[str, Any] = {"context_length": 128, "prediction_length": 8, "input_patch_size": 4, "input_patch_stride": 4}
+    bolt |= {"quantiles": [0.1, 0.5, 0.9], "use_reg_token": True}
+    config = transformers.T5Config(**T5, chronos_config=bolt, decoder_start_token_id=0, reg_token_id=1)
+    model = stock.ChronosBoltModelForForecasting(config)
+    series = torch.randn(2, 128)
+    return model, lambda model: model(context=series).quantile_preds, {"T5Stack", "T5Attention"}
+
+
+def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
+    import transformers
+    from diffusers import DiffusionPipeline
+
+    class Pipeline(DiffusionPipeline):  # type: ignore[misc]
+        def __init__(self, text_encoder: Any) -> None:
+            super().__init__()
+            self.register_modules(text_encoder=text_encoder)
+
+    model = Pipeline(transformers.T5EncoderModel(transformers.T5Config(**T5)))
+    tokens = torch.randint(1, 59, (2, 37))
+    return model, lambda model: model.text_encoder(tokens).last_hidden_state, {"T5Stack", "T5Attention"}
+
+
+class Operators(TorchDispatchMode):
+    """Notices calls of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func.namespace == NAMESPACE
+        return func(*args, **(kwargs or {}))
+
+
+WRAPPERS = (sentence_transformers, gliner, bert_score, chronos, chronos_bolt, diffusers)
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    from triton_relattn.integrations.every import _roots
+
+    return [each for _, each in _roots(model)]
+
+
+def computed(model: Any, run: Run) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of all parameters, in float64."""
+    with float32_is_float64():
+        torch.manual_seed(3)
+        out = run(model)
+        found = {f"{n}.{name}": each for n, root in enumerate(modules_of(model)) for name, each in root.named_parameters()}
+        if not out.requires_grad:  # a scorer computes without gradients
+            return {proof.OUTPUT: out}
+        d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(out, list(found.values()), d_out, allow_unused=True, materialize_grads=True)
+    return {proof.OUTPUT: out.detach(), **{proof.GRADIENT + name: each for name, each in zip(found, gradients, strict=True)}}
+
+
+@pytest.mark.parametrize("make", WRAPPERS, ids=lambda each: each.__name__)
+def test_wrappers(make: Any, tmp_path: Path) -> None:
+    model, run, replaced = make(tmp_path)
+    torch.manual_seed(0)
+    for each in modules_of(model):
+        proof.varied(each)
+    torch.manual_seed(1)
+    expected = computed(model, run)
+    report = enable(model)
+    assert set(report.values()) == replaced and not report.left, str(report)
+    with Operators() as operators:
+        ours = computed(model, run)
+    assert operators.seen
+    proof.compare(make.__name__, ours, expected)
+    assert disable(model) == dict(report)
+
+
+def t5() -> tuple[Any, torch.Tensor]:
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.T5EncoderModel(transformers.T5Config(**T5)).eval(), torch.randint(1, 59, (2, 37))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_of_peft(before: bool) -> None:
+    """Added before or after: they count, and learn."""
+    import peft
+
+    model, tokens = t5()
+    if before:
+        enable(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q", "v"], r=2, init_lora_weights=False)).eval()
+    if not before:
+        assert enable(adapted)
+    out = adapted(tokens).last_hidden_state
+    out.sum().backward()
+    learned = [each.grad for name, each in adapted.named_parameters() if "lora_" in name]
+    assert learned and all(each is not None and each.any() for each in learned)
+    disable(adapted)
+    assert_near("the enabled model", out, adapted(tokens).last_hidden_state)
+
+
+def test_offloading_of_accelerate() -> None:
+    """Before enable and after: its hooks replace the forward of modules with weights of their own, as T5's attention has none."""
+    import accelerate
+
+    model, tokens = t5()
+    expected = model(tokens).last_hidden_state
+    enable(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert_near("the enabled model", model(tokens).last_hidden_state, expected)
+    hooked, _ = t5()
+    accelerate.cpu_offload(hooked, execution_device="cpu")
+    assert enable(hooked) and "forward" in vars(hooked.encoder.block[0].layer[0].SelfAttention.q)
+    assert_near("the enabled model", hooked(tokens).last_hidden_state, expected)
+
+
+def test_compiled() -> None:
+    model, tokens = t5()
+    expected = model(tokens).last_hidden_state
+    enable(model)
+    assert_near("the enabled model", torch.compile(model, backend="aot_eager")(tokens).last_hidden_state, expected)
