@@ -1,6 +1,6 @@
 """Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled.
 
-``enable`` shows what :func:`triton_relattn.enable` does to a model.
+``enable`` shows what :func:`triton_relattn.enable` does to a model. ``check`` checks the Triton kernels on this machine's GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import __version__
+from . import __version__, check
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.every import enable
 from .integrations.transformers import families
@@ -82,13 +82,16 @@ def made(place: str) -> object:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
-    verbs = parser.add_subparsers(dest="verb", metavar="enable")
+    verbs = parser.add_subparsers(dest="verb", metavar="enable, check")
     verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, proven and saved")
     verb.add_argument(
         "--model", required=True, metavar="PACKAGE:FACTORY", help="a function without arguments that returns a model"
     )
     verb.add_argument("--lengths", type=int, nargs="+", default=[4096], help="positions to count memory for (%(default)s)")
+    verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a minute")
     options = parser.parse_args(argv)
+    if options.verb == "check":
+        return check.main()
     if options.verb == "enable":
         try:
             print(enable(made(options.model), lengths=options.lengths))

@@ -19,7 +19,7 @@ from triton_relattn import RelativePositions, fused_relative_attention, testing
 from triton_relattn._core import residual, validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn._reference import reference_attention
+from triton_relattn.check import judge
 from triton_relattn.kernels.introspect import Call, backward, forward, planning, selection
 from triton_relattn.testing import Inputs
 
@@ -101,41 +101,6 @@ def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tupl
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wanted, tiles, residual=kept)
     named = zip(DIFFERENTIABLE, gradients, strict=True)
     return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}
-
-
-def check_result(
-    name: str,
-    actual: torch.Tensor,
-    golden: dict[str, Any],
-    reference: dict[str, torch.Tensor],
-    inputs: Inputs,
-    arguments: dict[str, Any],
-) -> None:
-    """The error rule of the tests; in float32 out and lse have more room, since their logits are scaled to base 2."""
-    gradient, float32 = name.startswith("d_"), inputs.query.dtype == torch.float32
-    factor = 3 if gradient else 4 if float32 else 2
-    testing.assert_within_budget(name, actual, golden[name], reference[name], factor=factor, exact_reference=True)
-    if gradient and float32:
-        testing.assert_gradients_close_fp32(name, actual, golden[name], [golden[other] for other in reference])
-    elif name in ("d_rel_key", "d_rel_p2c"):
-        testing.assert_table_gradient(name, actual, inputs, table=name.removeprefix("d_"), **arguments)
-
-
-def judge(results: dict[str, torch.Tensor], inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Status, message, and each result's largest error as a multiple of that of plain torch in the same precision."""
-    golden = testing.dense_gradients(inputs, **arguments)._asdict()
-    reference = testing.forward_backward(reference_attention, inputs, **arguments)
-    row: dict[str, Any] = {}
-    problems = []
-    for name, actual in results.items():
-        finite = golden[name].isfinite()
-        ours, plain = (float((t.double() - golden[name])[finite].abs().max()) for t in (actual, reference[name]))
-        row[name] = f"{ours / max(plain, 1e-300):.3g}"
-        try:
-            check_result(name, actual, golden, reference, inputs, arguments)
-        except AssertionError as error:
-            problems.append(str(error))
-    return {**row, "status": "FAILED" if problems else "ok", "message": " | ".join(problems)}
 
 
 def run_case(case: Checked, device: str) -> list[dict[str, Any]]:

@@ -20,10 +20,10 @@ from bench.report import summary
 from bench.report.rows import Table, in_one_line
 from bench.verbs import memory, speed
 from triton_relattn import testing
+from triton_relattn.check import judge
 from triton_relattn.kernels.introspect import selection
 
 from .checks import OURS as WITH_LSE
-from .checks import judge
 from .report import Report, synchronize
 from .workers import Lost, spread
 

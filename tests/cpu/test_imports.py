@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("functional",),
     ("grids", "tables", "testing", "plots"),
     ("distributed",),
-    ("nn",),
+    ("check", "nn"),
     ("integrations",),
     ("__init__", "__main__"),
 )
@@ -259,6 +259,8 @@ class Properties:
 
 torch.cuda.get_device_properties = lambda device=None: Properties
 from triton_relattn import fused_relative_attention
+from triton_relattn._implementations import hardware
+hardware.MEASURED = frozenset({(9, 0)})  # no warning that nobody has checked the kernels here
 
 class Chosen(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -389,6 +391,21 @@ warnings.simplefilter("error")
 print(choose_implementation("triton", torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)).name)
 """
     assert run(program) == "triton\n"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
+def test_unchecked_kernels_on_a_gpu_warn_once(compiled: bool) -> None:
+    """By default; not where they are asked for."""
+    program = f"""
+{ON_A_GPU}
+hardware.MEASURED = frozenset()
+for implementation in ("triton", None, None):
+    call(implementation=implementation, compiled={compiled})
+"""
+    asked, default, warning, again = run(program).splitlines()
+    assert {asked, default, again} == {"triton"}
+    assert warning.startswith("RuntimeWarning the Triton kernels have been tested in an emulator")
 
 
 @pytest.mark.thorough

@@ -9,6 +9,7 @@ from .._core.warn import warn_once
 from .base import Implementation
 from .blockwise import Blockwise
 from .dense import Dense
+from .hardware import warn_of_unchecked
 from .kernels import Kernels
 
 TRITON, BLOCKWISE = Kernels(), Blockwise()
@@ -59,7 +60,9 @@ def choose_implementation(
     """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
     On a GPU that cannot run triton the default comes with a warning that says why. Kernels on a GPU come with a warning if Triton
-    is newer than the newest that they were tested with. Each is given once in a process.
+    is newer than the newest that they were tested with, and by default if nobody has checked them on such a GPU. Each is
+    given once
+    in a process.
 
     Raises:
         ValueError: an unknown name.
@@ -73,6 +76,7 @@ def choose_implementation(
             _warn_of_blockwise(reason)
             return BLOCKWISE
         TRITON.warn(query.device)
+        warn_of_unchecked(query.device)
         return TRITON
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {tuple(IMPLEMENTATIONS)}, got {name!r}")
