@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
 from . import _implementations
 from ._core import validation
 from ._core.arguments import Arguments, Terms
+from ._core.doubts import refuse_unknown
 from ._core.dropout import draw_seed
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._operators import ops
@@ -111,6 +112,7 @@ def fused_relative_attention(
     return_lse: bool = False,
     exact_query_grad: bool = False,
     implementation: str | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention with learned embeddings of the distance, in memory linear in the sequence lengths.
 
@@ -201,6 +203,7 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
+    refuse_unknown("fused_relative_attention", unknown)
     arguments = Arguments(
         query,
         key,
@@ -291,6 +294,7 @@ def fused_relative_attention_varlen(
     return_lse: bool = False,
     exact_query_grad: bool = False,
     implementation: str | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute :func:`fused_relative_attention` of B sequences of any lengths, packed one after the other without padding.
 
@@ -325,6 +329,7 @@ def fused_relative_attention_varlen(
         >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
         torch.Size([12, 2, 16])
     """
+    refuse_unknown("fused_relative_attention_varlen", unknown)
     arguments = Arguments(
         query,
         key,

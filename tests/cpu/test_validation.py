@@ -298,6 +298,26 @@ CURES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["key_lengths must lie in [0, 3]", LAYOUT],
     ),
+    "embedding": (
+        {"rel_key": torch.nn.Embedding(9, 8)},
+        TypeError,
+        ["rel_key must be a torch.Tensor, got Embedding", "pass the weights of a module: rel_key=module.weight"],
+    ),
+    "positions": ({"positions": (-4, 4)}, TypeError, ["got tuple", "positions=RelativePositions(-4, 4)"]),
+    "rows_first": ({"rel_key": zeros(9, 3, 8)}, ValueError, ["got (9, 3, 8)", ".transpose(0, 1) makes it (heads, R, width)"]),
+    "heads_joined": ({"rel_key": zeros(9, 24)}, ValueError, ["got (9, 24)", ".unflatten(1, (3, -1)).transpose(0, 1) makes it"]),
+    "transposed": ({"rel_key": zeros(8, 9)}, ValueError, ["got (8, 9)", "rel_key.mT has rows of a distance each"]),
+    "heads_transposed": ({"rel_key": zeros(3, 8, 9)}, ValueError, ["got (3, 8, 9)", "rel_key.mT has rows"]),
+    "a_bias_as_the_table": (
+        {"rel_key": zeros(3, 9)},
+        ValueError,
+        ["got (3, 9)", "a bias by distance, (R,) or (heads, R), is rel_bias"],
+    ),
+    "weight_of_t5": (
+        {"rel_key": None, "rel_bias": zeros(32, 3)},
+        ValueError,
+        ["got (32, 3)", "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T"],
+    ),
     "layout_with_rel_query": ({**SWAPPED, "rel_query": zeros(2, 5, 3, 8)}, ValueError, ["got 7", LAYOUT]),
 }
 
@@ -310,6 +330,26 @@ def test_an_error_names_the_cure(case: str, no_launch: None) -> None:
         call(**changes)
     for part in parts:
         assert part in str(raised.value), f"{part!r} is not in {str(raised.value)!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("causal", "is_causal"),
+        ("softmax_scale", "scale"),
+        ("mask", "attn_mask"),
+        ("dropout", "dropout_p"),
+        ("key_padding_mask", "key_len"),
+    ],
+)
+def test_names_of_other_libraries(name: str, here: str) -> None:
+    with pytest.raises(TypeError, match=rf"fused_relative_attention\(\) got an .* '{name}'; here it is {here}"):
+        call(**{name: None})
+    with pytest.raises(TypeError, match=r"fused_relative_attention_varlen\(\) got an unexpected keyword argument 'attn_mask'$"):
+        q = zeros(3, 2, 8)
+        lengths = torch.tensor([0, 3])
+        packing = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 3, "max_seqlen_k": 3}
+        fused_relative_attention_varlen(q, q, q, **packing, attn_mask=None)  # type: ignore[call-overload]
 
 
 def test_no_cure_is_named_that_is_none() -> None:

@@ -8,11 +8,12 @@ short tables are clipped on purpose, as by Shaw et al., and a call with position
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
+from ..positions import RelativePositions
 from .arguments import Arguments
 from .spec import AttentionSpec, AttentionTensors
 from .warn import warn_once
@@ -31,9 +32,46 @@ def _other_layout(packed: bool) -> str:
     return f"query, key and value look like {layout}; .transpose(1, 2) makes them {wanted}"
 
 
+OTHER_NAMES = {
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "mask": "attn_mask",
+    "attention_mask": "attn_mask",
+    "attn_bias": "attn_mask, which has no gradient, or rel_bias, a learned bias by distance",
+    "key_padding_mask": "key_lengths, or attn_mask=~key_padding_mask[:, None, None, :]",
+    "dropout": "dropout_p",
+    "logits_soft_cap": "softcap",
+    "is_gqa": "enable_gqa",
+    "score_mod": "none: the terms are rel_key, rel_bias, rel_p2c and rel_value",
+    "rel_pos": "rel_key",
+    "rel_pos_emb": "rel_key",
+}
+"""What arguments of other libraries are called here."""
+
+
+def refuse_unknown(function: str, names: Iterable[str]) -> None:
+    """Raise TypeError if a function was called with arguments that it does not have, with what they are called here."""
+    for name in names:
+        here = f"; here it is {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{here}")
+
+
+TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
+
+
 def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what may be done about a wrong call, as text, with the arguments that it changes."""
     packed = given.get("cu_seqlens") is not None
+    modules = {name: given[name].weight for name in TABLES if isinstance(getattr(given.get(name), "weight", None), torch.Tensor)}
+    if modules:
+        yield "pass the weights of a module: " + ", ".join(f"{name}=module.weight" for name in modules), modules
+    positions = given.get("positions")
+    if isinstance(positions, (tuple, list, range)) and len(positions) > 1:
+        first, last = (positions[0], positions[-1])
+        if isinstance(first, int) and isinstance(last, int) and first <= last:
+            yield f"positions=RelativePositions({first}, {last})", {"positions": RelativePositions(first, last)}
+    yield from _other_tables(given)
     if given.get("rel_key") is not None and given.get("attn_mask") is None and not packed:
         yield "a mask is given by its name: attn_mask=...", {"rel_key": None, "attn_mask": given["rel_key"]}
     rank, length = (3, 0) if packed else (4, 2)
@@ -41,6 +79,35 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     if all(isinstance(each, torch.Tensor) and not each.is_nested and each.dim() == rank for each in tensors.values()):
         if "query" in tensors and tensors["query"].shape[1] > tensors["query"].shape[length]:  # more heads than positions
             yield _other_layout(packed), {name: tensor.transpose(1, length) for name, tensor in tensors.items()}
+
+
+def _other_tables(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the other layouts in which models have a table."""
+    query = given.get("query")
+    if not isinstance(query, torch.Tensor) or query.is_nested or query.dim() not in (3, 4):
+        return
+    heads = query.shape[1]
+    for name in TABLES:
+        table = given.get(name)
+        if not isinstance(table, torch.Tensor) or table.is_nested or table.dim() not in (2, 3):
+            continue
+        if table.dim() == 3:
+            yield (
+                f"{name} looks like (R, heads, width); .transpose(0, 1) makes it (heads, R, width)",
+                {name: table.transpose(0, 1)},
+            )
+        elif heads and table.shape[1] % heads == 0 and name != "rel_bias":
+            split = table.unflatten(1, (heads, -1)).transpose(0, 1)
+            cure = (
+                f"{name} looks like (R, heads * width); .unflatten(1, ({heads}, -1)).transpose(0, 1) makes it (heads, R, width)"
+            )
+            yield cure, {name: split}
+        yield f"{name} looks transposed; {name}.mT has rows of a distance each", {name: table.mT}
+        if name == "rel_bias" and table.dim() == 2 and table.shape[1] == heads:
+            buckets = "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T has a number for each head and distance"
+            yield f"a weight of T5 has a row for each bucket: {buckets}", {name: table.new_zeros(heads, 257)}
+        if name == "rel_key" and given.get("rel_bias") is None:
+            yield "a bias by distance, (R,) or (heads, R), is rel_bias", {"rel_key": None, "rel_bias": table}
 
 
 def with_cures(resolve: Resolve) -> Resolve:

@@ -129,7 +129,10 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
         raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
     if attn_mask.requires_grad:
         raise ValueError(
-            "attn_mask has no gradient, but requires_grad is set; a learned bias by distance is rel_bias, otherwise detach it"
+            "attn_mask has no gradient, but requires_grad is set: it would not be trained. A learned bias "
+            "by distance is rel_bias; for "
+            "one of all pairs use scaled_dot_product_attention, which is dense; attn_mask.detach() says "
+            "that it is not to be trained"
         )
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if len(sizes) != 4 or not all(size in (1, full) for size, full in zip(sizes, shape, strict=True)):
