@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def draw_panel(axes: Any, points: Mapping[str, Points], styles: Mapping[str, dic
 
 
 def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, title: str) -> None:
-    """Peak memory against the length, how ours grows, and a cross at the length at which a method ran out of memory."""
+    """Peak memory against the length, how ours grows, and a cross where a method would have taken more than the limit."""
     measured = lines(rows, direction, "peak_bytes")
     power = summary.exponent(measured.get(OURS, ()))
     grows = "" if power is None else f", ours $\\sim n^{{{power:.2f}}}$"
@@ -110,20 +111,26 @@ def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, title: str
     failed = [row for row in rows if row["direction"] == direction and row["status"].startswith(OUT_OF_MEMORY)]
     if not failed:
         return
-    base, _, show = QUANTITIES["bytes"]
-    ticks = [*axes.get_yticks(), axes.get_yticks()[-1] * base]
-    top = ticks[-1]
+    limits = [float(found[1]) * UNITS_OF[found[2]] for row in failed if (found := LIMIT.search(row["status"]))]
+    if not limits:
+        return
+    limit, (base, _, show) = max(limits), QUANTITIES["bytes"]
+    ticks = list(axes.get_yticks())
+    while ticks[-1] < 1.5 * limit:
+        ticks.append(ticks[-1] * base)
     axes.set_yticks(ticks, [show(tick) for tick in ticks])
-    axes.set_ylim(ticks[0], top)
+    axes.set_ylim(ticks[0], ticks[-1])
+    axes.axhline(limit, color=MUTED, linewidth=0.8)
     for row in failed:
-        end = (int(row["seqlen"]), top)
-        path = [*measured.get(row["method"], ())[-1:], end]
-        line = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": (0, (4, 3)), "linewidth": 1, "clip_on": False}
-        axes.plot(*zip(*path, strict=True), **line | {"marker": ""})
-        axes.plot(*end, **line | {"marker": "x", "markersize": 9, "markeredgewidth": 2.2})
+        mark = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": "", "marker": "x", "markersize": 9, "markeredgewidth": 2.2}
+        axes.plot(int(row["seqlen"]), limit, **mark)
     first = min(int(row["seqlen"]) for row in failed)
-    where = {"textcoords": "offset points", "ha": "right", "va": "center"}
-    axes.annotate("out of memory", (first, top), (-10, 0), fontsize=9, color=INK, **where)
+    where = {"textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(f"out of memory: limit {short_bytes(limit)}", (first, limit), (-10, 4), fontsize=9, color=INK, **where)
+
+
+LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
+UNITS_OF = {"MiB": 2**20, "GiB": 2**30}
 
 
 def annotate_ratio(axes: Any, points: Mapping[str, Points]) -> None:

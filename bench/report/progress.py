@@ -11,11 +11,17 @@ Item = TypeVar("Item")
 
 
 def progress(
-    items: Iterable[Item], label: Callable[[Item], str], work: Callable[[Item], float] = lambda _: 1.0
+    items: Iterable[Item],
+    label: Callable[[Item], str],
+    work: Callable[[Item], float] = lambda _: 1.0,
+    outcome: Callable[[Item], str] = lambda _: "",
 ) -> Iterator[Item]:
-    """Yield the items and show which one is at work; a bar also shows the time left, if time goes with ``work``."""
+    """Yield the items and show which one is at work; a bar also shows the time left, if time goes with ``work``.
+
+    outcome: asked for a finished item; what it says stands in a log in place of the time: that it was skipped.
+    """
     items = list(items)
-    return _bar(items, label, work) if sys.stderr.isatty() else _lines(items, label)
+    return _bar(items, label, work) if sys.stderr.isatty() else _lines(items, label, outcome)
 
 
 def _bar(items: Sequence[Item], label: Callable[[Item], str], work: Callable[[Item], float]) -> Iterator[Item]:
@@ -29,8 +35,9 @@ def _bar(items: Sequence[Item], label: Callable[[Item], str], work: Callable[[It
             bar.update(work(item))
 
 
-def _lines(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
+def _lines(items: Sequence[Item], label: Callable[[Item], str], outcome: Callable[[Item], str]) -> Iterator[Item]:
     for number, item in enumerate(items, 1):
         started = time.monotonic()
         yield item
-        print(f"[{number}/{len(items)}] {label(item)}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        said = outcome(item) or f"{time.monotonic() - started:.1f} s"
+        print(f"[{number}/{len(items)}] {label(item)}: {said}", file=sys.stderr, flush=True)

@@ -15,12 +15,17 @@ DIRECTIONS = ("forward", "forward+backward")
 NO_REMARK = ("ok", "does not apply", "not tried")
 
 
+FITTED = 8
+"""The factor between the longest and the shortest length that a law is fitted to: over less, constant parts bend it."""
+
+
 def exponent(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the p of value ~ length^p, by least squares of the logarithms over the longer half of the points: not the slope
-    between the last two, and not over short lengths. None for fewer than two points."""
-    longest = sorted(points)[-max(2, math.ceil(len(points) / 2)) :]
+    """Return the p of value ~ length^p, by least squares of the logarithms over the longer half of the points, or more of them
+    if that is needed for a factor of FITTED between its lengths. None if all span less."""
+    half = sorted(points)[-max(2, math.ceil(len(points) / 2)) :]
+    longest = [each for each in points if each in half or FITTED * each[0] >= half[-1][0]]
     logs = [(math.log(length), math.log(value)) for length, value in longest if value > 0]
-    if len({x for x, _ in logs}) < 2:
+    if not logs or max(logs)[0] - min(logs)[0] < math.log(FITTED) - 1e-9:
         return None
     mean_x, mean_y = (sum(values) / len(logs) for values in zip(*logs, strict=True))
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)

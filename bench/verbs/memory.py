@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..cases import attention as cases
 from ..cases.attention import Case
 from ..cases.methods import METHODS
 from ..measure import point
@@ -13,7 +12,7 @@ from ..report import summary
 from ..report.progress import progress
 from ..report.rows import Table, stamp
 from . import verify
-from .options import add_measured
+from .options import add_measured, chosen_cases
 from .speed import COLUMNS, Failures, new_row
 
 DIRECTIONS = ("forward", "forward+backward")
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_verify and verify.gate(options.device) != 0:
         print("The tests fail: nothing is measured.")
         return 1
-    chosen = cases.choose(options.cases or ["cpu" if options.device == "cpu" else "memory"], options.lengths)
+    chosen = chosen_cases(options, ["cpu" if options.device == "cpu" else "memory"])
     table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
     failures = {direction: Failures() for direction in DIRECTIONS}
     points = [
@@ -47,13 +46,17 @@ def run(options: argparse.Namespace) -> int:
         for method in options.methods
         for direction in DIRECTIONS
     ]
+    skipped: dict[Any, str] = {}
     try:
         for case, method, direction in progress(
             points,
+            outcome=lambda each: skipped.get(each, ""),
             label=lambda each: f"{each[1]}, {each[0].length}, {each[2]}",
             work=lambda each: 0 if METHODS[each[1]].why_not(each[0], options.device) else 4096**2 + each[0].length ** 2,
         ):
             row = measure(case, method, direction, options, failures[direction].of(case))
+            if row["status"].startswith(("not tried", "does not apply")):
+                skipped[case, method, direction] = row["status"]
             failures[direction].remember(case, [row])
             table.add(row)
     except KeyboardInterrupt:

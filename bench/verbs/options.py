@@ -84,9 +84,63 @@ def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) ->
     parser.add_argument("--lengths", type=some_of(lengths), default=[], metavar="A,B", help="only these sequence lengths of them")
 
 
+SIZES = {"b": "batch", "h": "heads", "n": "length", "d": "head_dim", "kv": "key_heads", "q": "num_queries"}
+
+
+def sizes(text: str) -> dict[str, int]:
+    """A parser of ``b4,h12,n1500,d80``; kv: heads of key and value, q: queries at the end of n keys."""
+    found = {"batch": 1, "heads": 8, "head_dim": 64}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(b|h|n|d|kv|q)(\d+)\s*", part)
+        if match is None or int(match[2]) < 1:
+            known = ", ".join(f"{letter}: {name}" for letter, name in SIZES.items())
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no size; there are {known}, each with a number behind, as in b4,h12,n1500,d80"
+            )
+        found[SIZES[match[1]]] = int(match[2])
+    if "length" not in found:
+        raise argparse.ArgumentTypeError(f"{text!r} has no length: b4,h12,n1500,d80")
+    return found
+
+
+def rows(text: str) -> int | None:
+    """A parser of the rows of a table, or "full"."""
+    if text == "full":
+        return None
+    if not text.isdigit() or int(text) % 2 == 0:
+        raise argparse.ArgumentTypeError(f'must be an odd number of rows, as 33 for distances up to 16, or "full", got {text!r}')
+    return int(text)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """``--shape`` and what belongs to it, for a call of one's own; chosen_cases reads them."""
+    parser.add_argument(
+        "--shape",
+        type=sizes,
+        action="append",
+        metavar="b4,h12,n1500,d80",
+        help="a call of your own in place of --cases; repeatable",
+    )
+    parser.add_argument(
+        "--table", type=rows, default=None, metavar="ROWS", help='rows of its table, or "full": one for each distance (full)'
+    )
+    parser.add_argument("--dtype", choices=tuple(cases.DTYPES), default=None, help="its dtype (bf16 on a GPU, fp32 on a CPU)")
+    parser.add_argument("--causal", action="store_true", help="hide the future in it")
+
+
+def chosen_cases(options: argparse.Namespace, default: Sequence[str]) -> list[cases.Case]:
+    """The cases of ``--shape``, or else of ``--cases`` and ``--lengths``."""
+    if options.shape:
+        dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+        common = {"rows": options.table, "dtype": dtype, "is_causal": options.causal, "group": "yours"}
+        return [cases.Case(**each, **common) for each in options.shape]
+    return cases.choose(options.cases or default, options.lengths)
+
+
 def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
     """Add the options that speed and memory have in common."""
     add_cases(parser, default)
+    add_shape(parser)
     add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
     add_machine(parser)
     add_no_verify(parser)
@@ -98,5 +152,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
     limit = int(SHARE * available_bytes())
     parser.add_argument(
-        "--memory-limit", type=gibibytes, default=limit, metavar="GiB", help="of a CPU (default: most of what is free)"
+        "--memory-limit",
+        type=gibibytes,
+        default=limit,
+        metavar="GiB",
+        help="memory that may be used on a CPU (default: most of what is free)",
     )

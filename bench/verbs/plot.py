@@ -99,6 +99,7 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
     measured = [row for row in rows if row["status"] == "ok" and row["direction"] == "forward+backward"]
     names = list(dict.fromkeys(row["case"] for row in measured))
     lengths = {name: _longest_compared([row for row in measured if row["case"] == name]) for name in names}
+    names.sort(key=lambda name: -_saved([row for row in measured if row["case"] == name and int(row["seqlen"]) == lengths[name]]))
     with plt.rc_context({"font.size": 9, "font.family": "DejaVu Sans", "text.color": INK}):
         height = 0.26 * len(names) + 1.9
         figure, panels = plt.subplots(1, 2, figsize=(11, height), sharey=True)
@@ -120,13 +121,21 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
             style(axis, title, "")
         panels[0].set_yticks(range(len(names)), [f"{name}, {lengths[name]}" for name in names])
         panels[0].set_ylim(len(names) - 0.5, -0.5)
-        figure.tight_layout(rect=(0.01, 0.6 / height, 0.99, 1 - 0.35 / height))
+        what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence of the length beside the name."
+        below = caption(measured, what, 2)
+        figure.tight_layout(rect=(0.01, (0.35 + 0.15 * len(below.splitlines())) / height, 0.99, 1 - 0.35 / height))
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="upper left", ncols=3, frameon=False)
-        what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence of the length beside the name."
-        figure.text(0.02, 0.12 / height, caption(measured, what, 2), fontsize=8, color=MUTED, va="bottom")
+        figure.text(0.02, 0.12 / height, below, fontsize=8, color=MUTED, va="bottom")
         figure.savefig(path, dpi=110, facecolor="white")
         plt.close(figure)
+
+
+def _saved(rows: Sequence[Row]) -> float:
+    """Return how many times our peak the smallest one of the stock methods is; 0 if there is none."""
+    peaks = {row["method"]: float(row["peak_bytes"]) for row in rows if row["peak_bytes"]}
+    ours = peaks.pop(OURS, 0.0)
+    return min(peaks.values(), default=0.0) / ours if ours else 0.0
 
 
 def _longest_compared(rows: Sequence[Row]) -> int:

@@ -16,7 +16,7 @@ from ..report import summary
 from ..report.progress import progress
 from ..report.rows import Table, stamp
 from . import verify
-from .options import add_list, add_measured
+from .options import add_list, add_measured, chosen_cases
 
 COLUMNS = (
     *("verb", "group", "case", "method", "direction", "status", "batch", "heads", "key_heads", "seqlen", "head_dim", "rel_dim"),
@@ -74,7 +74,7 @@ class Failures:
 
 
 def run(options: argparse.Namespace) -> int:
-    chosen = cases.choose(options.cases or cases.default_groups(options.device), options.lengths)
+    chosen = chosen_cases(options, cases.default_groups(options.device))
     default = [direction for direction in timing.DIRECTIONS if options.device == "cuda" or direction != "backward"]
     options.directions = options.directions or default
     if not options.no_verify and verify.gate(options.device) != 0:

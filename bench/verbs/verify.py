@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -24,12 +25,21 @@ def command(device: str, folder: str) -> list[str]:
 def gate(device: str) -> int:
     """Exit status of the tests of what runs on "cpu" or "cuda"; their output if they fail."""
     what = "the kernels against float64" if device == "cuda" else ", ".join(TESTS)
+    if device == "cpu" and importlib.util.find_spec("pytest") is None:
+        print("The tests need pytest: pip install pytest hypothesis. --no-verify measures without them; the rows then say so.")
+        return 1
     print(f"verifying: {what}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        tests = subprocess.run(command(device, folder), cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = (tests.stdout + tests.stderr).strip().splitlines()
-    print("\n".join(lines[-1:] if tests.returncode == 0 else lines[-40:]), flush=True)
-    return tests.returncode
+        tests = subprocess.Popen(command(device, folder), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = b""
+        while piece := tests.stdout.read1(4096):  # type: ignore[union-attr]
+            output += piece
+            print(piece.decode(errors="replace") if sys.stdout.isatty() else "", end="", flush=True)
+        status = tests.wait()
+    if not sys.stdout.isatty():
+        lines = output.decode(errors="replace").strip().splitlines()
+        print("\n".join(lines[-1:] if status == 0 else lines[-40:]), flush=True)
+    return status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

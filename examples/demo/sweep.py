@@ -55,7 +55,10 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
     failures = Failures()
     points = [(length, method) for length in lengths for method in COMPARED]
     # The constant part of a point, its process and its repeats, takes about as long as the growing one does at 1024.
-    for length, method in progress(points, lambda each: f"{each[1]}, {each[0]}", lambda each: 1024**2 + each[0] ** 2):
+    skipped: dict[tuple[int, str], str] = {}
+    for length, method in progress(
+        points, lambda each: f"{each[1]}, {each[0]}", lambda each: 1024**2 + each[0] ** 2, lambda each: skipped.get(each, "")
+    ):
         case = case_of(length, dtype)
         row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
         if method == OURS:
@@ -63,7 +66,7 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
         seconds_left = end - time.monotonic()
         not_tried = failures.of(case).get(method) or why_skip(last.get(method), length, memory_limit, seconds_left)
         if not_tried is not None:
-            row["status"] = not_tried
+            row["status"] = skipped[length, method] = not_tried
         elif device == "cuda":
             row |= point.measure(case, method, DIRECTION, device, SECONDS_PER_POINT)
         else:

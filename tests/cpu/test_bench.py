@@ -209,7 +209,7 @@ def test_memory_goes_on_past_the_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(point, "measure_in_own_process", in_process)
-    ladder(monkeypatch, 32, 64, 96, 128)
+    ladder(monkeypatch, 8, 16, 32, 64, 96, 128)
     path = tmp_path / "memory.csv"
     assert main(["memory", *SMALL, "--methods", f"{OURS},gather", "--csv", str(path)]) == 0
     status = {(row["method"], row["seqlen"]): row["status"].partition(":")[0] for row in read(path)}
@@ -224,6 +224,9 @@ def test_exponent() -> None:
     lengths = (256, 512, 1024, 2048, 4096, 8192)
     assert summary.exponent([(n, 10**8 / n + 5.0 * n**2) for n in lengths]) == pytest.approx(2, abs=0.01)
     assert summary.exponent([(256, 3.0)]) is None and summary.exponent([]) is None
+    few = [(n, 5.0 * n**2) for n in (1000, 2000, 4000)]
+    assert summary.exponent(few) is None, "a law of lengths that are near to each other"
+    assert summary.exponent([(500, 5.0 * 500**2), *few]) == pytest.approx(2)
 
 
 @pytest.mark.parametrize("smallest", [1000, 0, -4096])

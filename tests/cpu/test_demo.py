@@ -80,10 +80,10 @@ def test_what_runs_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPa
         return found if found["peak_bytes"] <= LIMIT else {"status": "out of memory: more than 4 GiB"}
 
     monkeypatch.setattr(point, "measure_in_own_process", limited)
-    rows = list(sweep([32, 64, 128, 256], "fp32", "cpu", LIMIT, budget=1e6))
+    rows = list(sweep([8, 32, 64, 128, 256], "fp32", "cpu", LIMIT, budget=1e6))
     statuses = {row["seqlen"]: row["status"] for row in rows if row["method"] == OURS}
     failed = "out of memory: more than 4 GiB"
-    assert statuses == {32: "ok", 64: "ok", 128: failed, 256: f"not tried: {failed} at 128"}
+    assert statuses == {8: "ok", 32: "ok", 64: "ok", 128: failed, 256: f"not tried: {failed} at 128"}
     measured = [row | {"peak_bytes": row.get("peak_bytes")} for row in rows]
     assert summary.exponent(summary.points(measured, OURS, DIRECTION, "peak_bytes")) == pytest.approx(2)
 
