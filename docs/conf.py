@@ -17,8 +17,8 @@ project = "triton_relattn"
 author = "The triton_relattn authors"
 version = release = triton_relattn.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-autodoc_typehints = "none"  # docstrings say shapes, which types do not
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False

@@ -1,10 +1,8 @@
 """Correctness of the Triton kernels on this machine's GPU: ``python -m triton_relattn check``, a minute.
 
-Calls of every kind, forward and backward, are compared with a float64 computation by hand. An error may be a small
-multiple of the
-one that plain torch makes in the same precision (docs/numerics.md). A check that has passed is remembered for the GPU,
-torch, Triton
-and this package, and ends the warning that unchecked kernels give.
+Calls of every kind, forward and backward, are compared with a float64 computation by hand. An error may be a small multiple of
+the one that plain torch makes in the same precision (docs/numerics.md). A check that has passed is remembered for the GPU,
+torch, Triton and this package, and ends the warning that unchecked kernels give.
 """
 
 from __future__ import annotations

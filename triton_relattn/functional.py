@@ -12,6 +12,7 @@ from ._core.arguments import Arguments, Terms
 from ._core.doubts import refuse_unknown
 from ._core.dropout import draw_seed
 from ._core.spec import AttentionSpec, AttentionTensors
+from ._jagged import attend_jagged, is_jagged
 from ._operators import ops
 from ._operators.sharding import shards_positions
 from .positions import RelativePositions
@@ -173,6 +174,9 @@ def fused_relative_attention(
         Keys and values that no query sees (by key_lengths, is_causal or window_size) are not read: they may hold NaN, and their
         gradients are 0.
 
+    Query, key and value may be jagged nested tensors (B, H, N, D), each a (B, N, H, D) transposed; the result is one, too.
+    They are computed by :func:`fused_relative_attention_varlen`, without a copy.
+
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
     (float64 for float64), even under ``torch.autocast``, which casts float32 inputs but not rel_bias and masks.
     Results and gradients repeat bit for bit on the same machine with the same settings and number of threads. "reference" on a
@@ -204,6 +208,28 @@ def fused_relative_attention(
         torch.Size([1, 2, 10, 16])
     """
     refuse_unknown("fused_relative_attention", unknown)
+    if is_jagged(query):
+        options = {
+            "rel_query": rel_query,
+            "rel_value": rel_value,
+            "rel_bias": rel_bias,
+            "rel_p2c": rel_p2c,
+            "positions": positions,
+            "attn_mask": attn_mask,
+            "key_lengths": key_lengths,
+            "is_causal": is_causal,
+            "window_size": window_size,
+            "query_offset": query_offset,
+            "dropout_p": dropout_p,
+            "scale": scale,
+            "rel_scale": rel_scale,
+            "softcap": softcap,
+            "enable_gqa": enable_gqa,
+            "return_lse": return_lse,
+            "exact_query_grad": exact_query_grad,
+            "implementation": implementation,
+        }
+        return attend_jagged(fused_relative_attention_varlen, query, key, value, rel_key, **options)
     arguments = Arguments(
         query,
         key,

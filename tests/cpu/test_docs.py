@@ -7,12 +7,16 @@ import doctest
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.cases.methods import OURS
+from bench.report.rows import read
+from bench.report.text import short_bytes
 from tools.cycles.machine import MACHINES
 from tools.cycles.predict import SCORES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
@@ -26,14 +30,19 @@ from triton_relattn.nn import attention, table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README, TRANSFORMERS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "transformers.md").read_text()
+README, TRANSFORMERS, USAGE, BENCHMARKS = (
+    (ROOT / name).read_text() for name in ("README.md", "docs/transformers.md", "docs/usage.md", "docs/benchmarks.md")
+)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 MODEL, LAYER, PARAKEET = (1, 8, 1024, 64), (2, 100, 512), (1, 100, 1024)
 GRID = (1, 8, 24 * 32, 64)
 # The shape of ``out`` after each example of a page.
 EXAMPLES = {
     "README.md": [MODEL, LAYER, PARAKEET],
-    "usage.md": [MODEL, MODEL, MODEL, (1, 8, 1, 64), LAYER, LAYER],
+    "usage.md": [MODEL, MODEL, MODEL, LAYER, LAYER],
+    "decoding.md": [(1, 8, 200, 64), (1, 8, 1, 64)],
+    "migrate.md": [(1, 4, 128, 32)] * 2,
+    "models.md": [(2, 4, 100, 64)],
     "tables.md": [MODEL],
     "grids.md": [GRID, GRID],
     "torch.md": [(2, 60, 512), MODEL, MODEL],
@@ -71,6 +80,26 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert names["table"].grad.any()
     if page.name == "usage.md":
         assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_the_page(page: Path) -> None:
+    """What is wider than the site's column is cut there."""
+    assert not [line for block in PYTHON.findall(page.read_text()) for line in block.splitlines() if len(line) > 88]
+
+
+def test_blocks_of_the_readme_stand_alone() -> None:
+    """Each imports what it uses."""
+    for block in PYTHON.findall(README):
+        exec(block, {})
+
+
+def test_the_long_description_has_no_relative_links() -> None:
+    """An index cannot follow them."""
+    page = (ROOT / "triton_relattn" / "README.md").read_text()
+    assert not relative_links(page) and "![" not in page
+    for block in PYTHON.findall(page):
+        exec(block, {})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -136,11 +165,11 @@ def test_docstring_examples(module: Any) -> None:
     assert result.attempted > 0 and result.failed == 0
 
 
-def test_readme_support_table() -> None:
+def test_support_table() -> None:
     """The table's columns are the implementations; its dtypes and widths are those of the predicate that chooses one."""
     rows = {
         cells[0]: cells[1:]
-        for line in README.split("\n## Support\n")[1].splitlines()
+        for line in USAGE.split("\n## Which implementation runs\n")[1].split('`implementation="..."`')[0].splitlines()
         if line.startswith("|")
         for cells in [cells_of(line)]
     }
@@ -237,6 +266,72 @@ def test_costs_are_those_of_the_budgets() -> None:
             for method in ("triton_relattn", "plain")
         ]
         assert found == [f"{ours / plain:.2f}" for ours, plain in zip(*both, strict=True)], name
+
+
+RESULTS = ROOT / "bench" / "results" / "cpu"
+DENSE = ("shaw_gather", "gather", "skewing", "dense_bias")
+
+
+def measured(file: str, direction: str, column: str) -> dict[int, dict[str, float]]:
+    """What methods took at each length, those that could be measured."""
+    found: dict[int, dict[str, float]] = {}
+    for row in read(RESULTS / file):
+        if row["direction"] == direction and row[column]:
+            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row[column])
+    return found
+
+
+def from_to(values: Iterable[float]) -> str:
+    """The smallest and the largest of some ratios."""
+    low, high = min(values := list(values)), max(values)
+    return f"{low:.1f} to {high:.1f}"
+
+
+def claims() -> list[str]:
+    """What README says of memory and speed, made of the rows."""
+    memory = measured("memory.csv", "forward+backward", "peak_bytes")[8192]
+    best = min(memory[method] for method in DENSE if method in memory)
+    said = [f"takes {short_bytes(memory[OURS])} at length 8,192, where the leanest dense method takes {short_bytes(best)}"]
+    faster, slower = [], []
+    for direction in ("forward", "forward+backward"):
+        times = {length: each for length, each in measured("speed.csv", direction, "p50_ms").items() if length <= 8192}
+        faster.append(from_to(min(each[m] for m in DENSE if m in each) / each[OURS] for each in times.values()))
+        slower.append(from_to(each[OURS] / each["sdpa"] for each in times.values()))
+    said.append(f"the forward is {faster[0]} times as fast as the fastest dense method, with the backward {faster[1]} times")
+    said.append(
+        f"It takes {slower[0]} times as long as `scaled_dot_product_attention` without any term, with the backward {slower[1]}"
+    )
+    return said
+
+
+def test_readme_figures() -> None:
+    text = " ".join(README.split())
+    assert not [claim for claim in claims() if claim not in text]
+    threads = {row["threads"] for name in ("speed.csv", "memory.csv", "huang.csv") for row in read(RESULTS / name)}
+    assert threads == {"2"} and "two threads" in text
+
+
+def huang() -> list[list[str]]:
+    """Rows of the table of Huang et al., in MB for a layer and head: embeddings and logits of Shaw, of Huang, of this package."""
+    printed = {
+        650: ("108 + 1.7", "0.17 + 1.7"),
+        2048: ("1,100 + 16", "0.52 + 16"),
+        3500: ("3,100 + 49", "0.90 + 49"),
+    }  # the paper's
+    return [[f"{length:,}", *of_paper, f"{length * 64 * 4 / 1e6:.2f} + 0"] for length, of_paper in printed.items()]
+
+
+def test_the_table_of_huang() -> None:
+    """The paper's figures, beside the bytes of a table of a row for each distance to the past; and no logits are left."""
+    lines = [cells_of(line) for line in README.splitlines()]
+    assert all(row in lines for row in huang())
+    peaks = measured("huang.csv", "forward", "peak_bytes")
+    assert set(peaks) == {650, 2048, 3500}
+    for length, each in peaks.items():
+        extra = (each[OURS] - each["plain"]) / 1e6
+        row = [f"{length:,}", *(f"{each[method] / 1e6:,.1f}" for method in ("shaw_gather", "skewing", OURS, "plain"))]
+        assert row in [cells_of(line) for line in BENCHMARKS.splitlines()], row
+        assert extra < 1, "the term takes memory of its own"
 
 
 def test_families_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_operators",),
     ("merging",),
     ("_distributed",),
+    ("_jagged",),
     ("functional",),
     ("grids", "tables", "testing", "plots"),
     ("distributed",),

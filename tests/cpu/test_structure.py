@@ -186,6 +186,36 @@ def test_other_terms_are_left_alone(name: str) -> None:
     assert "left as they were" in str(report) and before.__name__ in str(report)
 
 
+def test_what_a_user_changes_later_makes_calls_the_stock_class_s() -> None:
+    """Settings of the module, its dropout, or hooks that watch the weights: nothing of that was in the proof."""
+    module, given = made("espnet")
+    enable(module)
+    ours = module(*given)
+    module.past = True
+    expected = type(module).__mro__[1].forward(module, *given)
+    assert torch.equal(module(*given), expected) and not torch.equal(ours, expected)
+    module.past = False
+    assert torch.equal(module(*given), ours)
+    seen: list[torch.Size] = []
+    hook = module.dropout.register_forward_hook(lambda _, __, weights: seen.append(weights.shape))
+    module(*given)
+    assert seen == [torch.Size((2, 4, LENGTH, LENGTH))]
+    hook.remove()
+    module.dropout = nn.Identity()
+    assert torch.equal(module(*given), type(module).__mro__[1].forward(module, *given))
+
+
+def test_a_forward_that_counts_its_calls_is_left_alone() -> None:
+    class Counting(stock.ShawAttention):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x, mask)
+
+    assert "its forward changes calls" in enable(Counting()).left[""]
+
+
 def test_weights_that_the_forward_drops_by_itself() -> None:
     """A probability that no child has is not known to us when the module is called."""
 

@@ -59,10 +59,9 @@ def choose_implementation(
 ) -> Implementation:
     """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
-    On a GPU that cannot run triton the default comes with a warning that says why. Kernels on a GPU come with a warning if Triton
-    is newer than the newest that they were tested with, and by default if nobody has checked them on such a GPU. Each is
-    given once
-    in a process.
+    On a GPU that cannot run triton the default comes with a warning that says why. Kernels on a GPU come with a warning if
+    Triton is newer than the newest that they were tested with, and by default if nobody has checked them on such a GPU. Each is
+    given once in a process.
 
     Raises:
         ValueError: an unknown name.

@@ -22,8 +22,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
 
     It is found in two ways. By its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain, fairseq2 and
     x-transformers. By its structure, in any other module: the names and shapes of its parameters and children, and the
-    arguments of
-    its forward; these kinds are known:
+    arguments of its forward; these kinds are known:
 
     - vectors for keys and values in a window, with a proximal bias (VITS: RVC, GPT-SoVITS, so-vits-svc, piper, coqui, ...);
     - Transformer-XL's terms with projected positions (ESPnet's Conformer: FunASR, chatterbox, copies in recipes);
@@ -32,21 +31,19 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
     - an embedding of clipped distances (Shaw et al.: lucidrains' conformer);
     - a bias by bucket that a layer makes of its own embedding (T5).
 
-    Before a module is replaced for its structure, its class and ours run side by side on a copy with random weights, in
-    float64 on
-    the CPU: outputs and the gradients of inputs and parameters at three lengths, with and without masks, agree to 2**-30 of the
-    largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for each
-    class and its settings, and is remembered for the class's source and ours. What disagrees stays as it is.
+    Before a module is replaced for its structure, its class and ours run side by side on a copy with random weights, in float64
+    on the CPU: outputs and the gradients of inputs and parameters at three lengths, with and without masks, agree to 2**-30 of
+    the largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for
+    each class and its settings, and is remembered for the class's source and ours. What disagrees stays as it is.
 
     Args:
         model: a module, or any object that holds some, as a pipeline does: those among its attributes and ``components``.
         lengths: for which the report counts memory, in positions.
 
     Returns:
-        A dict of the replaced modules: their names and those of their classes; empty if all were replaced before. It prints as a
-        table with what each one computes, the difference in its proof and the memory of a layer. ``rows`` has the same
-        as numbers,
-        ``left`` the modules that were recognised and not replaced, with the reason.
+        A dict of the replaced modules: their names and those of their classes; empty if all were replaced before. It prints as
+        a table with what each one computes, the difference in its proof and the memory of a layer. ``rows`` has the same as
+        numbers, ``left`` the modules that were recognised and not replaced, with the reason.
 
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
     an enabled model are enabled, if the source of the class is still the same when they are loaded.
@@ -211,7 +208,10 @@ def _by_structure(name: str, module: nn.Module, parent: nn.Module | None, length
         sizes = [
             tuple(memory.of_forward(kind, reading, module, length, parent, each) for each in (None, ours)) for length in lengths
         ]
-        module.__class__ = ours
+        try:
+            module.__class__ = ours
+        except TypeError as error:  # a class with __slots__
+            raise Refused(f"its class cannot be exchanged: {error}") from error
         return Row(name, stock, title, STRUCTURE, difference, tuple(sizes))  # type: ignore[arg-type]
     except Refused as refused:
         return Row(name, stock, title or "relative attention", STRUCTURE, reason=str(refused))

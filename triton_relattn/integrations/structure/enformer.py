@@ -1,8 +1,7 @@
 """Transformer-XL's terms with features of the distance that the module makes itself: Enformer and Borzoi.
 
-Source: Avsec et al., "Effective gene expression prediction from sequence by integrating long-range interactions", 2021;
-Linder et al.,
-"Predicting RNA-seq coverage from DNA sequence as a unifying model of gene regulation", 2025.
+Source: Avsec et al., "Effective gene expression prediction from sequence by integrating long-range interactions", 2021; Linder
+et al., "Predicting RNA-seq coverage from DNA sequence as a unifying model of gene regulation", 2025.
 """
 
 from __future__ import annotations

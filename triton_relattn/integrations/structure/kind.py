@@ -40,7 +40,7 @@ class Reading:
 
     roles: attributes by role. arguments: roles by the name of the forward's argument. options: whatever else a kind has to know.
     drops: the child that drops attention weights; drops_out: the one that drops numbers of the output. returns: how many values
-    the forward returns in a tuple; 0: a tensor.
+    the forward returns in a tuple; 0: a tensor. settings: the module's own attributes that are plain values.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -49,6 +49,7 @@ class Reading:
     drops: str | None = None
     drops_out: str | None = None
     returns: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def option(self, name: str) -> Any:
         return dict(self.options)[name]
@@ -64,9 +65,9 @@ class Reading:
 class Kind:
     """A way in which attention is relative, and a stock class that is of it: :meth:`compute` in place of the stock forward.
 
-    It computes the calls that it :meth:`serves`. All others are the stock forward's: arguments without a role that are
-    not at their
-    defaults, shapes that were not proven, and on a CPU so few scores that the stock forward is faster.
+    It computes the calls that it :meth:`serves`. All others are the stock forward's: arguments without a role that are not at
+    their defaults, shapes that were not proven, a module whose settings have changed, and on a CPU so few scores that the stock
+    forward is faster.
 
     title: the kind's name, for the report. The class in place of the stock class has no attributes but ``ATTRIBUTE``, which is
     this object, so that none can have the name of one of the stock module's. noted: in a proof no weights are dropped, and the
@@ -126,9 +127,18 @@ class Kind:
 
     def forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self._by_role(args, kwargs)
-        if given is None or self._is_small(module, given) or not self.serves(module, **given):
+        if given is None or not self._is_as_proven(module) or self._is_small(module, given) or not self.serves(module, **given):
             return self.stock.forward(module, *args, **kwargs)
         return self.compute(module, **given)
+
+    def _is_as_proven(self, module: Any) -> bool:
+        """Whether the module's settings are those of the proof, and nothing watches the weights that ours does not make."""
+        if any(getattr(module, name, None) != value for name, value in self.reading.settings):
+            return False
+        if self.reading.drops is None:
+            return True
+        dropout = getattr(module, self.reading.drops)
+        return isinstance(dropout, nn.Dropout) and not dropout._forward_hooks and not dropout._forward_pre_hooks
 
     def _is_small(self, module: Any, given: dict[str, Any]) -> bool:
         """Whether a call has so few scores that the stock forward is faster."""

@@ -167,10 +167,14 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     ]
     try:
         with torch.no_grad(), proof.float32_is_float64(), _restored(model):
+            before = settings_of(model)
             out = model.eval()(**proof.copied(sample.given))
+            changed = [name for (name, _) in set(settings_of(model)) - set(before)]
     finally:
         for hook in hooks:
             hook.remove()
+    if changed:
+        raise Refused(f"its forward changes {', '.join(sorted(changed))}, on which what it computes next may depend")
     returns = len(out) if isinstance(out, (tuple, list)) else 0
     uncalled = [name for name, child in model.named_children() if isinstance(child, nn.Dropout) and name not in dropped]
     # Torch's fused attention takes the probability of one that is not called.
@@ -178,9 +182,19 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     others = [name for name, shape in dropped.items() if name not in weights and shape.numel() == next(_values(out)).numel()]
     return dataclasses.replace(
         reading,
+        settings=settings_of(model),
         drops=next(iter(weights), None),
         drops_out=next(iter(others), None),
-        returns=returns,  # type: ignore[arg-type]
+        returns=returns,
+    )
+
+
+def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The attributes of a module that are plain values, on which its forward may depend."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and name != "training"
     )
 
 

@@ -84,9 +84,8 @@ def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, st
     """Return the roles that arguments of a forward may have, the likeliest first: those of ARGUMENTS by their names,
     states in order.
 
-    Without an argument that is called a mask, each one but the first may be it. What has no role is left at its default:
-    an argument
-    that has none, and of several masks all but the first.
+    Without an argument that is called a mask, each one but the first may be it. What has no role is left at its default: an
+    argument that has none, and of several masks all but the first.
     """
     parameters = [
         each

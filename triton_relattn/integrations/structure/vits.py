@@ -1,9 +1,8 @@
 """Vectors for keys and values in a window, as in VITS: its copies in RVC, GPT-SoVITS, so-vits-svc, Bert-VITS2, MeloTTS,
 piper, coqui.
 
-Source: Kim et al., "Conditional Variational Autoencoder with Adversarial Learning for End-to-End Text-to-Speech", 2021;
-Shaw et al.,
-"Self-Attention with Relative Position Representations", 2018.
+Source: Kim et al., "Conditional Variational Autoencoder with Adversarial Learning for End-to-End Text-to-Speech", 2021; Shaw et
+al., "Self-Attention with Relative Position Representations", 2018.
 """
 
 from __future__ import annotations
