@@ -25,7 +25,9 @@ napoleon_use_rtype = False
 napoleon_use_param = False
 myst_heading_anchors = 3
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!triton_relattn).*")]  # classes of torch and others, which only a network could look up
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!triton_relattn).*|triton_relattn\.testing\.(Inputs|DenseGradients)")
+]  # classes of torch and others, which only a network could look up
 
 html_theme = "furo"
 html_title = f"triton_relattn {version}"

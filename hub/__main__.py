@@ -24,7 +24,17 @@ PACKAGE, FILES = ROOT / "triton_relattn", Path(__file__).parent / "files"
 NAME, VERSION, LICENSE = "triton-relattn", 0, "Apache-2.0"
 """Version 0: the hub's for kernels that may change."""
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]}}
-LEFT_OUT = ("__pycache__", "plots.py", "__main__.py", "transformers", "nemo", "speechbrain", "x_transformers", "fairseq2")
+LEFT_OUT = (
+    "__pycache__",
+    "plots.py",
+    "__main__.py",
+    "transformers",
+    "nemo",
+    "speechbrain",
+    "x_transformers",
+    "fairseq2",
+    "structure",
+)
 
 
 def main() -> None:
@@ -70,11 +80,18 @@ def copy_sources(folder: Path) -> None:
         if path.name != "attention.py":
             path.unlink()
     (folder / "integrations" / "espnet" / "__init__.py").write_text('"""Attention of Conformers as ESPnet has it."""\n')
-    for name in ("replacement.py", "proof.py", "known.py", "known_sources.csv", "small.py"):
+    for name in ("replacement.py", "proof.py", "known.py", "known_sources.csv", "small.py", "every.py", "report.py"):
         (folder / "integrations" / name).unlink()
     (folder / "layers.py").write_text((FILES / "layers.py").read_text())
     init = folder / "__init__.py"
     text = init.read_text().replace("from . import tables\n", "from . import layers, tables\n")
+    text = (
+        text.replace('    "disable",\n    "enable",\n', "").partition("\n\ndef __getattr__")[0] + "\n"
+    )  # these need the libraries
+    text = text.replace("if TYPE_CHECKING:\n    from .integrations.every import disable, enable\n\n", "")
+    text = text.replace("from typing import TYPE_CHECKING, Any\n\n", "")
+    text = "\n".join(line for line in text.split("\n") if not line.startswith("enable, disable "))
+    assert "enable" not in text
     init.write_text(text.replace('    "tables",\n', '    "layers",\n    "tables",\n'))
 
 

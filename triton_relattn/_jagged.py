@@ -24,7 +24,8 @@ def attend_jagged(
         TypeError: not all three are such tensors, or an argument is one that packed calls do not have.
     """
     packed, offsets = [], []
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    given: tuple[tuple[str, Any], ...] = (("query", query), ("key", key), ("value", value))
+    for name, tensor in given:
         if not is_jagged(tensor) or tensor.dim() != 4 or tensor.transpose(1, 2)._ragged_idx != 1:
             raise TypeError(
                 f"{name} must be jagged as query is: a (B, N, H, D) of layout torch.jagged, transposed to (B, H, N, D)"
@@ -34,7 +35,7 @@ def attend_jagged(
     if options.get("attn_mask") is not None or options.get("key_lengths") is not None:
         raise TypeError("jagged tensors take no attn_mask and no key_lengths: their sequences have the lengths that they have")
     options = {name: each for name, each in options.items() if name not in ("attn_mask", "key_lengths")}
-    rel_query = options.get("rel_query")
+    rel_query: Any = options.get("rel_query")
     if is_jagged(rel_query):
         options["rel_query"] = rel_query.transpose(1, 2).values()
     longest = [int(each.diff().max()) if len(each) > 1 else 0 for each in offsets[:2]]

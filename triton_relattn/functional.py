@@ -189,13 +189,13 @@ def fused_relative_attention(
         TypeError: wrong types or dtypes.
         NotImplementedError: ``implementation="triton"`` where it cannot run, with the reason.
 
-    Warns, once each:
-        RuntimeWarning: a GPU gets "blockwise" by default.
-        UserWarning: the call is probably a mistake. A causal call has fewer queries than keys, but no query_offset. A long
-        table does
-            not cover the call (see positions). Dimensions seem to be in the order (B, N, H, D): there are more heads than
-            positions, and either more than 256 heads, or as many as the positions that the table covers, or at least 32, more
-            than twice the positions, with a table that heads share.
+    Warns:
+        RuntimeWarning: once, a GPU gets "blockwise" by default, or kernels by default that nobody has checked there
+            (``python -m triton_relattn check``).
+        UserWarning: once for each reason, the call is probably a mistake. A causal call has fewer queries than keys, but no
+            query_offset. A long table does not cover the call (see positions). Dimensions seem to be in the order (B, N, H,
+            D): there are more heads than positions, and either more than 256 heads, or as many as the positions that the
+            table covers, or at least 32, more than twice the positions, with a table that heads share.
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",

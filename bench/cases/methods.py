@@ -49,7 +49,16 @@ def ours(case: Case, has_table: bool = True, implementation: str | None = None) 
 
 def _sdpa(case: Case) -> Function:
     options: dict[str, Any] = {"is_causal": case.is_causal, "enable_gqa": case.key_heads is not None}
-    return lambda inputs: scaled_dot_product_attention(*inputs[:3], **options)
+    if not case.is_causal or case.num_queries is None:
+        return lambda inputs: scaled_dot_product_attention(*inputs[:3], **options)
+
+    def run(inputs: CaseTensors) -> torch.Tensor:
+        """Its is_causal lets the first query see the first key alone; here the last one sees the last key."""
+        query, key = inputs[:2]
+        seen = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+        return scaled_dot_product_attention(*inputs[:3], attn_mask=seen, enable_gqa=options["enable_gqa"])
+
+    return run
 
 
 def _sdpa_backend(name: str, case: Case) -> Function:

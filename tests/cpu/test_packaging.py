@@ -64,12 +64,22 @@ def test_wheel(built: Path) -> None:
 
 
 def test_source_distribution(built: Path) -> None:
-    """The source distribution has the files that the wheel is built from, and the README and license that it names."""
+    """The source distribution has what the wheel is built from, its tests and documentation, and nothing that is made."""
     with tarfile.open(built / f"triton_relattn-{VERSION}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {name for name in tracked("triton_relattn") if not name.endswith(".md")} <= names
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
-    assert not [name for name in names if name.startswith(("bench/", "out/", "."))]
+    assert {
+        "pyproject.toml",
+        "PACKAGE.md",
+        "README.md",
+        "LICENSE",
+        "NOTICE",
+        "Makefile",
+        "tests/conftest.py",
+        "bench/tune.py",
+    } <= names
+    made = [name for name in names if name.startswith(("out/", ".")) or "__pycache__" in name or name.endswith(".pyc")]
+    assert not made
 
 
 def test_citation_and_changelog_know_the_version() -> None:

@@ -192,7 +192,7 @@ def test_what_a_user_changes_later_makes_calls_the_stock_class_s() -> None:
     enable(module)
     ours = module(*given)
     module.past = True
-    expected = type(module).__mro__[1].forward(module, *given)
+    expected = stock.ConformerAttention.forward(module, *given)
     assert torch.equal(module(*given), expected) and not torch.equal(ours, expected)
     module.past = False
     assert torch.equal(module(*given), ours)
@@ -202,7 +202,7 @@ def test_what_a_user_changes_later_makes_calls_the_stock_class_s() -> None:
     assert seen == [torch.Size((2, 4, LENGTH, LENGTH))]
     hook.remove()
     module.dropout = nn.Identity()
-    assert torch.equal(module(*given), type(module).__mro__[1].forward(module, *given))
+    assert torch.equal(module(*given), stock.ConformerAttention.forward(module, *given))
 
 
 def test_a_forward_that_counts_its_calls_is_left_alone() -> None:

@@ -91,7 +91,9 @@ def cellpose(**settings: Any) -> nn.Module:
     encoder = segment_anything(use_rel_pos=True, **settings)
     sys.modules["segment_anything"].sam_model_registry = {"vit_l": lambda _: SimpleNamespace(image_encoder=encoder)}  # type: ignore[attr-defined]
     bare("cellpose")
-    return of_file("cellpose.vit", "CPSAM")()  # type: ignore[no-any-return]
+    made = of_file("cellpose.vit", "CPSAM")
+    importlib.import_module("cellpose.vit").sam_model_registry = sys.modules["segment_anything"].sam_model_registry  # type: ignore[attr-defined]
+    return made()  # type: ignore[no-any-return]
 
 
 def timm(**settings: Any) -> nn.Module:

@@ -50,7 +50,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
 
     What differs from the stock model: dropout drops other weights, as many; attention weights that a module keeps for pictures
     (``attn``) are None; rows of queries that no key is shown to are zero, which are rows of padding. For libraries the ``enable``
-    of each (:mod:`triton_relattn.integrations.transformers`, ...) has its own list. A call with arguments that were not proven
+    of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not proven
     (another kind of cache, cross attention) is the stock class's.
 
     Raises:
