@@ -415,6 +415,39 @@ def test_quantised_projections() -> None:
     assert_near("the enabled model", module(x), expected)
 
 
+def test_a_dropout_behind_the_projection() -> None:
+    """As one module: it is called as the stock class calls it."""
+    torch.manual_seed(0)
+    module: Any = stock.ShawAttention().double()
+    module.wo = nn.Sequential(module.wo, nn.Dropout(0.5))
+    x = states(2, 9, WIDTH)
+    torch.manual_seed(3)
+    expected = module(x)
+    assert enable(module)
+    torch.manual_seed(3)
+    assert_near("the enabled module", module(x), expected)
+
+
+def test_position_embeddings_of_each_sequence() -> None:
+    """Where the stock class wants as many as there are sequences."""
+
+    class OfEach(stock.ConformerAttention):
+        def forward(self, query, key, value, pos_embedding, mask):  # type: ignore[no-untyped-def]
+            assert len(pos_embedding) == len(query)
+            return super().forward(query, key, value, pos_embedding, mask)
+
+    module = OfEach().double().eval()
+    x, positions = states(2, 9, WIDTH), states(2, 17, WIDTH)
+    expected = module(x, x, x, positions, None)
+    assert enable(module)
+    assert_near("the enabled module", module(x, x, x, positions, None), expected)
+
+
+def test_scripted_modules_are_passed_by() -> None:
+    model = nn.ModuleList([torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), stock.ShawAttention()])
+    assert dict(enable(model)) == {"1": "ShawAttention"}
+
+
 def test_hooks_that_replace_the_forward_and_shards() -> None:
     module = stock.ShawAttention()
     module.forward = module.forward  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import ast
 from dataclasses import astuple
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import proof
@@ -43,7 +44,7 @@ def kind_of(module: nn.Module) -> type[Kind] | None:
     Raises:
         Refused: it is of a kind, and cannot be served.
     """
-    if len(projections(module)) < 2:
+    if isinstance(module, torch.jit.ScriptModule) or len(projections(module)) < 2:
         return None
     for kind in KINDS:
         if next(iter(kind.readings(module)), None) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -49,5 +50,7 @@ NOT_SERVED = (
 
 def of(module: nn.Module) -> NotServed | None:
     """Return what a module is recognised as, if it is none of the kinds that are replaced."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     has = set(vars(module)) | {name for name, _ in module.named_children()} | set(module._parameters)
     return next((each for each in NOT_SERVED if all(has & set(names) for names in each.attributes)), None)

@@ -72,7 +72,7 @@ def _bare(module: nn.Module, memo: dict[int, Any], device: str) -> Any:
         return memo[id(module)]
     found = widths(module)
     if found is not None and not isinstance(
-        module, (nn.Linear, nn.Conv1d)
+        module, (nn.Linear, nn.Conv1d, nn.Sequential)
     ):  # quantised, or with an adapter: called as a linear one
         bias = getattr(module, "bias", None)
         has_bias = (bias() if callable(bias) else bias) is not None

@@ -56,8 +56,12 @@ ORDER = ["query", "key", "value", "out", "position", "rel_key", "rel_value", "co
 def widths(child: nn.Module) -> tuple[int, int] | None:
     """Return the numbers of channels that a projection takes and gives; None if child is none.
 
-    Linear layers, those that are quantised or have adapters, too, and convolutions of one frame.
+    Linear layers, those that are quantised or have adapters, too, alone or before a dropout, and convolutions of one frame.
     """
+    if isinstance(child, nn.Sequential):
+        first, others = next(iter(child), None), list(child)[1:]
+        only_drops = all(isinstance(each, (nn.Dropout, nn.Identity)) for each in others)
+        return widths(first) if isinstance(first, (nn.Linear, nn.Conv1d)) and only_drops else None
     if isinstance(child, nn.Conv1d):
         return (child.in_channels, child.out_channels) if child.kernel_size == (1,) and child.groups == 1 else None
     taken, given = getattr(child, "in_features", None), getattr(child, "out_features", None)

@@ -55,7 +55,7 @@ class ClippedDistances(Kind):
         clipped = len(weight_of(getattr(module, reading.role("rel_key")))) // 2
         longest = clipped + 7 if clipped < 256 else 61
         states, mask = reading.argument("states"), reading.argument("mask")
-        for batch, length in ((2, 11), (1, 5), (2, longest)):
+        for batch, length in ((2, 11), (1, 5), (2, longest), (1, 130)):
             given: dict[str, Any] = {states: torch.randn(batch, length, channels)}  # type: ignore[dict-item]
             pairs = length, length
             yield Sample(f"{batch} sequences of {length}", given, pairs)

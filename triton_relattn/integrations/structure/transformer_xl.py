@@ -54,10 +54,11 @@ class ProjectedPositions(Kind):
         )
         scales = (width**-0.5, channels**-0.5)
         masks = with_masks(type(module).forward, STATES, SHOWN, HIDDEN, ADDED)
-        for (arguments, means), of, scale in itertools.product(masks, rows, scales):
+        # First one table for all sequences; some classes want one for each of them.
+        for shared, (arguments, means), of, scale in itertools.product((True, False), masks, rows, scales):
             if "positions" not in arguments.values():
                 continue
-            options = {"mask": means, "rows": of, "scale": scale, "width": width}
+            options = {"mask": means, "rows": of, "scale": scale, "width": width, "shared": shared}
             yield Reading(tuple({**of_children, **of_biases}.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
@@ -66,10 +67,10 @@ class ProjectedPositions(Kind):
         of_rows = projections(module)[reading.role("position")][0]
         mask, means = reading.argument("mask"), reading.option("mask")
         states = [name for name, role in reading.arguments if role in ("query", "key", "value")]
-        for batch, length in ((2, 9), (1, 5), (3, 23)):
+        for batch, length in ((2, 9), (1, 5), (3, 23), (1, 130)):
             rows = length if reading.option("rows") == LEGACY_PAST else 2 * length - 1
             given = {name: torch.randn(batch, length, channels) for name in states}
-            given[reading.argument("positions")] = torch.randn(1, rows, of_rows)  # type: ignore[index]
+            given[reading.argument("positions")] = torch.randn(1 if reading.option("shared") else batch, rows, of_rows)  # type: ignore[index]
             real = (
                 torch.arange(length) < torch.tensor([length, *torch.randint(length // 2, length, (batch - 1,)).tolist()])[:, None]
             )
@@ -126,7 +127,8 @@ class ProjectedPositions(Kind):
         if mask is not None and mask.numel() > 0 and mask.dim() != (4 if self.options["mask"] == ADDED else 3):
             return False
         rows = keys if self.options["rows"] == LEGACY_PAST else 2 * keys - 1
-        return positions is not None and positions.dim() == 3 and positions.shape[1] == rows and keys > 1
+        tables = 1 if self.options["shared"] else len(query)
+        return positions is not None and positions.dim() == 3 and tuple(positions.shape[:2]) == (tables, rows) and keys > 1
 
     def compute(
         self,

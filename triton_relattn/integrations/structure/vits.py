@@ -58,7 +58,7 @@ class WindowedVectors(Kind):
         channels, first = projections(module)[reading.role("query")][0], reading.option("channels_first")
         window = getattr(module, dict(reading.roles).get("rel_key", ""), torch.empty(1, 1, 1)).shape[1] // 2
         states = [name for name, role in reading.arguments if role in ("query", "key")]
-        for batch, length in ((2, window + 7), (1, max(window - 1, 2)), (3, 2 * window + 11)):
+        for batch, length in ((2, window + 7), (1, max(window - 1, 2)), (3, 2 * window + 11), (1, 2 * window + 120)):
             given = {name: torch.randn((batch, channels, length) if first else (batch, length, channels)) for name in states}
             pairs = length, length
             yield Sample(f"{batch} sequences of {length}", given, pairs)
