@@ -357,10 +357,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb.add_argument("--midi", type=Path, help="file to write; by default in that folder")
     verb.add_argument("--prompt", type=int, default=64, help="tokens of a held-out chorale to begin with; 0: from nothing")
     verb.add_argument("--chorale", type=int, default=0, help="which of the held-out ones")
-    verb.add_argument("--tokens", type=int, default=256, help="in all, four to an eighth note")
+    verb.add_argument("--tokens", type=int, default=256, help="tokens in all, four to an eighth note")
     verb.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens")
     verb.add_argument("--top-p", type=float, default=0.95, help="draw from the likeliest tokens of this probability")
-    verb.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    verb.add_argument("--seed", type=int, default=0, help="seed of what is drawn")
 
     verb = verbs.add_parser("summary", help="table and figure of several runs")
     verb.set_defaults(run_verb=summarise)

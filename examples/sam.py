@@ -23,7 +23,13 @@ TURNS = 4
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.sam", description=__doc__)
-    parser.add_argument("--sides", type=positive_numbers, default="512,768,1024", metavar="A,B", help="of images (%(default)s)")
+    parser.add_argument(
+        "--sides",
+        type=positive_numbers,
+        default="512,768,1024",
+        metavar="A,B",
+        help="sides of the images, in pixels (%(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for sam.csv and sam.png (default: out)")
     parser.add_argument("--seconds", type=float, default=20.0, help="timing of one size (%(default)s)")
     parser.add_argument("--processor-time", action="store_true", help="only that, which other processes change little")

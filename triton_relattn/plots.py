@@ -1,4 +1,4 @@
-"""Pictures of one attention call: its terms, and how far it looks. Needs matplotlib: ``pip install "triton_relattn[plots]"``.
+"""Pictures of one attention call: its terms, and how far it looks. Needs matplotlib: ``pip install matplotlib``.
 
 The functions compute densely, for sequences that are short enough to be looked at.
 """
@@ -150,7 +150,7 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, An
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('triton_relattn.plots needs matplotlib: pip install "triton_relattn[plots]"') from error
+        raise ImportError("triton_relattn.plots needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False).ravel()
 

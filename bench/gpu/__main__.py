@@ -111,7 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="processes that compile (on a GPU, as many as processors, at most 12)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
-    parser.add_argument("--reach", type=int, default=2, help="of the search, see python -m bench tune (%(default)s)")
+    parser.add_argument("--reach", type=int, default=2, help="reach of the search, see python -m bench tune (%(default)s)")
     parser.add_argument("--here", type=Path, metavar="FOLDER", help="run parts in this process, with raw files in FOLDER")
     # Of a part in a process of its own, whose imports count: time.monotonic() is the same in all processes.
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)

@@ -38,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "cases", CASES, CASES)
     add_list(parser, "dtypes", tuple(DTYPES), tuple(DTYPES))
     add_list(parser, "methods", METHODS, METHODS)
-    parser.add_argument("--implementation", choices=("triton", "blockwise"), help="of ours (default: the device's)")
-    parser.add_argument("--length", type=int, default=LENGTH, help="of the sequences (%(default)s)")
+    parser.add_argument(
+        "--implementation", choices=("triton", "blockwise"), help="implementation of this package (default: the device's)"
+    )
+    parser.add_argument("--length", type=int, default=LENGTH, help="length of the sequences (%(default)s)")
     add_machine(parser)
     add_files(parser)
     parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")

@@ -83,10 +83,10 @@ def rates() -> tuple[float, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", type=int, default=16, help="of query (%(default)s)")
-    parser.add_argument("--key-heads", type=int, default=16, help="of key and value (%(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="of a head (%(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of the sequence (%(default)s)")
+    parser.add_argument("--heads", type=int, default=16, help="heads of query (%(default)s)")
+    parser.add_argument("--key-heads", type=int, default=16, help="heads of key and value (%(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="width of a head (%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="lengths of the sequence (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="GPUs (%(default)s)")
 
 

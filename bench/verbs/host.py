@@ -67,8 +67,8 @@ def in_checkout(folder: Path, kind: str, calls: int) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calls", type=int, default=300, help="in each round (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each kind and checkout, in turn (%(default)s)")
+    parser.add_argument("--calls", type=int, default=300, help="calls in each round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each kind and checkout, interleaved (%(default)s)")
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout, to compare with")
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)  # one measurement in a process of its own
 

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
         matplotlib.use("Agg")
     except ImportError:
-        print('plotting needs matplotlib: pip install "triton_relattn[plots]"')
+        print("plotting needs matplotlib: pip install matplotlib")
         return 2
     rows = [row for path in options.csv for row in read(path)]
     options.out.mkdir(parents=True, exist_ok=True)

@@ -49,9 +49,7 @@ def _chorales() -> Iterator[tuple[str, list[int]]]:
     try:
         from music21 import corpus
     except ImportError as error:
-        raise ImportError(
-            'the music comes from the package music21, which is missing: pip install "triton_relattn[demo]"'
-        ) from error
+        raise ImportError("the music comes from the package music21, which is missing: pip install music21") from error
     files = {path.stem: path for path in corpus.getComposer("bach")}
     for number in CATALOGUE:
         if f"bwv{number}" not in files:

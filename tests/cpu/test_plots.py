@@ -101,7 +101,7 @@ from triton_relattn import plots
 try:
     plots.attention_by_distance(*[torch.zeros(1, 1, 3, 4)] * 2)
 except ImportError as error:
-    assert 'pip install "triton_relattn[plots]"' in str(error)
+    assert 'pip install matplotlib' in str(error)
 else:
     raise SystemExit(1)
 """

@@ -73,11 +73,11 @@ def parser() -> argparse.ArgumentParser:
     config = "KERNEL=MxNxWARPSxSTAGES[/carry[/rotation[/registers]]],..."
     add_list(made, "target", tuple(TARGETS), ("sm_90",), "GPUs to compile for")
     add_list(made, "dtype", DTYPES, ("bfloat16",))
-    made.add_argument("--width", type=several(int), default=[64], metavar="A,B", help="of heads (default: 64)")
+    made.add_argument("--width", type=several(int), default=[64], metavar="A,B", help="widths of the heads (default: 64)")
     made.add_argument("--lengths", type=several(lengths), default=[(130, 130)], metavar="A,B", help="N, or NQxNK (default: 130)")
     made.add_argument("--cases", type=several(call_name), default=list(CALLS), metavar="A,B", help=cases)
     made.add_argument("--config", type=several(tile), default=[], metavar=config, help="instead of the selected configurations")
-    made.add_argument("--seed", type=int, default=0, help="of the order in which warps take turns (default: 0)")
+    made.add_argument("--seed", type=int, default=0, help="seed of the order in which warps run (default: 0)")
     made.add_argument("--notes", action="store_true", help="show notes, too")
     made.add_argument("--list", action="store_true", help="show the kinds of calls, and end")
     add_jobs(made)

@@ -19,7 +19,7 @@ BROKEN_IN = 4
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Calls that hypothesis thinks of, for a long time.")
     parser.add_argument("--seconds", type=float, default=300, help="how long (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round (default: 0)")
     parser.add_argument("--kernels", action="store_true", help="the kernels, in Triton's interpreter, instead of blockwise")
     parser.add_argument("--case", help="check this one only: Case(...) or Broken(...), as a failure prints it")
     return parser.parse_args()

@@ -98,8 +98,10 @@ def main(arguments: Sequence[str] | None = None, runner: Runner | None = None, c
     parser.add_argument("--list", action="store_true", help="the faults, and what each does wrong")
     parser.add_argument("--generate", metavar="N", type=int, help="try N generated faults instead of the known ones")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="which ones (%(default)s)")
-    parser.add_argument("--below", metavar="PATH", default=PACKAGE, help="of which folder or file (%(default)s)")
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="as many at a time (%(default)s)")
+    parser.add_argument("--below", metavar="PATH", default=PACKAGE, help="folder or file whose faults are drawn (%(default)s)")
+    parser.add_argument(
+        "--jobs", metavar="N", type=int, default=1, help="number of faults that are tried at a time (%(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="only the tests most likely to notice")
     parser.add_argument("--share", metavar="N", type=int, default=1, help="one in N of the cases of each test; make test has 16")
     parser.add_argument("--record", action="store_true", help="add the tests that noticed to tests/witnesses.txt")
