@@ -32,7 +32,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
     - a bias by bucket that a layer makes of its own embedding (T5).
 
     Before a module is replaced for its structure, its class and ours run side by side on a copy with random weights, in float64
-    on the CPU: outputs and the gradients of inputs and parameters at three lengths, with and without masks, agree to 2**-30 of
+    on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without masks, agree to 2**-30 of
     the largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for
     each class and its settings, and is remembered for the class's source and ours. What disagrees stays as it is.
 
