@@ -415,6 +415,81 @@ def test_quantised_projections() -> None:
     assert_near("the enabled model", module(x), expected)
 
 
+@pytest.mark.parametrize("more", [(), (None,), (None, None)])
+def test_tuples_are_returned_as_tuples(more: tuple[None, ...]) -> None:
+    class InTuple(stock.ShawAttention):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+            return (super().forward(x, mask), *more)
+
+    module = InTuple().double()
+    x = states(2, 9, WIDTH)
+    expected = module(x)
+    assert enable(module)
+    found = module(x)
+    assert type(found) is tuple and found[1:] == expected[1:]
+    assert_near("the enabled module", found[0], expected[0])
+
+
+def test_other_results_are_left_alone() -> None:
+    """Weights beside the output, which ours does not make; a list; a dict."""
+
+    class WithWeights(stock.ShawAttention):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+            return super().forward(x, mask), x @ x.mT
+
+    class InList(stock.ShawAttention):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+            return [super().forward(x, mask)]
+
+    class InDict(stock.ShawAttention):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+            return {"out": super().forward(x, mask)}
+
+    assert "it returns a tuple of tensor, tensor, ours a tensor" in enable(WithWeights()).left[""]
+    assert "its forward returns a list" in enable(InList()).left[""]
+    assert "its forward returns a dict" in enable(InDict()).left[""]
+
+
+def test_a_mask_that_is_trained_is_the_stock_class_s() -> None:
+    module, given = made("t5")
+    enable(module)
+    mask = bucket_mask().double().clamp(min=-1).requires_grad_()
+    module(given[0], mask).sum().backward()
+    assert mask.grad is not None and mask.grad.any()
+
+
+def test_a_buffer_without_an_effect_is_noticed() -> None:
+    """It might have one later."""
+
+    class Gated(stock.ShawAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("gate", torch.ones(1))
+            self.register_buffer("unused", torch.ones(3))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x, mask) * self.gate  # type: ignore[operator]
+
+    assert "differs by" in enable(Gated()).left[""]
+
+    class NotUsed(stock.ShawAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("unused", torch.ones(3))
+
+    assert enable(NotUsed())
+
+
+def test_what_differs_in_float32_alone_is_noticed() -> None:
+    """A bucket that is rounded otherwise, a cast, a rule for a dtype."""
+
+    class Rounding(stock.ShawAttention):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x, mask) * (1.1 if x.dtype == torch.float32 else 1.0)
+
+    assert "in float32: the output differs by" in enable(Rounding()).left[""]
+
+
 def test_a_dropout_behind_the_projection() -> None:
     """As one module: it is called as the stock class calls it."""
     torch.manual_seed(0)

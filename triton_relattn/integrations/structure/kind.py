@@ -39,8 +39,9 @@ class Reading:
     """How a stock module is read: what its attributes and arguments stand for. A proof has to confirm it.
 
     roles: attributes by role. arguments: roles by the name of the forward's argument. options: whatever else a kind has to know.
-    drops: the child that drops attention weights; drops_out: the one that drops numbers of the output. returns: how many values
-    the forward returns in a tuple; 0: a tensor. settings: the module's own attributes that are plain values.
+    drops: the child that drops attention weights; drops_out: the one that drops numbers of the output. returns: what is in the
+    tuple that the forward returns, "tensor" or "None" each; empty: it returns a tensor. settings: the module's own attributes
+    that are plain values.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -48,7 +49,7 @@ class Reading:
     options: tuple[tuple[str, Any], ...] = ()
     drops: str | None = None
     drops_out: str | None = None
-    returns: int = 0
+    returns: tuple[str, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
 
     def option(self, name: str) -> Any:
@@ -129,7 +130,12 @@ class Kind:
         given = self._by_role(args, kwargs)
         if given is None or not self._is_as_proven(module) or self._is_small(module, given) or not self.serves(module, **given):
             return self.stock.forward(module, *args, **kwargs)
-        return self.compute(module, **given)
+        mask = given.get(MASK)
+        if mask is not None and mask.requires_grad:  # which the operator gives no gradient
+            return self.stock.forward(module, *args, **kwargs)
+        result = self.compute(module, **given)
+        alone = isinstance(result, torch.Tensor) and self.reading.returns and set(self.reading.returns[1:]) <= {"None"}
+        return (result, *(None for _ in self.reading.returns[1:])) if alone else result
 
     def _is_as_proven(self, module: Any) -> bool:
         """Whether the module's settings are those of the proof, and nothing watches the weights that ours does not make."""

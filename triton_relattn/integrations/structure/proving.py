@@ -44,6 +44,7 @@ def _prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
             reading = _observed(kind, plain, model)
             for sample, gradients, training in _runs(kind.samples(model, reading)):
                 _compare(kind, reading, model, sample, gradients, training, agreed)
+            _compare_in_float32(kind, reading, model)
             return reading, max(agreed)
         except proof.Disproved as found:
             difference, said = found.difference, str(found)
@@ -96,13 +97,15 @@ def _bare(module: nn.Module, memo: dict[int, Any], device: str) -> Any:
 
 
 def _bare_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A parameter of the same shape, or the values of a buffer, in float64 if it has numbers."""
+    """A parameter of the same shape, or about the values of a buffer, in float64 if it has numbers."""
     is_parameter = isinstance(tensor, nn.Parameter)
     dtype = torch.float64 if tensor.is_floating_point() or is_parameter else tensor.dtype
     if is_parameter or tensor.is_meta or device == "meta":
         made_empty = torch.empty(tensor.shape, dtype=dtype, device=device)
         return nn.Parameter(made_empty) if is_parameter else made_empty
-    return tensor.detach().to("cpu", dtype, copy=True)
+    values = tensor.detach().to("cpu", dtype, copy=True)
+    # A buffer that has no effect, as a mask of ones, must not be taken for one that is not used.
+    return values + 0.1 * torch.randn_like(values) if values.is_floating_point() else values
 
 
 def _fill(owner: nn.Module, name: str, parameter: torch.Tensor) -> None:
@@ -174,7 +177,7 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
             hook.remove()
     if changed:
         raise Refused(f"its forward changes {', '.join(sorted(changed))}, on which what it computes next may depend")
-    returns = len(out) if isinstance(out, (tuple, list)) else 0
+    returns = _returned(out)
     uncalled = [name for name, child in model.named_children() if isinstance(child, nn.Dropout) and name not in dropped]
     # Torch's fused attention takes the probability of one that is not called.
     weights = [name for name, shape in dropped.items() if _are_weights(shape, sample)] or uncalled
@@ -226,24 +229,63 @@ def _compare(
         proof.Disproved: they are too large.
     """
     model.train(training)
-    of, stock_class = kind(type(model), reading), type(model)
-    of.noted = []
+    of, stock_class = _in_proof(kind(type(model), reading)), type(model)
     with _restored(model), _Dropout(lambda each: _are_weights(each.shape, sample)) as dropout:
-        stock = _results(model, sample, gradients)
+        stock, returned = _results(model, sample, gradients)
     model.__class__ = class_of(of)
     try:
         with _restored(model), _Dropout(lambda each: _are_weights(each.shape, sample)):
-            ours = _results(model, sample, gradients)
+            ours, our_returned = _results(model, sample, gradients)
     finally:
         model.__class__ = stock_class
     name = f"{sample.name}, in {'training' if training else 'eval'} mode"
+    if returned != our_returned:
+        raise proof.Disproved(f"{name}: it returns {_in_words(returned)}, ours {_in_words(our_returned)}")
     if dropout.noted != of.noted:
         raise proof.Disproved(f"{name}: it drops weights with p = {dropout.noted or 0}, ours with p = {of.noted or 0}")
     agreed.append(proof.compare(name, ours, stock))
 
 
-def _results(model: nn.Module, sample: Sample, gradients: bool) -> proof.Results:
-    """Outputs, and gradients of the first one with respect to parameters and inputs that are numbers."""
+def _compare_in_float32(kind: type[Kind], reading: Reading, model: Any) -> None:
+    """Compare outputs as they are in use: what is rounded to a bucket, or cast, may differ where float64 does not.
+
+    Raises:
+        proof.Disproved: they differ by more than rounding does.
+    """
+    model.float().eval()
+    stock_class = type(model)
+    try:
+        for sample in {each.pairs: each for each in kind.samples(model, reading)}.values():  # one of each shape
+            given = {
+                name: each.float() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+                for name, each in sample.given.items()
+            }
+            outs = []
+            for each in (stock_class, class_of(_in_proof(kind(stock_class, reading)))):
+                model.__class__ = each
+                with torch.no_grad(), _restored(model):
+                    out = next(_values(model(**given)))
+                outs.append(out if sample.counts is None else out.where(sample.counts, 0.0))
+            model.__class__ = stock_class
+            difference = float((outs[0] - outs[1]).abs().max() / outs[0].abs().max())
+            if not difference <= FLOAT32_LIMIT:
+                raise proof.Disproved(f"{sample.name}, in float32: the output differs by {difference:.1e}", difference)
+    finally:
+        model.__class__ = stock_class
+        model.double()
+
+
+FLOAT32_LIMIT = 2.0**-10
+"""The largest difference of outputs in float32: 2**14 roundings, far from what a wrong term makes of random weights."""
+
+
+def _in_proof(of: Kind) -> Kind:
+    of.noted = []
+    return of
+
+
+def _results(model: nn.Module, sample: Sample, gradients: bool) -> tuple[proof.Results, tuple[str, ...]]:
+    """Outputs, and gradients of the first one with respect to parameters and inputs that are numbers; and what is returned."""
     given = proof.copied(sample.given)
     inputs = {
         name: each.requires_grad_(gradients)
@@ -265,7 +307,24 @@ def _results(model: nn.Module, sample: Sample, gradients: bool) -> proof.Results
             leaves = {**dict(model.named_parameters()), **inputs}
             made_gradients = torch.autograd.grad(kept, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
             results |= {proof.GRADIENT + name: each for name, each in zip(leaves, made_gradients, strict=True)}
-    return results
+    return results, _returned(found)
+
+
+def _returned(found: Any) -> tuple[str, ...]:
+    """What a forward returns: nothing for a tensor, else what is in its tuple.
+
+    Raises:
+        Refused: it returns something else.
+    """
+    if isinstance(found, torch.Tensor):
+        return ()
+    if type(found) is not tuple or not found or not isinstance(found[0], torch.Tensor):
+        raise Refused(f"its forward returns a {type(found).__name__}, neither a tensor nor a tuple that begins with one")
+    return tuple("tensor" if isinstance(each, torch.Tensor) else str(each) for each in found)
+
+
+def _in_words(returned: tuple[str, ...]) -> str:
+    return f"a tuple of {', '.join(returned)}" if returned else "a tensor"
 
 
 def _values(found: Any) -> Iterator[Any]:

@@ -87,7 +87,7 @@ class ProjectedPositions(Kind):
                 f"{batch} sequences of {length}, a mask of pairs", {**given, mask: mask_of(seen, means)}, pairs, real[..., None]
             )
         cache = reading.argument("cache")
-        if cache is not None and reading.returns == 2 and reading.option("rows") == LATEST:
+        if cache is not None and reading.returns == WITH_CACHE and reading.option("rows") == LATEST:
             heads, width, past = module_heads(module, reading), reading.option("width"), 6
             given = {name: torch.randn(1, 4, channels) for name in states}
             given[reading.argument("positions")] = torch.randn(1, 2 * (4 + past) - 1, of_rows)  # type: ignore[index]
@@ -119,7 +119,7 @@ class ProjectedPositions(Kind):
     ) -> bool:
         keys = (query if key is None else key).shape[1]
         if cache is not None and cache.numel() > 0:
-            if self.reading.returns != 2 or cache.dim() != 4 or self.options["rows"] != LATEST:
+            if self.reading.returns != WITH_CACHE or cache.dim() != 4 or self.options["rows"] != LATEST:
                 return False
             keys += cache.shape[2]
         elif keys != query.shape[1]:
@@ -168,10 +168,12 @@ class ProjectedPositions(Kind):
             dropout_p=self.weights_dropout(module),
         )
         result = self.output(module, join_heads(out))
-        return (result, torch.cat((k, v), -1)) if self.reading.returns == 2 else result
+        return (result, torch.cat((k, v), -1)) if self.reading.returns == WITH_CACHE else result
 
 
 STATES = ("query", "key", "value")
+WITH_CACHE = ("tensor", "tensor")
+"""What a forward with a cache returns."""
 
 
 def module_heads(module: Any, reading: Reading) -> int:
