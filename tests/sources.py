@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from triton_relattn.integrations.known import DISTRIBUTIONS, FILE, fingerprint_of
+from triton_relattn._core.cache import fingerprint_of
+from triton_relattn.integrations.known import DISTRIBUTIONS, FILE
 from triton_relattn.integrations.replacement import Library
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "fairseq2", "x_transformers")

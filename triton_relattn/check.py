@@ -193,6 +193,6 @@ def main(device: str = "cuda", length: int = 1100, dtype: torch.dtype = torch.bf
             "python -m triton_relattn."
         )
         return 1
-    if device == "cuda" and not hardware.remember(torch.device("cuda", torch.cuda.current_device()), "passed"):
+    if device == "cuda" and not hardware.remember_check(torch.device("cuda", torch.cuda.current_device())):
         print("This could not be remembered: the folder of your files (TRITON_RELATTN_CACHE) cannot be written.", file=sys.stderr)
     return 0

@@ -44,7 +44,7 @@ def test_unchecked_kernels_warn_once() -> None:
 def test_a_check_ends_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """For this GPU, with these versions."""
     assert not hardware.is_checked(GPU)
-    assert hardware.remember(GPU, "passed")
+    assert hardware.remember_check(GPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hardware.warn_of_unchecked(GPU)
@@ -71,15 +71,15 @@ def test_measured_gpus_have_results() -> None:
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "file"))
-    assert not hardware.remember(GPU, "passed")
+    assert not hardware.remember_check(GPU)
     link = tmp_path / "other"
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    hardware.remember(GPU, "passed")
+    hardware.remember_check(GPU)
     (stored,) = (tmp_path / "checked").iterdir()
     stored.unlink()
     link.write_text("kept")
     stored.symlink_to(link)
-    assert not hardware.remember(GPU, "passed") and link.read_text() == "kept"
+    assert not hardware.remember_check(GPU) and link.read_text() == "kept"
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

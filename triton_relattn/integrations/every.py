@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
     for prefix, root in _roots(model):
         found, before = _enable(root, lengths)
         enabled_before |= before
-        rows += [row if not prefix else _renamed(row, f"{prefix}.{row.name}".rstrip(".")) for row in found]
+        rows += [row if not prefix else dataclasses.replace(row, name=f"{prefix}.{row.name}".rstrip(".")) for row in found]
     if not rows and not enabled_before:
         raise ValueError(
             f"{type(model).__name__} has no relative attention that triton_relattn knows: neither a class of "
@@ -142,7 +143,8 @@ def _enable(root: nn.Module, lengths: tuple[int, ...]) -> tuple[list[Row], bool]
         try:
             stock = replacement.classes_in(root, library)
         except RuntimeError as error:
-            rows += _left_of(library, modules, str(error))
+            files = {each.stock for each in library.sources}
+            rows += _left({name: each for name, each in modules.items() if type(each).__module__ in files}, error)
             continue
         ours = {name for name, each in modules.items() if type(each) in stock.values()}
         meant = {name for name, each in modules.items() if replacement.is_replaced(each, stock)}
@@ -153,8 +155,7 @@ def _enable(root: nn.Module, lengths: tuple[int, ...]) -> tuple[list[Row], bool]
         try:
             replaced = replacement.enable(root, library)
         except (RuntimeError, ValueError) as error:
-            reason = str(error)
-            rows += [Row(name, type(modules[name]).__name__, "of a library", LIBRARY, reason=reason) for name in sorted(meant)]
+            rows += _left({name: modules[name] for name in sorted(meant)}, error)
             continue
         for name, stock_name in replaced.items():
             source = replacement.source_of(library, modules[name])
@@ -179,13 +180,9 @@ def _at_least(source: replacement.Source, name: str, module: nn.Module, lengths:
     return tuple((4 * heads * source.columns * length**2, None) for length in lengths) if heads and source.columns else ()
 
 
-def _left_of(library: replacement.Library, modules: dict[str, nn.Module], reason: str) -> list[Row]:
-    files = {each.stock for each in library.sources}
-    return [
-        Row(name, type(each).__name__, "of a library", LIBRARY, reason=reason)
-        for name, each in modules.items()
-        if type(each).__module__ in files
-    ]
+def _left(modules: dict[str, nn.Module], reason: Exception) -> list[Row]:
+    """The rows of a library's modules that are not replaced."""
+    return [Row(name, type(each).__name__, "of a library", LIBRARY, reason=str(reason)) for name, each in modules.items()]
 
 
 def _by_structure(name: str, module: nn.Module, parent: nn.Module | None, lengths: tuple[int, ...]) -> Row | None:
@@ -215,7 +212,3 @@ def _by_structure(name: str, module: nn.Module, parent: nn.Module | None, length
         return Row(name, stock, title, STRUCTURE, difference, tuple(sizes))  # type: ignore[arg-type]
     except Refused as refused:
         return Row(name, stock, title or "relative attention", STRUCTURE, reason=str(refused))
-
-
-def _renamed(row: Row, name: str) -> Row:
-    return Row(name, row.stock, row.kind, row.found, row.error, row.memory, row.reason)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+
+from .._core.cache import digest, fingerprint_of, fingerprints
 
 FILE = Path(__file__).with_name("known_sources.csv")
 DISTRIBUTIONS = {
@@ -27,11 +28,6 @@ DISTRIBUTIONS = {
     "x_transformers": "x-transformers",
 }
 """The distribution for pip of each package in Python."""
-
-
-def fingerprint_of(source: bytes) -> str:
-    """Return the fingerprint of a file's text, whatever ends its lines."""
-    return hashlib.sha256(source.replace(b"\r\n", b"\n")).hexdigest()[:16]
 
 
 @functools.cache
@@ -89,5 +85,5 @@ def identity(modules: Iterable[str], ours: str) -> str | None:
     folder = shared.joinpath(*ours.removeprefix(f"{__package__}.").split(".")[:-1])
     from .. import __version__  # the package's root imports from below, not the other way round
 
-    own = [fingerprint_of(path.read_bytes()) for place in sorted({shared, folder}) for path in sorted(place.glob("*.py"))]
-    return hashlib.sha256(repr((__version__, stock, own)).encode()).hexdigest()
+    own = [fingerprints(place.glob("*.py")) for place in sorted({shared, folder})]
+    return digest(__version__, stock, own)

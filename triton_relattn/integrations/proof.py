@@ -8,23 +8,20 @@ has passed.
 from __future__ import annotations
 
 import contextvars
-import os
 import random
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._core.cache import cache_folder
+from .._core import cache
 
 Results = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -125,18 +122,27 @@ def results(model: nn.Module, given: Mapping[str, Any], counts: torch.Tensor | N
 
     counts: positions of the output that are compared (B, N, 1), bool; the others are the model's own matter.
     """
-    inputs = {
-        name: each.detach().double().requires_grad_()
+    given = copied(given)
+    inputs = differentiable(given)
+    with float32_is_float64():
+        made = model(**{**given, **{name: each.clone() for name, each in inputs.items()}})
+        leaves = {**{name: each for name, each in model.named_parameters() if each.requires_grad}, **inputs}
+        return with_gradients(counted(main_output(made), counts), leaves)
+
+
+def differentiable(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the arguments that have gradients, as leaves: numbers that are no mask."""
+    return {
+        name: each.requires_grad_()
         for name, each in given.items()
         if isinstance(each, torch.Tensor) and each.is_floating_point() and "mask" not in name
     }
-    with float32_is_float64():
-        made = model(**{**copied(given), **{name: each.clone() for name, each in inputs.items()}})
-        out = main_output(made)
-        d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-        leaves = {**{name: each for name, each in model.named_parameters() if each.requires_grad}, **inputs}
-        out, d_out = counted(out, counts), counted(d_out, counts)
-        gradients = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
+
+
+def with_gradients(out: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> Results:
+    """Return an output, and the gradients of leaves for a random gradient of it, which is the same in each call."""
+    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(3))
+    gradients = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
     return {OUTPUT: out.detach(), **{GRADIENT + name: each for name, each in zip(leaves, gradients, strict=True)}}
 
 
@@ -220,6 +226,7 @@ def _kept() -> Iterator[None]:
                 numpy.random.set_state(state)
 
 
+FOLDER = "proofs"
 _passed: dict[str, str] = {}
 """What was said of the proofs that this process remembers, whether it can write files or not."""
 
@@ -232,32 +239,11 @@ def is_remembered(identity: str) -> bool:
 def recalled(identity: str) -> str | None:
     """Return what was said of the proof of that name when it passed, on this machine or for this user; None if it is not
     remembered."""
-    if identity in _passed:
-        return _passed[identity]
-    path = _file(identity)
-    try:
-        text = "" if path is None else path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text.removeprefix(identity).strip() if text.startswith(identity) else None
+    return _passed[identity] if identity in _passed else cache.recall(FOLDER, identity)
 
 
 def remember(identity: str, said: str) -> None:
     """Remember that the proof of that name has passed; said is for a reader of the file. A folder that cannot be written is no
     error."""
     _passed[identity] = said
-    path = _file(identity)
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(f"{identity}\n{said}\n")
-        os.replace(file.name, path)
-    except OSError:
-        pass
-
-
-def _file(identity: str) -> Path | None:
-    folder = cache_folder()
-    return None if folder is None else folder / "proofs" / f"{identity[:32]}.txt"
+    cache.remember(FOLDER, identity, said)

@@ -29,8 +29,8 @@ USE = (
         (
             Change(
                 "triton_relattn/integrations/structure",
-                "sources.digest(source, sources.of_ours(), kind.__name__, settings)",
-                "sources.digest(sources.of_ours(), kind.__name__, settings)",
+                "digest(source, sources.of_ours(), kind.__name__, settings)",
+                "digest(sources.of_ours(), kind.__name__, settings)",
             ),
         ),
     ),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._core.cache import digest
 from .. import proof
 from . import sources
 from .buckets import BucketedBias
@@ -69,8 +70,6 @@ def replacement_of(kind: type[Kind], module: nn.Module) -> tuple[type[nn.Module]
             found = made(kind, stock, reading), difference  # type: ignore[arg-type]
         except Refused as refused:
             found = str(refused)
-        except proof.Disproved as disproved:
-            found = str(disproved)
     _proven[kind, stock, settings] = found
     if isinstance(found, str):
         raise Refused(found)
@@ -92,7 +91,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 def _identity(kind: type[Kind], stock: type[nn.Module], settings: Any) -> str | None:
     """A name for a proof of a class, by its source and ours; None if the source is out of reach."""
     source = sources.of_class(stock)  # type: ignore[arg-type]
-    return None if source is None else sources.digest(source, sources.of_ours(), kind.__name__, settings)
+    return None if source is None else digest(source, sources.of_ours(), kind.__name__, settings)
 
 
 def _remember(kind: type[Kind], stock: type[nn.Module], settings: Any, reading: Reading, difference: float) -> None:

@@ -16,7 +16,7 @@ from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Refused, Sample, mask_of, with_masks
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Refused, Sample, mask_of, padded, taken, with_masks
 from .roles import assigned, own_parameters, projections, words_of
 
 HANDED_ON = (
@@ -55,21 +55,16 @@ class BucketedBias(Kind):
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = projections(module)[reading.role("query")][0]
+        channels = taken(module, reading)
         states, mask, means = reading.argument("states"), reading.argument("mask"), reading.option("mask")
         for batch, length in ((2, 19), (1, 5), (1, reading.option("furthest") + 13)):
             given: dict[str, Any] = {states: 0.3 * torch.randn(batch, length, channels)}  # type: ignore[dict-item]
             pairs = length, length
             yield Sample(f"{batch} sequences of {length}", given, pairs)
             if mask is not None:
-                real = torch.arange(length) < torch.randint(length // 2, length + 1, (batch,))[:, None]
+                real = padded(batch, length)
                 given = {**given, mask: mask_of(real[:, None, None], means)}
                 yield Sample(f"{batch} sequences of {length} with padding", given, pairs)
-
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        channels = projections(module)[reading.role("query")][0]
-        return {reading.argument("states"): torch.empty(1, length, channels, device="meta")}  # type: ignore[dict-item]
 
     def serves(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         return states.dim() == 3 and (mask is None or mask.dim() == 4)

@@ -15,8 +15,8 @@ from torch import nn
 from ...positions import RelativePositions
 from .. import transformer_xl
 from ..heads import join_heads, split_heads
-from .kind import Kind, Reading, Sample
-from .roles import argument_roles, assigned, own_parameters, projections
+from .kind import Kind, Reading, Sample, taken
+from .roles import argument_roles, of_transformer_xl
 
 
 class _Reached(Exception):
@@ -48,34 +48,23 @@ class DistanceFeatures(Kind):
 
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        made, own = projections(module), own_parameters(module)
-        if len(made) != 5 or len(own) != 2:
+        parts = of_transformer_xl(module)
+        if parts is None or len(parts[1]) != 4:
             return
-        of_children = assigned(list(made), ("position", "out", "query", "key", "value"))
-        of_biases = assigned(list(own), ("content_bias", "position_bias"))
-        first, second = own.values()
-        if of_children is None or of_biases is None or first.shape != second.shape or first.dim() != 4:
-            return
-        if first.numel() != made[of_children["query"]][1]:
-            return
-        options = (("width", first.shape[-1]),)
+        roles, shape = parts
+        options = (("width", shape[-1]),)
         for arguments in argument_roles(type(module).forward, ("states",)):
             if set(arguments.values()) == {"states"}:
-                yield Reading(tuple({**of_children, **of_biases}.items()), tuple(arguments.items()), options)
+                yield Reading(tuple(roles.items()), tuple(arguments.items()), options)
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = projections(module)[reading.role("query")][0]
+        channels = taken(module, reading)
         lengths = (1536,) if getattr(module, "use_tf_gamma", False) else (11, 5, 23)
         for length in lengths:
             batch = 1 if length > 1000 else 2
             states = torch.randn(batch, length, channels)
             yield Sample(f"{batch} sequences of {length}", {reading.argument("states"): states}, (length,) * 2)  # type: ignore[dict-item]
-
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        channels = projections(module)[reading.role("query")][0]
-        return {reading.argument("states"): torch.empty(1, length, channels, device="meta")}  # type: ignore[dict-item]
 
     @classmethod
     def prepare(cls, model: Any) -> None:

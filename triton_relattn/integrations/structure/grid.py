@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...grids import decomposed_relative_attention
-from .kind import Kind, Reading, Refused, Sample
+from .kind import Kind, Reading, Refused, Sample, taken
 from .roles import argument_roles, own_parameters, projections, words_of
 
 TABLES = (("h", "height", "y", "vertical"), ("w", "width", "x", "horizontal"))
@@ -50,7 +50,7 @@ class DecomposedPositions(Kind):
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = projections(module)[reading.role("qkv")][0]
+        channels = taken(module, reading, "qkv")
         sides = [(each.shape[0] + 1) // 2 for each in (getattr(module, reading.role(f"rel_pos_{axis}")) for axis in "hw")]
         own = min(sides[0], 14), min(sides[1], 14)
         for batch, grid in ((2, (3, 5)), (1, own), (3, (7, 4))):
@@ -59,7 +59,7 @@ class DecomposedPositions(Kind):
 
     @classmethod
     def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        channels = projections(module)[reading.role("qkv")][0]
+        channels = taken(module, reading, "qkv")
         window = getattr(parent, "window_size", 0)
         side = max(window) if isinstance(window, (tuple, list)) else int(window)
         windows = -(-length // side**2) if side else 1

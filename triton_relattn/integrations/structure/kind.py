@@ -14,7 +14,7 @@ from torch import nn
 
 from ..heads import drop_probability
 from . import sources
-from .roles import MASK, argument_roles, widths
+from .roles import MASK, argument_roles, projections, widths
 
 
 class Refused(Exception):
@@ -106,7 +106,7 @@ class Kind:
     @classmethod
     def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
         """Arguments of one sequence of this length, without values: on the device "meta". parent: the module around it."""
-        raise NotImplementedError
+        return {reading.argument("states"): torch.empty(1, length, taken(module, reading), device="meta")}  # type: ignore[dict-item]
 
     @classmethod
     def words(cls, reading: Reading) -> str:
@@ -120,7 +120,7 @@ class Kind:
 
     def serves(self, *args: Any, **given: Any) -> bool:
         """Whether a call of a module, its arguments by role, is one that the proof was of."""
-        return True
+        raise NotImplementedError
 
     def compute(self, *args: Any, **given: Any) -> Any:
         """What the stock forward returns."""
@@ -151,9 +151,9 @@ class Kind:
         states = given[next(iter(STATES & given.keys()))]
         if self.noted is not None or states.device.type != "cpu":
             return False
-        taken, made = widths(self.part(module, next(role for role in ("query", "qkv") if role in self.roles)))  # type: ignore[misc]
+        channels, made = widths(self.part(module, next(role for role in ("query", "qkv") if role in self.roles)))  # type: ignore[misc]
         heads = made // self.options["width"] // (1 if "query" in self.roles else 3)
-        positions = states.numel() // (states.shape[0] * taken)
+        positions = states.numel() // (states.shape[0] * channels)
         return bool(states.shape[0] * heads * positions**2 < self.fewest)
 
     def _by_role(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -218,6 +218,16 @@ def mask_of(seen: torch.Tensor, means: str) -> torch.Tensor:
         seen = seen[:, None] if seen.dim() == 3 else seen
         return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -1e9)
     return seen if means == SHOWN else ~seen
+
+
+def taken(module: Any, reading: Reading, role: str = "query") -> int:
+    """How many channels the projection with a role takes."""
+    return projections(module)[reading.role(role)][0]
+
+
+def padded(batch: int, length: int) -> torch.Tensor:
+    """Which positions of sequences are real (B, N), bool: at least half of each one's, and one."""
+    return torch.arange(length) < torch.randint(max(length // 2, 1), length + 1, (batch,))[:, None]
 
 
 def with_masks(forward: Any, states: Sequence[str], *meanings: str) -> list[tuple[dict[str, str], str]]:

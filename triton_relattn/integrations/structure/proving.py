@@ -90,9 +90,9 @@ def _bare(module: nn.Module, memo: dict[int, Any], device: str) -> Any:
         else:
             value = copy.deepcopy(value, memo)
         made_copy.__dict__[name] = value
-    for name, parameter in made_copy._parameters.items():
+    for parameter in made_copy._parameters.values():
         if parameter is not None and not parameter.is_meta:
-            _fill(module, name, parameter)
+            _fill(module, parameter)
     return made_copy
 
 
@@ -108,7 +108,7 @@ def _bare_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return values + 0.1 * torch.randn_like(values) if values.is_floating_point() else values
 
 
-def _fill(owner: nn.Module, name: str, parameter: torch.Tensor) -> None:
+def _fill(owner: nn.Module, parameter: torch.Tensor) -> None:
     """Random numbers for which attention weights are neither equal nor all but one zero."""
     fan_in = math.prod(parameter.shape[1:])
     of_projection = widths(owner) is not None and parameter.dim() > 1
@@ -136,13 +136,10 @@ class _Dropout(TorchFunctionMode):
                 return states
             return states * torch.linspace(1 - p, 1 + p, states.numel(), dtype=states.dtype).view(states.shape)
         if func is nn.functional.scaled_dot_product_attention:
-            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if p > 0:
+            given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
+            if (p := given.pop("dropout_p", 0.0)) > 0:
                 self.noted.append(p)
-            kwargs = {**kwargs, "dropout_p": 0.0}
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if len(args) > 4:
-                kwargs.pop("dropout_p")
+            return func(**given)
         return func(*args, **kwargs)
 
 
@@ -287,26 +284,15 @@ def _in_proof(of: Kind) -> Kind:
 def _results(model: nn.Module, sample: Sample, gradients: bool) -> tuple[proof.Results, tuple[str, ...]]:
     """Outputs, and gradients of the first one with respect to parameters and inputs that are numbers; and what is returned."""
     given = proof.copied(sample.given)
-    inputs = {
-        name: each.requires_grad_(gradients)
-        for name, each in given.items()
-        if isinstance(each, torch.Tensor) and each.is_floating_point() and "mask" not in name
-    }
+    leaves = {**dict(model.named_parameters()), **proof.differentiable(given)} if gradients else {}
     with proof.float32_is_float64(), torch.set_grad_enabled(gradients):
         found = model(**given)
-        outs = list(_values(found))
-        out = outs[0]
-        counts = sample.counts
-        kept = out if counts is None else out.where(counts, 0.0)
-        results = {proof.OUTPUT: kept.detach()}
-        results |= {
-            f"output {number}": each.detach() for number, each in enumerate(outs[1:], 2) if isinstance(each, torch.Tensor)
-        }
-        if gradients:
-            d_out = torch.randn(kept.shape, dtype=kept.dtype, generator=torch.Generator().manual_seed(3))
-            leaves = {**dict(model.named_parameters()), **inputs}
-            made_gradients = torch.autograd.grad(kept, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
-            results |= {proof.GRADIENT + name: each for name, each in zip(leaves, made_gradients, strict=True)}
+        out, *others = _values(found)
+        kept = out if sample.counts is None else out.where(sample.counts, 0.0)
+        results = proof.with_gradients(kept, leaves) if gradients else {proof.OUTPUT: kept.detach()}
+    for number, each in enumerate(others, 2):
+        if isinstance(each, torch.Tensor):
+            results[f"output {number}"] = each.detach()
     return results, _returned(found)
 
 

@@ -79,6 +79,21 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return dict(module.named_parameters(recurse=False))
 
 
+def of_transformer_xl(module: nn.Module) -> tuple[dict[str, str], tuple[int, ...]] | None:
+    """Return the parts of a module with five projections and two biases (..., H, D), or H * D in all, by their roles, and the
+    shape of a bias; None if it has others.
+    """
+    made, own = projections(module), own_parameters(module)
+    if len(own) != 2:
+        return None
+    of_children = assigned(list(made), ("position", "out", "query", "key", "value"))
+    of_biases = assigned(list(own), ("content_bias", "position_bias"))
+    first, second = own.values()
+    if of_children is None or of_biases is None or first.shape != second.shape:
+        return None
+    return ({**of_children, **of_biases}, tuple(first.shape)) if first.numel() == made[of_children["query"]][1] else None
+
+
 MASK, POSITIONS, CACHE = "mask", "positions", "cache"
 ARGUMENTS = {MASK: ("mask", "masks"), POSITIONS: ("pos", "position", "positions", "positional", "pe"), CACHE: ("cache",)}
 """The words by which arguments of a forward are known."""

@@ -15,7 +15,7 @@ from torch import nn
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
-from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, with_masks
+from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, padded, taken, with_masks
 from .roles import assigned, own_parameters, projections
 
 
@@ -51,7 +51,7 @@ class ClippedDistances(Kind):
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = projections(module)[reading.role("query")][0]
+        channels = taken(module, reading)
         clipped = len(weight_of(getattr(module, reading.role("rel_key")))) // 2
         longest = clipped + 7 if clipped < 256 else 61
         states, mask = reading.argument("states"), reading.argument("mask")
@@ -60,18 +60,13 @@ class ClippedDistances(Kind):
             pairs = length, length
             yield Sample(f"{batch} sequences of {length}", given, pairs)
             if mask is not None:
-                real = torch.arange(length) < torch.randint(length // 2, length + 1, (batch,))[:, None]
+                real = padded(batch, length)
                 given = {**given, mask: mask_of(real, reading.option("mask"))}
                 yield Sample(f"{batch} sequences of {length} with padding", given, pairs, real[..., None])
         if clipped >= 256:  # the distances that are clipped, in a sequence that is as long
             length = clipped + 9
             given = {states: torch.randn(1, length, channels)}  # type: ignore[dict-item]
             yield Sample(f"a sequence of {length}", given, (length, length))
-
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        channels = projections(module)[reading.role("query")][0]
-        return {reading.argument("states"): torch.empty(1, length, channels, device="meta")}  # type: ignore[dict-item]
 
     def serves(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         return states.dim() == 3 and (mask is None or mask.dim() == 2)

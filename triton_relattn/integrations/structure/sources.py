@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 import types
 from pathlib import Path
 
 from torch import nn
 
-from ..known import fingerprint_of
+from ..._core.cache import digest, fingerprint_of, fingerprints
+
+NOT_THE_USERS = ("torch", "builtins", "typing", "abc")
+"""Packages whose files a class's fingerprint leaves out."""
 
 
 @functools.cache
@@ -22,9 +24,8 @@ def of_class(stock: type[nn.Module]) -> str | None:
     if "<locals>" in stock.__qualname__:  # the same source can make another class
         return None
     modules: set[str] = set()
-    for each in stock.__mro__:
-        if each.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
-            continue
+    bases = [each for each in stock.__mro__ if each.__module__.partition(".")[0] not in NOT_THE_USERS]
+    for each in bases:
         modules.add(each.__module__)
         for method in vars(each).values():
             function = getattr(method, "__func__", method)
@@ -33,12 +34,7 @@ def of_class(stock: type[nn.Module]) -> str | None:
                 modules |= {
                     str(getattr(one, "__module__", None) or getattr(one, "__name__", "")) for one in called if one is not None
                 }
-    own = {each.partition(".")[0] for each in (base.__module__ for base in stock.__mro__)} - {
-        "torch",
-        "builtins",
-        "typing",
-        "abc",
-    }
+    own = {each.__module__.partition(".")[0] for each in bases}
     found = []
     for name in sorted(modules):
         if name.partition(".")[0] not in own:
@@ -47,16 +43,11 @@ def of_class(stock: type[nn.Module]) -> str | None:
         if file is None or not Path(file).is_file():
             return None
         found.append((name, fingerprint_of(Path(file).read_bytes())))
-    return hashlib.sha256(repr((stock.__qualname__, found)).encode()).hexdigest() if found else None
-
-
-def digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return digest(stock.__qualname__, found) if found else None
 
 
 @functools.cache
 def of_ours() -> str:
     """Return a fingerprint of the files here that act in place of stock classes, and of what they compute with."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py")), *sorted(here.parents[1].glob("*.py"))]
-    return hashlib.sha256(repr([fingerprint_of(each.read_bytes()) for each in files]).encode()).hexdigest()
+    return digest([fingerprints(folder.glob("*.py")) for folder in (here, here.parent, here.parents[1])])

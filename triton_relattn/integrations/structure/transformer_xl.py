@@ -7,6 +7,7 @@ Source: Dai et al., "Transformer-XL", 2019; Gulati et al., "Conformer", 2020.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import nn
 from ...positions import RelativePositions
 from .. import transformer_xl
 from ..heads import join_heads, split_heads
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, with_masks
-from .roles import assigned, own_parameters, projections
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, taken, with_masks
+from .roles import of_transformer_xl, projections
 
 LATEST, LATEST_PAST, LEGACY_PAST = "2N - 1 rows", "2N - 1 rows, those of the past count", "N rows, of the past"
 """The rows of the position embeddings, the first of the most distant past, and whether keys in the future have a term of them."""
@@ -33,25 +34,15 @@ class ProjectedPositions(Kind):
 
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        made, own = projections(module), own_parameters(module)
-        if len(made) != 5 or len(own) != 2:
+        parts = of_transformer_xl(module)
+        if parts is None:
             return
-        of_children = assigned(list(made), ("position", "out", "query", "key", "value"))
-        of_biases = assigned(list(own), ("content_bias", "position_bias"))
-        first, second = own.values()
-        if of_children is None or of_biases is None or first.shape != second.shape or first.dim() < 2:
-            return
-        channels, width = made[of_children["query"]][1], first.shape[-1]
-        if first.numel() != channels or made[of_children["position"]][1] != channels:
+        roles, shape = parts
+        channels, width = math.prod(shape), shape[-1]
+        if len(shape) < 2 or projections(module)[roles["position"]][1] != channels:
             return
         only_past = getattr(module, "zero_triu", None)
-        rows = (
-            (LATEST, LATEST_PAST, LEGACY_PAST)
-            if only_past is None
-            else (LATEST_PAST, LEGACY_PAST)
-            if only_past
-            else (LATEST, LEGACY_PAST)
-        )
+        rows = (LATEST, LATEST_PAST, LEGACY_PAST) if only_past is None else (LATEST_PAST if only_past else LATEST, LEGACY_PAST)
         scales = (width**-0.5, channels**-0.5)
         masks = with_masks(type(module).forward, STATES, SHOWN, HIDDEN, ADDED)
         # First one table for all sequences; some classes want one for each of them.
@@ -59,14 +50,13 @@ class ProjectedPositions(Kind):
             if "positions" not in arguments.values():
                 continue
             options = {"mask": means, "rows": of, "scale": scale, "width": width, "shared": shared}
-            yield Reading(tuple({**of_children, **of_biases}.items()), tuple(arguments.items()), tuple(options.items()))
+            yield Reading(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = projections(module)[reading.role("query")][0]
-        of_rows = projections(module)[reading.role("position")][0]
+        channels, of_rows = taken(module, reading), taken(module, reading, "position")
         mask, means = reading.argument("mask"), reading.option("mask")
-        states = [name for name, role in reading.arguments if role in ("query", "key", "value")]
+        states = [name for name, role in reading.arguments if role in STATES]
         for batch, length in ((2, 9), (1, 5), (3, 23), (1, 130)):
             rows = length if reading.option("rows") == LEGACY_PAST else 2 * length - 1
             given = {name: torch.randn(batch, length, channels) for name in states}
@@ -98,7 +88,7 @@ class ProjectedPositions(Kind):
 
     @classmethod
     def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        channels, of_rows = (projections(module)[reading.role(role)][0] for role in ("query", "position"))
+        channels, of_rows = taken(module, reading), taken(module, reading, "position")
         rows = length if reading.option("rows") == LEGACY_PAST else 2 * length - 1
         given = {name: torch.empty(1, length, channels, device="meta") for name, role in reading.arguments if role in STATES}
         given[reading.argument("positions")] = torch.empty(1, rows, of_rows, device="meta")  # type: ignore[index]

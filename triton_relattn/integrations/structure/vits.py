@@ -16,7 +16,7 @@ from torch import nn
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, with_masks
+from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, padded, taken, with_masks
 from .roles import assigned, own_parameters, projections
 
 
@@ -55,7 +55,7 @@ class WindowedVectors(Kind):
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels, first = projections(module)[reading.role("query")][0], reading.option("channels_first")
+        channels, first = taken(module, reading), reading.option("channels_first")
         window = getattr(module, dict(reading.roles).get("rel_key", ""), torch.empty(1, 1, 1)).shape[1] // 2
         states = [name for name, role in reading.arguments if role in ("query", "key")]
         for batch, length in ((2, window + 7), (1, max(window - 1, 2)), (3, 2 * window + 11), (1, 2 * window + 120)):
@@ -63,7 +63,7 @@ class WindowedVectors(Kind):
             pairs = length, length
             yield Sample(f"{batch} sequences of {length}", given, pairs)
             if (mask := reading.argument("mask")) is not None:
-                real = torch.arange(length) < torch.randint(max(length // 2, 1), length + 1, (batch,))[:, None]
+                real = padded(batch, length)
                 both = (real[:, :, None] & real[:, None, :])[:, None]
                 counts = real[:, None, :] if first else real[..., None]
                 means = reading.option("mask")
@@ -73,7 +73,7 @@ class WindowedVectors(Kind):
 
     @classmethod
     def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        channels, first = projections(module)[reading.role("query")][0], reading.option("channels_first")
+        channels, first = taken(module, reading), reading.option("channels_first")
         states = torch.empty((1, channels, length) if first else (1, length, channels), device="meta")
         return {name: states for name, role in reading.arguments if role in ("query", "key")}
 
