@@ -21,21 +21,19 @@ import torch
 
 from tools.cycles.predict import near_share, predict
 from triton_relattn._core import residual
-from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from triton_relattn.kernels.introspect import (
     ARCHITECTURES,
     Call,
     TileConfig,
-    backward,
-    forward,
     kernels_are_interpreted,
     profiles,
     selection,
+    tuning,
 )
 
 from .cases import attention as cases
 from .cases.attention import Case
-from .cases.configurations import TILE_COLUMNS, WANTED, own_tile, shown
+from .cases.configurations import TILE_COLUMNS, own_tile, shown
 from .compile import counts
 from .compiled import compiled, launched, resources
 from .measure import timing
@@ -52,7 +50,6 @@ COLUMNS = (
     *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
-LARGEST_GAIN_OF_NOISE = 0.02  # a configuration must be faster than the default by more
 CHECKED_LENGTH = 300  # of the call that a configuration is checked with
 ERROR_FACTOR, ERROR_FLOOR = 1.5, 1e-5  # of the default configuration's error, relative in norm
 ROUNDS, FEWEST_ROUNDS = 30, 7
@@ -86,20 +83,11 @@ class Task:
         return f"{self.kernel}, {self.case}" + " without table" * (not self.has_table)
 
 
-def steps_apart(one: TileConfig, other: TileConfig) -> int:
-    """How many doublings, stages, and kinds of carrying and of rotating lie between two configurations."""
-    doublings = (
-        abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_m", "block_n", "num_warps")
-    )
-    kinds = (one.carry != other.carry) + (one.rotation != other.rotation) + (one.max_registers != other.max_registers)
-    return sum(doublings) + abs(one.num_stages - other.num_stages) + kinds
-
-
 def candidates(task: Task, reach: int) -> list[TileConfig]:
     """The default first, then valid configurations at most ``reach`` steps away, the nearest first."""
     default = task.default
-    near = sorted(selection.candidates(task.kernel, task.arch, task.has_table), key=partial(steps_apart, default))
-    return [default, *(config for config in near if config != default and steps_apart(default, config) <= reach)]
+    near = tuning.nearest(task.kernel, task.arch, task.has_table, default)
+    return [default, *(config for config in near if tuning.steps_apart(default, config) <= reach)]
 
 
 def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
@@ -123,25 +111,6 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
     return row
 
 
-def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return out, softmax_stats and the residual of out."""
-    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors, spec))
-    return out, softmax_stats, kept
-
-
-def run_kernel(
-    task: Task, tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, saved: Sequence[Any], config: TileConfig
-) -> list[torch.Tensor]:
-    """Run a kernel in a configuration and return its results. saved: as run_forward returns it."""
-    if task.kernel == "forward":
-        return list(forward(tensors, spec, config)[:2])
-    wanted = [name in WANTED[task.kernel] for name in DIFFERENTIABLE]
-    *of_forward, kept = saved
-    kept = None if task.kernel == "dq" else kept
-    gradients = backward(d_out, None, *of_forward, tensors, spec, wanted, {task.kernel: config}, residual=kept)
-    return [gradient for gradient in gradients if gradient is not None]
-
-
 @cache
 def _small_call(task: Task, device: str) -> tuple[Any, ...]:
     """A short call of the same kind: its tensors, and the exact results of the kernel."""
@@ -152,14 +121,14 @@ def _small_call(task: Task, device: str) -> tuple[Any, ...]:
     (out, *gradients), _ = timing.golden(case, inputs, d_out, device, task.has_table)
     names = ("query", "key", "value", "rel_key", "rel_query", "rel_p2c")
     given = [name for name, tensor in zip(names, inputs, strict=True) if tensor is not None]
-    exact = [gradient for name, gradient in zip(given, gradients, strict=False) if name in WANTED[task.kernel]]
-    return tensors, spec, d_out, run_forward(tensors, spec), exact or [out]
+    exact = [gradient for name, gradient in zip(given, gradients, strict=False) if name in tuning.GRADIENTS[task.kernel]]
+    return tensors, spec, d_out, tuning.run_forward(tensors, spec), exact or [out]
 
 
 def error_of(task: Task, config: TileConfig, device: str) -> float:
     """The largest relative distance in norm from float64."""
     tensors, spec, d_out, saved, exact = _small_call(task, device)
-    return timing.distance(run_kernel(task, tensors, spec, d_out, saved, config)[: len(exact)], exact)
+    return timing.distance(tuning.run_kernel(task.kernel, tensors, spec, d_out, saved, config)[: len(exact)], exact)
 
 
 def check(task: Task, config: TileConfig, row: dict[str, Any], default_error: float, device: str) -> None:
@@ -175,11 +144,11 @@ def time_all(task: Task, rows: list[dict[str, Any]], tiles: Sequence[TileConfig]
     default_error = error_of(task, tiles[0], device)
     inputs, d_out = task.case.inputs(device)
     tensors, spec = task.case.resolved(inputs, task.has_table)
-    saved = run_forward(tensors, spec)
+    saved = tuning.run_forward(tensors, spec)
     every = []
     for row, config in zip(rows, tiles, strict=True):
         timing.attempt(partial(check, task, config, row, default_error, device), row)
-        step = timing.Step(lambda config=config: config, partial(run_kernel, task, tensors, spec, d_out, saved))  # type: ignore[misc]
+        step = timing.Step(lambda config=config: config, partial(tuning.run_kernel, task.kernel, tensors, spec, d_out, saved))  # type: ignore[misc]
         every.append(timing.Timed(task.kernel, shown(config), row, step=step))
     timing.time_in_turn(every, device, seconds, ROUNDS, FEWEST_ROUNDS)
     for timed in every:
@@ -189,12 +158,7 @@ def time_all(task: Task, rows: list[dict[str, Any]], tiles: Sequence[TileConfig]
 def best_of(rows: Sequence[dict[str, Any]]) -> int | None:
     """Index of the row with the smallest median; the default's, 0, unless another is clearly faster. None: nothing was timed."""
     timed = [index for index, row in enumerate(rows) if row.get("p50_ms") is not None]
-    if not timed:
-        return None
-    fastest = min(timed, key=lambda index: rows[index]["p50_ms"])
-    if 0 in timed and rows[fastest]["p50_ms"] > (1 - LARGEST_GAIN_OF_NOISE) * rows[0]["p50_ms"]:
-        return 0
-    return fastest
+    return timed[tuning.fastest([rows[index]["p50_ms"] for index in timed])] if timed else None
 
 
 def cost(row: dict[str, Any]) -> float:

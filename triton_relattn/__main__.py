@@ -1,6 +1,7 @@
 """Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled.
 
 ``enable`` shows what :func:`triton_relattn.enable` does to a model. ``check`` checks the Triton kernels on this machine's GPU.
+``tune`` finds their fastest configurations for a call.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import platform
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from . import __version__, check
+from ._core.sizes import rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.every import enable
 from .integrations.transformers import families
+from .positions import RelativePositions
 
 
 def available_device() -> str:
@@ -79,19 +83,76 @@ def made(place: str) -> object:
     return model
 
 
+TERMS = ("rel_key", "rel_bias", "none")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def tune(options: argparse.Namespace, device: str = "cuda") -> int:
+    """Tune the kernels of a call for this GPU; print a line for each. Return 0, or 2 without a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        print("There is no GPU here: nothing to tune.")
+        return 2
+    from .kernels import tuning  # needs Triton
+
+    given = options.shape
+    dtype, heads, width, length = DTYPES[options.dtype], given["heads"], given["head_dim"], given["length"]
+    queries, key_heads = given.get("num_queries", length), given.get("key_heads", heads)
+    query, key, value = (
+        torch.randn(given["batch"], *each, width, dtype=dtype, device=device)
+        for each in ((heads, queries), (key_heads, length), (key_heads, length))
+    )
+    count = options.table or (length if options.causal else 2 * length - 1)
+    past = count == length and options.causal and options.table is None
+    positions = RelativePositions(1 - count, 0) if past else RelativePositions.centred(count)
+    term: dict[str, Any] = {"positions": positions} if options.term != "none" else {}
+    if options.term == "rel_key":
+        term["rel_key"] = torch.randn(count, width, dtype=dtype, device=device)
+    elif options.term == "rel_bias":
+        term["rel_bias"] = torch.randn(heads, count, device=device)
+    print(
+        f"Timing the kernels on {torch.cuda.get_device_name() if device == 'cuda' else device}: a few minutes, mostly compiling."
+    )
+    tuning.tune(
+        query,
+        key,
+        value,
+        is_causal=options.causal,
+        query_offset=length - queries,
+        enable_gqa=key_heads != heads,
+        report=lambda found: print(f"  {found}", flush=True),
+        **term,
+    )
+    print(f"kept in {tuning.profile_of(query.device)}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
-    verbs = parser.add_subparsers(dest="verb", metavar="enable, check")
+    verbs = parser.add_subparsers(dest="verb", metavar="enable, check, tune")
     verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, proven and saved")
     verb.add_argument(
         "--model", required=True, metavar="PACKAGE:FACTORY", help="a function without arguments that returns a model"
     )
     verb.add_argument("--lengths", type=int, nargs="+", default=[4096], help="positions to count memory for (%(default)s)")
     verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a minute")
+    verb = verbs.add_parser("tune", help="time configurations of the kernels on this machine's GPU, and keep the fastest ones")
+    verb.add_argument(
+        "--shape",
+        type=sizes,
+        required=True,
+        metavar="b4,h12,n1500,d80",
+        help="batch, heads, length, width; kv: heads of key and value",
+    )
+    verb.add_argument("--table", type=rows, metavar="ROWS", help='rows of the table, or "full": one for each distance (full)')
+    verb.add_argument("--term", choices=TERMS, default=TERMS[0], help="what the table is (%(default)s)")
+    verb.add_argument("--dtype", choices=DTYPES, default="bf16", help="of query, key and value (%(default)s)")
+    verb.add_argument("--causal", action="store_true", help="hide the future")
     options = parser.parse_args(argv)
     if options.verb == "check":
         return check.main()
+    if options.verb == "tune":
+        return tune(options)
     if options.verb == "enable":
         try:
             print(enable(made(options.model), lengths=options.lengths))

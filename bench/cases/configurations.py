@@ -10,15 +10,13 @@ import torch
 from triton_relattn import can_run_triton
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels.introspect import Call, planning, queries_apart, rows_of_program, selection
+from triton_relattn.kernels.introspect import Call, planning, queries_apart, rows_of_program, selection, tuning
 
 from .attention import Case
 
+shown = tuning.shown
 TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
 """Columns of a configuration."""
-WANTED = {"forward": (), "dq": ("query",), "dkv": ("key", "value"), "dtable": ("rel_key",), "dp2c": ("rel_p2c",)}
-WANTED |= {"dq_from_ds": ("query",)}
-"""Gradients that make the backward launch a kernel, after those that have to come first."""
 OF_DIRECTION = {
     "forward": selection.KERNELS[:1],
     "backward": selection.KERNELS[1:],
@@ -26,13 +24,6 @@ OF_DIRECTION = {
     "backward_of_query": ("dq", "dq_from_ds"),
     "backward_without_table": ("dq", "dkv", "dq_from_ds"),
 }
-
-
-def shown(config: selection.TileConfig) -> str:
-    """Describe a configuration in a few words: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
-    rotation = "" if config.rotation == "gather" else f" {config.rotation}"
-    limit = "" if config.max_registers is None else f" r{config.max_registers}"
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
 
 
 def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:

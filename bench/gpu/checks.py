@@ -13,14 +13,14 @@ from unittest import mock
 
 import torch
 
-from bench.cases.configurations import WANTED, shown
+from bench.cases.configurations import shown
 from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing
 from triton_relattn._core import residual, validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import Call, backward, forward, planning, selection
+from triton_relattn.kernels.introspect import Call, backward, forward, planning, selection, tuning
 from triton_relattn.testing import Inputs
 
 from .report import Report, synchronize
@@ -97,7 +97,7 @@ def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tupl
     out, lse, softmax_stats, kept = forward(tensors, spec, keeps_residual=keeps)
     if case.kernel == "forward":
         return shown(config), {"out": out, "lse": lse}
-    wanted, tiles = [name in WANTED[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
+    wanted, tiles = [name in tuning.GRADIENTS[case.kernel] for name in DIFFERENTIABLE], {case.kernel: config}
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wanted, tiles, residual=kept)
     named = zip(DIFFERENTIABLE, gradients, strict=True)
     return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}

@@ -13,6 +13,7 @@ from bench import tune
 from bench.__main__ import main
 from bench.cases import attention as cases
 from bench.report.rows import read
+from triton_relattn.kernels import tuning
 from triton_relattn.kernels.config import profiles, selection
 from triton_relattn.kernels.config.selection import TileConfig
 
@@ -45,7 +46,7 @@ def test_candidates_begin_with_the_default_and_stay_near() -> None:
     tiles = tune.candidates(TASK, 2)
     assert tiles[0] == selection.select("forward", "sm_90", torch.bfloat16, 64, "full")
     assert len(tiles) == len(set(tiles)) > 10
-    assert {tune.steps_apart(tiles[0], tile) for tile in tiles[1:]} == {1, 2}
+    assert {tuning.steps_apart(tiles[0], tile) for tile in tiles[1:]} == {1, 2}
     assert all(tile.why_invalid("sm_90", True) is None for tile in tiles)
     assert len(tune.candidates(TASK, 100)) == len(selection.candidates("forward", "sm_90", True))
 

@@ -38,10 +38,10 @@ MODEL, LAYER, PARAKEET = (1, 8, 1024, 64), (2, 100, 512), (1, 100, 1024)
 GRID = (1, 8, 24 * 32, 64)
 # The shape of ``out`` after each example of a page.
 EXAMPLES = {
-    "README.md": [MODEL, LAYER, PARAKEET],
+    "README.md": [MODEL, MODEL, LAYER, PARAKEET],
     "usage.md": [MODEL, MODEL, MODEL, LAYER, LAYER],
-    "decoding.md": [(1, 8, 200, 64), (1, 8, 1, 64)],
-    "migrate.md": [(1, 4, 128, 32)] * 2,
+    "decoding.md": [(1, 8, 200, 64), (1, 8, 200, 64), (1, 8, 1, 64)],
+    "migrate.md": [(1, 4, 128, 32)] * 3,
     "models.md": [(2, 4, 100, 64)],
     "tables.md": [MODEL],
     "grids.md": [GRID, GRID],

@@ -31,6 +31,7 @@ from bench.measure import timing
 from bench.report.rows import Table, read, stamp
 from tests.conftest import PATIENCE
 from triton_relattn._reference import reference_attention
+from triton_relattn.kernels import tuning
 from triton_relattn.kernels.config import profiles
 from triton_relattn.kernels.config.selection import TileConfig
 
@@ -202,7 +203,7 @@ def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     task = tune.Task(TINY[0], True, "forward", "sm_90")
     tiles = [TileConfig(64, 64, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(64, 32, 4, 1)]
     milliseconds = dict(zip(tiles, (10.0, 5.0, 3.0, 9.9), strict=True))
-    forward = tune.forward
+    forward = tuning.forward
 
     def wrong_in_small_tiles(tensors: Any, spec: Any, config: TileConfig | None = None, **options: Any) -> Any:
         out, *others = forward(tensors, spec, config, **options)
@@ -214,7 +215,7 @@ def test_the_search_checks_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 timed.milliseconds.append(milliseconds[timed.step.before()])
 
     monkeypatch.setattr(tune, "candidates", lambda *_: tiles)
-    monkeypatch.setattr(tune, "forward", wrong_in_small_tiles)
+    monkeypatch.setattr(tuning, "forward", wrong_in_small_tiles)
     monkeypatch.setattr(timing, "time_in_turn", instead_of_time)
     tune._small_call.cache_clear()
     options = argparse.Namespace(reach=1, timed=4, seconds=0.0, device="cpu", no_verify=True, profile=tmp_path / "profile.csv")

@@ -6,7 +6,7 @@ ARCHITECTURES the GPUs. forward and backward launch the kernels; launchers has t
 package imports this.
 """
 
-from . import kernels_are_interpreted
+from . import kernels_are_interpreted, tuning
 from .backward import backward
 from .bwd_dtable import fitted
 from .call import Call, cdiv
@@ -40,4 +40,5 @@ __all__ = [
     "queries_apart",
     "rows_of_program",
     "selection",
+    "tuning",
 ]

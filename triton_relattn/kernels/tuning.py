@@ -1,0 +1,229 @@
+"""The fastest configuration of every kernel of a call, timed on this GPU, for the user's profile, from which later calls have it.
+
+``python -m triton_relattn tune`` does it for a shape, :func:`tune` for any call. ``python -m bench tune``, from a clone, searches
+for the calls of the benchmark, and further: it ranks many configurations by what their compiled code takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .._core import residual, validation
+from .._core.arguments import Arguments
+from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from . import kernels_are_interpreted
+from .backward import backward
+from .call import Call
+from .config import profiles, selection
+from .config.tile_config import TileConfig
+from .forward import forward
+from .workspace import planning
+
+GRADIENTS = {
+    "forward": (),
+    "dq": ("query", "rel_query"),
+    "dkv": ("key", "value"),
+    "dtable": ("rel_key", "rel_value", "rel_bias"),
+    "dq_from_ds": ("query", "rel_query"),
+    "dp2c": ("rel_p2c",),
+}
+"""The gradients for which the backward launches a kernel, after those that have to come first."""
+LEAST_GAIN = 0.02
+"""The share of the default's time by which another configuration must be faster: less may be noise."""
+ROUNDS, WARM_UP, MILLISECONDS = 3, 5, 30
+LARGEST_DIFFERENCE = {torch.float32: 2.0**-8, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
+"""Between results of two configurations, as a share of the largest number: some ten roundings, of tf32 in float32. A wrong tile
+differs by about one."""
+
+
+class Tuned(NamedTuple):
+    """What was found for a kernel. milliseconds: medians, of a gradient's kernel with what runs before it. tried: how many
+    configurations ran and were right, the default among them."""
+
+    kernel: str
+    default: TileConfig
+    best: TileConfig
+    default_milliseconds: float
+    milliseconds: float
+    tried: int
+
+    def __str__(self) -> str:
+        gain = f"{shown(self.default)} stays" if self.best == self.default else f"{shown(self.default)} -> {shown(self.best)}"
+        return f"{self.kernel:10} {self.default_milliseconds:8.3f} -> {self.milliseconds:8.3f} ms, {self.tried} tried: {gain}"
+
+
+def tune(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rel_key: torch.Tensor | None = None,
+    *,
+    most: int = 12,
+    profile: Path | None = None,
+    report: Callable[[Tuned], None] | None = None,
+    **arguments: Any,
+) -> list[Tuned]:
+    """Time the configurations nearest to the default one for every kernel of a call, and keep the fastest that is right.
+
+    They go into the user's profile (``TRITON_RELATTN_CACHE``), from which calls of this kind, dtype, width and bucket of lengths
+    (up to 512, 2,048, 8,192, longer) have them from now on, in this process and in others. It takes a few minutes, mostly
+    compiling.
+
+    Args:
+        query, key, value, rel_key, arguments: as of :func:`triton_relattn.fused_relative_attention`, on the GPU. Their values
+            do not matter, only shapes, dtypes, and strides. ``dropout_p`` does not count.
+        most: configurations of each kernel to time.
+        profile: the file to write, in place of the user's.
+        report: called with each kernel's result as soon as it is known.
+
+    Returns:
+        One for each kernel, in the order in which they run.
+
+    Raises:
+        RuntimeError: the tensors are not on a GPU.
+        OSError: the profile cannot be written.
+    """
+    if query.device.type != "cuda" and not kernels_are_interpreted():
+        raise RuntimeError(f"only a GPU can be tuned, and query is on {query.device}")
+    path = profile or profile_of(query.device)
+    arguments.pop("dropout_p", None)
+    found = []
+    with torch.no_grad():
+        tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **arguments))
+        for kernel in kernels_of(tensors, spec):
+            found.append(_tune(kernel, tensors, spec, most, path))
+            if report is not None:
+                report(found[-1])
+    return found
+
+
+def profile_of(device: torch.device) -> Path:
+    """Return the path of the user's profile for a device.
+
+    Raises:
+        OSError: the user has no folder for it.
+    """
+    path = profiles.user_profile_path(selection.architecture(device))
+    if path is None:
+        raise OSError("there is no folder for the profile: name one by TRITON_RELATTN_CACHE")
+    return path
+
+
+def kernels_of(tensors: AttentionTensors, spec: AttentionSpec) -> list[str]:
+    """Return the kernels of selection.KERNELS that a call and its backward launch, first to last."""
+    call = Call(tensors, spec)
+    tiles = {kernel: call.tile(kernel) for kernel in selection.KERNELS}
+    multiprocessors, keeps = selection.multiprocessors(tensors.query.device), residual.keeps_residual(tensors, spec)
+    return ["forward", *planning.route(call, tensors, spec, tiles, multiprocessors, keeps).kernels]
+
+
+def _tune(kernel: str, tensors: AttentionTensors, spec: AttentionSpec, most: int, path: Path) -> Tuned:
+    """Find the best configuration of a kernel, and save it."""
+    call = Call(tensors, spec)
+    default = selection.select(kernel, *call.kind)
+    near = nearest(kernel, call.arch, call.coverage != "no table", default)
+    saved = run_forward(tensors, spec)
+    d_out = torch.randn_like(saved[0])
+    run = partial(run_kernel, kernel, tensors, spec, d_out, saved)
+    expected = run(default)
+    tiles = [default, *(config for config in near[:most] if _is_right(run, config, expected))]
+    times = timed_in_turn([partial(run, config) for config in tiles])
+    best = fastest(times)
+    row = profiles.Row(selection.conditions(kernel, call.kind, call.length), tiles[best], times[best], times[0])
+    name = torch.cuda.get_device_name(tensors.query.device) if tensors.query.device.type == "cuda" else "CPU"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    profiles.save(path, call.arch, [row], device=name, torch=torch.__version__, triton=triton.__version__, date=now)
+    selection.forget()
+    return Tuned(kernel, default, tiles[best], times[0], times[best], len(tiles))
+
+
+def steps_apart(one: TileConfig, other: TileConfig) -> int:
+    """Return how many doublings, stages, and kinds of carrying and of rotating lie between two configurations."""
+    doublings = (
+        abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_m", "block_n", "num_warps")
+    )
+    kinds = (one.carry != other.carry) + (one.rotation != other.rotation) + (one.max_registers != other.max_registers)
+    return sum(doublings) + abs(one.num_stages - other.num_stages) + kinds
+
+
+def nearest(kernel: str, arch: str, has_table: bool, default: TileConfig) -> list[TileConfig]:
+    """Return every valid configuration but the default one, the nearest to it first."""
+    every = selection.candidates(kernel, arch, has_table)
+    return sorted((config for config in every if config != default), key=partial(steps_apart, default))
+
+
+def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return out, softmax_stats and the residual of out."""
+    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors, spec))
+    return out, softmax_stats, kept
+
+
+def run_kernel(
+    kernel: str,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    d_out: torch.Tensor,
+    saved: Sequence[Any],
+    config: TileConfig,
+) -> list[torch.Tensor]:
+    """Run a kernel in a configuration and return its results. saved: as run_forward returns it."""
+    if kernel == "forward":
+        return list(forward(tensors, spec, config)[:2])
+    wanted = [name in GRADIENTS[kernel] for name in DIFFERENTIABLE]
+    *of_forward, kept = saved
+    kept = None if kernel == "dq" else kept
+    gradients = backward(d_out, None, *of_forward, tensors, spec, wanted, {kernel: config}, residual=kept)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _is_right(run: Callable[[TileConfig], list[torch.Tensor]], config: TileConfig, expected: Sequence[torch.Tensor]) -> bool:
+    """Whether a configuration compiles, fits, and gives what the default one does."""
+    try:
+        results = run(config)
+    except Exception:  # too much shared memory, or the assembler's own reasons
+        return False
+    allowed = LARGEST_DIFFERENCE[expected[0].dtype]
+    for result, wanted in zip(results, expected, strict=True):
+        same = result == wanted  # where both are -inf, as the lse of a query without keys
+        difference = (result.float() - wanted.float()).masked_fill(same, 0.0).abs().max()
+        if not difference <= allowed * wanted.float().masked_fill(wanted.isinf(), 0.0).abs().max():
+            return False
+    return True
+
+
+def timed_in_turn(every: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the median milliseconds of each: all are timed, and then all again, so that a change of clock meets all."""
+    rounds = [[_milliseconds(work) for work in every] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    if kernels_are_interpreted():
+        started = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - started)
+    from triton import testing
+
+    return float(testing.do_bench(work, warmup=WARM_UP, rep=MILLISECONDS, return_mode="median"))
+
+
+def fastest(milliseconds: Sequence[float]) -> int:
+    """Return the index of the smallest; that of the default, 0, unless another is clearly faster."""
+    best = min(range(len(milliseconds)), key=milliseconds.__getitem__)
+    return best if milliseconds[best] < (1 - LEAST_GAIN) * milliseconds[0] else 0
+
+
+def shown(config: TileConfig) -> str:
+    """Describe a configuration in a few words: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
+    rotation = "" if config.rotation == "gather" else f" {config.rotation}"
+    limit = "" if config.max_registers is None else f" r{config.max_registers}"
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"
