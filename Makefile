@@ -61,7 +61,7 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) $(CASES)
 
 COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_features.py \
-	tests/compile/test_rotations.py
+	tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
 
 # The families of transformers with the oldest version that is supported.
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)

@@ -1,6 +1,8 @@
 """Kernels compiled for GPUs that are not there: the compiled kernel is recorded, or handed to somebody, instead of launched.
 
-The real host code runs: launchers, specialization, grids. Not usable in a process with TRITON_INTERPRET=1.
+The real host code runs: launchers, specialization, grids; for GPUs of any kind, AMD's too, and for the emulator, which runs what
+is recorded. stub_gpu goes further, through Triton's launcher up to the driver, for NVIDIA's alone. Not usable in a process with
+TRITON_INTERPRET=1.
 
 with recorded_launches("sm_90") as launches:
     kernel[grid](...)  # any Triton kernel, on CPU tensors

@@ -1,7 +1,8 @@
-"""Time that a call takes the host, on a machine without a GPU: kernels are compiled, and not launched.
+"""Time that a call takes the host, on a machine without a GPU: kernels are compiled, and launched on a stub of the driver.
 
 For each kind of call: microseconds until the first kernel would start, forward and backward, and of the whole forward and
-backward; each the least of many. Allocations and the few operations of torch between the kernels run, on tiny tensors of the CPU.
+backward; each the least of many. Triton's launcher runs up to the driver (tools/stub_gpu). Allocations and the few operations of
+torch between the kernels run on tiny tensors of the CPU, whose allocator is not the GPU's.
 With ``--beside FOLDER``, another checkout in turn with this one.
 """
 
@@ -26,7 +27,8 @@ def measure(kind: str, calls: int) -> dict[str, float]:
     """The COLUMNS, in microseconds."""
     import torch
 
-    from bench.compiled import recorded_launches
+    from bench.compiled import selected_for
+    from tools.stub_gpu import stub_gpu
     from triton_relattn import RelativePositions, fused_relative_attention
     from triton_relattn._implementations import kernels as implementations
 
@@ -37,19 +39,17 @@ def measure(kind: str, calls: int) -> dict[str, float]:
     if positions is not None:
         leaves.append(torch.randn(positions.num_rows, SHAPE[3], dtype=torch.bfloat16, requires_grad=True))
         options["positions"] = positions
-    starts: list[float] = []
     kept, rows = implementations._why_no_kernels, list[tuple[float, ...]]()
     implementations._why_no_kernels = lambda *_: None
     try:
-        with recorded_launches("sm_90", run=lambda *_: starts.append(time.perf_counter())) as launches:
+        with selected_for("sm_90"), stub_gpu(records=False) as gpu:
             for number in range(calls + 2):
-                launches.clear()
-                starts.clear()
+                before = gpu.count()
                 began = time.perf_counter()
                 out = fused_relative_attention(*leaves, **options)
-                middle, of_forward = time.perf_counter(), len(starts)
+                middle, of_forward = time.perf_counter(), gpu.count() - before
                 torch.autograd.grad(out, leaves, torch.ones_like(out))
-                ended = time.perf_counter()
+                ended, starts = time.perf_counter(), gpu.starts(before)
                 row = (starts[0] - began, middle - began, starts[of_forward] - middle, ended - middle, ended - began)
                 rows += [row] * (number > 1)  # before, kernels are compiled
     finally:

@@ -1,0 +1,302 @@
+"""Calls through Triton's own launcher, on a stub of CUDA's driver: what a GPU would be told.
+
+tests/compile/test_launches.py compares the arguments of launches with what they have to be, for every GPU and without a driver.
+Here they go on through the launcher's C code, as it packs, loads and launches on NVIDIA's GPUs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from bench.compiled import selected_for
+from tests.conftest import PATIENCE
+from tools import stub_gpu as tool
+from tools.stub_gpu import StubGPU, stub_gpu
+from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention, grids, testing
+from triton_relattn import _implementations as implementations
+from triton_relattn.kernels import launching
+from triton_relattn.kernels.config import fitting
+from triton_relattn.kernels.workspace import planning
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose own driver is loaded")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Not here: nothing is written to results."""
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls take the kernels, in configurations for sm_90; nothing is kept from earlier tests."""
+    for module in (implementations, grids):
+        monkeypatch.setattr(module, "choose_implementation", lambda *_, **__: implementations.TRITON)
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(fitting, "_replacements", {})
+    with selected_for("sm_90"):
+        yield
+
+
+Work = Callable[[], object]
+
+
+def call(num_queries: int = 64, num_keys: int | None = None, *, grad: bool = True, **given: Any) -> Work:
+    """A call and its backward, with sizes of testing.make_inputs and arguments of the operator."""
+    num_keys = num_queries if num_keys is None else num_keys
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "width": 64, "num_rows": num_queries + num_keys - 1, "dtype": torch.bfloat16}
+    names: tuple[str, ...] = ("batch", "heads", "width", "key_heads", "per_head", "num_rows", "dtype")
+    names += ("rel_width", "rel_key", "rel_value", "rel_bias", "rel_p2c")
+    sizes |= {name: given.pop(name) for name in names if name in given}
+    inputs = testing.make_inputs(**sizes, num_queries=num_queries, num_keys=num_keys, seed=1)
+    attend: Any = fused_relative_attention
+    if grad:
+        return lambda: testing.forward_backward(attend, inputs, return_lse=True, **given)
+    return lambda: attend(*inputs[:4], **inputs.terms(), **given)
+
+
+def on_a_grid() -> Work:
+    leaves = [torch.zeros(1, 2, 30, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    leaves += [torch.zeros(2 * side - 1, 64, dtype=torch.bfloat16, requires_grad=True) for side in (5, 6)]
+    attend: Any = decomposed_relative_attention
+    return lambda: attend(*leaves, (5, 6)).sum().backward()
+
+
+CALLS: dict[str, tuple[Callable[[], Work], set[str]]] = {
+    "full": (call, {"forward", "dq", "dkv", "dtable"}),
+    "no table": (lambda: call(num_rows=None), {"forward", "dq", "dkv"}),
+    "clamp": (lambda: call(200, num_rows=9, per_head=True), {"forward", "dq", "dkv", "dtable"}),
+    "zero, values": (
+        lambda: call(num_rows=9, rel_value=True, positions=RelativePositions(-4, 4, "zero")),
+        {"forward", "dq", "dkv", "dtable"},
+    ),
+    "bias": (lambda: call(rel_key=False, rel_bias=True, per_head=True, scale=1.0), {"forward", "dq", "dkv", "dtable"}),
+    "p2c": (
+        lambda: call(rel_p2c=True, num_rows=33, positions=RelativePositions(-16, 16)),
+        {"far_keys", "forward", "dq", "dkv", "dtable", "dp2c"},
+    ),
+    "own query, grouped heads, causal": (
+        lambda: call(rel_width=16, heads=4, key_heads=2, enable_gqa=True, is_causal=True),
+        {"forward", "dq", "dkv", "dtable"},
+    ),
+    "padding, softcap, dropout": (
+        lambda: call(batch=2, key_lengths=torch.tensor([64, 5]), softcap=20.0, dropout_p=0.1),
+        {"forward", "dq", "dkv", "dtable"},
+    ),
+    "mask, window": (
+        lambda: call(attn_mask=torch.ones(64, 64, dtype=torch.bool), window_size=(20, 3)),
+        {"forward", "dq", "dkv", "dtable"},
+    ),
+    "float32": (lambda: call(dtype=torch.float32), {"forward", "dq", "dkv", "dtable"}),
+    "128 wide, exact gradient": (
+        lambda: call(width=128, exact_query_grad=True),
+        {"forward", "dq", "dkv", "dtable"},
+    ),
+    "long, from dS": (lambda: call(1040, heads=1), {"forward", "delta", "dkv", "dtable", "dq_from_ds"}),
+    "decode, split keys": (
+        lambda: call(
+            1, 4096, grad=False, num_rows=4096, positions=RelativePositions(-4095, 0), query_offset=4095, is_causal=True
+        ),
+        {"forward", "merge"},
+    ),
+    "grid": (on_a_grid, {"grid_forward", "grid_dq", "grid_dkv"}),
+}
+
+
+def agree(gpu: StubGPU) -> None:
+    """Assert that the driver was told what the launcher was given, and that pointers and grids are there."""
+    for each in gpu.launches:
+        assert each.parameters == each.given and each.parameters, each
+        assert each.grid[0] > 0 and each.threads in (64, 128, 256), each
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver takes all launches, with the arguments that they have in Python. A second call launches the same, and neither
+    compiles, searches nor loads."""
+    make, kernels = CALLS[name]
+    work = make()
+    with stub_gpu() as gpu:
+        torch.manual_seed(1)  # of dropout
+        work()
+        agree(gpu)
+        first, modules = list(gpu.launches), gpu.modules
+        assert {each.name for each in first} == kernels
+        gpu.launches.clear()
+        monkeypatch.setattr(JITFunction, "run", None)  # whoever calls it fails
+        monkeypatch.setattr(launching, "_run", None)
+        work()
+        agree(gpu)
+        assert gpu.modules == modules
+    told, again = (
+        [(each.name, each.grid, each.threads, each.shared_bytes, each.device, each.numbers()) for each in launches]
+        for launches in (first, gpu.launches)
+    )
+    assert told == again
+
+
+def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is launched with places of its own, by kernels that are loaded once."""
+    monkeypatch.setenv(planning.VARIABLE, str(2 * 1024**2))
+    work = call(512, heads=8)
+    with stub_gpu() as gpu:
+        work()
+        agree(gpu)
+    of_parts = [each for each in gpu.launches if each.name == "dkv"]
+    assert len(of_parts) > 1 and len({each.parameters for each in of_parts}) == len(of_parts)
+
+
+def test_little_shared_memory() -> None:
+    """Of 90,000 bytes: a configuration that does not fit is replaced, with a warning; the next call has the smaller one
+    at once.
+    """
+    work = call(256, width=128)
+    with stub_gpu(most_shared=90_000) as gpu:
+        with pytest.warns(RuntimeWarning, match="does not fit this GPU .*90000.* is used instead"):
+            work()
+        agree(gpu)
+        assert max(each.shared_bytes for each in gpu.launches) <= 90_000
+        modules = gpu.modules
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            work()
+        assert gpu.modules == modules
+
+
+def test_two_devices_and_streams() -> None:
+    """A kernel is loaded for each device, and launched on the current one, on its current stream."""
+    work = call(num_rows=None)
+    loaded = []
+    with stub_gpu() as gpu:
+        first, second = gpu.devices
+        for device, stream in ((first, 0), (second, 77), (first, 78)):
+            gpu.device, gpu.stream = device, stream
+            gpu.launches.clear()
+            before = gpu.modules
+            work()
+            loaded.append(gpu.modules - before)
+            assert {(each.device, each.stream) for each in gpu.launches} == {(device, stream)}
+    assert loaded == [len(gpu.launches)] * 2 + [0]
+
+
+class Reads(TorchDispatchMode):
+    """Notes what needs numbers of a tensor on the host: on a GPU it would wait, and no graph could be captured."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if name in self.NAMES:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "p2c", "own query, grouped heads, causal", "mask, window", "decode, split keys", "grid"]
+)
+def test_a_graph_can_be_captured(name: str) -> None:
+    """After a warm-up nothing is loaded, waited for or read."""
+    work = CALLS[name][0]()
+    with stub_gpu() as gpu:
+        work()
+        modules, waits = gpu.modules, gpu.waits
+        with Reads() as reads:
+            work()
+        assert (gpu.modules, gpu.waits, reads.found) == (modules, waits, [])
+
+
+def test_reads_are_noticed() -> None:
+    with Reads() as reads:
+        torch.ones(1).item()
+        torch.ones(3).nonzero()
+    assert reads.found == ["_local_scalar_dense", "nonzero"]
+
+
+def test_threads() -> None:
+    """Each one's launches have its own arguments, whoever compiles first."""
+    works = [call(32 + 16 * number, num_rows=None, grad=False) for number in range(4)]
+    with stub_gpu() as gpu, ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(work) for _ in range(5) for work in works]:
+            future.result()
+        agree(gpu)
+    assert len(gpu.launches) == 20
+
+
+def _in_child(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return fused_relative_attention(query, query, query, table, implementation="blockwise")
+
+
+def test_a_fork_computes_on_the_cpu() -> None:
+    """As a data loader's processes do, after the driver has been used; the parent goes on."""
+    query, table = torch.randn(1, 2, 40, 16), torch.randn(9, 16)
+    work = call(num_rows=None, grad=False)
+
+    def computed() -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(implementations, "choose_implementation", lambda *_: implementations.BLOCKWISE)
+            return fused_relative_attention(query, query, query, table)
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with stub_gpu() as gpu, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks beside threads
+        work()
+        child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(computed().tolist()))
+        child.start()
+        assert receiver.poll(PATIENCE)
+        found = receiver.recv()
+        child.join()
+        work()
+    assert found == computed().tolist() and len(gpu.launches) == 2
+
+
+def test_the_stub_refuses_what_a_driver_does() -> None:
+    """Grids that are too large, memory that was not opted in for, a context that is not current, what is no machine code."""
+    work = call(num_rows=None, grad=False)
+    with stub_gpu() as gpu:
+        work()
+        (key,) = launching._compiled
+        kernel = launching._compiled[key]
+        (launch,) = gpu.launches
+        library = tool.library()
+        for grid in ((1, 70_000, 1), (1, 1, 70_000)):
+            with pytest.raises(RuntimeError, match="error 1 of the stub"):
+                run_as(kernel, grid)
+        library.stub_set_device(gpu.devices[1])
+        with pytest.raises(RuntimeError, match="error 201 of the stub"):
+            run_as(kernel, (1, 1, 1))
+        library.stub_set_device(gpu.device)
+        with pytest.raises(RuntimeError, match="error 200 of the stub"):
+            of_driver().load_binary("a_kernel", b"no machine code" * 10, 0, gpu.device)
+        with pytest.raises(RuntimeError, match="error 500 of the stub"):
+            of_driver().load_binary("another_kernel", kernel.kernel, 0, gpu.device)
+    assert launch.name == "forward" and len(gpu.launches) == 1
+
+
+def of_driver() -> Any:
+    from triton.backends.nvidia.driver import CudaUtils
+
+    return CudaUtils()
+
+
+def run_as(kernel: Any, grid: tuple[int, int, int]) -> None:
+    """Launch a compiled kernel with zeros for all arguments."""
+    arguments = [zero_of(each) for each in kernel.src.signature.values()]
+    kernel.run(*grid, 0, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+
+
+def zero_of(kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        return tuple(map(zero_of, kind))
+    return None if kind == "constexpr" else torch.zeros(1) if kind.startswith("*") else 0.0 if kind.startswith("fp") else 0
