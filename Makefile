@@ -132,5 +132,5 @@ mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERA
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=smoke,speed for some of it. Without make:
 # python3 -m bench.gpu --results DIR
-gpu: ## correctness and speed on a GPU; RESULTS=out/gpu PARTS=smoke,speed SECONDS=450
+gpu: ## correctness and speed on a GPU; RESULTS=out/gpu PARTS=smoke,speed SECONDS=540
 	$(PYTHON) -m bench.gpu --results $(or $(RESULTS),out/gpu) $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))

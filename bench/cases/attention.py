@@ -54,6 +54,8 @@ class Case:
     """Queries at the end of a sequence of so many keys; None: as many as keys."""
     p2c: bool = False
     """Whether a second table of as many rows meets the keys."""
+    bias: bool = False
+    """Whether the table is a number for each head and distance, which is added to the scores, as in T5."""
     group: str = ""
     """The name of its group in GROUPS."""
 
@@ -61,7 +63,7 @@ class Case:
         heads = f"h{self.heads}" if self.key_heads is None else f"h{self.heads}:{self.key_heads}"
         rows = "full" if self.rows is None else f"r{self.rows}" + " zero" * (self.outside == "zero")
         own_query = "" if self.rel_dim is None else f" dr{self.rel_dim}"
-        p2c = " p2c" * self.p2c
+        p2c = " p2c" * self.p2c + " bias" * self.bias
         length = f"n{self.length}" if self.num_queries is None else f"n{self.num_queries}:{self.length}"
         return f"b{self.batch} {heads} {length} d{self.head_dim}{own_query} {rows}{p2c}{' causal' * self.is_causal} {self.dtype}"
 
@@ -79,7 +81,8 @@ class Case:
     @property
     def is_plain(self) -> bool:
         """Whether it is what every baseline computes: no grouped heads, the query for the one table, clipping, all queries."""
-        return (self.key_heads, self.rel_dim, self.num_queries, self.outside, self.p2c) == (None, None, None, "clamp", False)
+        odd = (self.key_heads, self.rel_dim, self.num_queries, self.outside, self.p2c, self.bias)
+        return odd == (None, None, None, "clamp", False, False)
 
     def resized(self, length: int, **changes: Any) -> Case:
         return replace(self, length=length, **changes)
@@ -95,7 +98,7 @@ class Case:
             "seqlen": self.length,
             "head_dim": self.head_dim,
             "rel_dim": self.rel_dim or self.head_dim,
-            "table": ("full" if self.rows is None else f"{self.outside} {self.rows}") + " p2c" * self.p2c,
+            "table": ("full" if self.rows is None else f"{self.outside} {self.rows}") + " p2c" * self.p2c + " bias" * self.bias,
             "is_causal": self.is_causal,
             "dtype": self.dtype,
         }
@@ -103,7 +106,7 @@ class Case:
     def flops(self, direction: str, has_table: bool) -> tuple[float, float]:
         """As FlashAttention counts them (4 B H N^2 D, half if causal, 2.5 times that backward), and with the table's products."""
         pairs = self.batch * self.heads * (self.num_queries or self.length) * self.length / (2 if self.is_causal else 1)
-        width = (self.rel_dim or self.head_dim) + self.head_dim * self.p2c
+        width = 0 if self.bias else (self.rel_dim or self.head_dim) + self.head_dim * self.p2c
         term = 2.0 * min(self.length, self.num_rows) / self.length * width * has_table
         of_direction = {"forward": (1.0, 1.0), "backward": (2.5, 3.0), "forward+backward": (3.5, 4.0)}
         plain, of_table = of_direction[direction]
@@ -126,13 +129,16 @@ class Case:
         query, key, value = make(*queries, self.head_dim), make(*keys, self.head_dim), make(*keys, self.head_dim)
         rel_query = None if self.rel_dim is None else make(*queries, self.rel_dim)
         p2c = make(self.num_rows, self.head_dim) if self.p2c else None
-        return CaseTensors(query, key, value, make(self.num_rows, self.rel_dim or self.head_dim), rel_query, p2c)
+        sizes = (self.heads, self.num_rows) if self.bias else (self.num_rows, self.rel_dim or self.head_dim)
+        return CaseTensors(query, key, value, make(*sizes), rel_query, p2c)
 
     def terms(self, inputs: CaseTensors, has_table: bool = True) -> dict[str, Any]:
         """Return the arguments of fused_relative_attention besides query, key and value."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": self.key_heads is not None}
         options["query_offset"] = self.length - (self.num_queries or self.length)
-        if has_table:
+        if has_table and self.bias:
+            options |= {"rel_bias": inputs.table, "positions": self.positions}
+        elif has_table:
             options |= {"rel_key": inputs.table, "rel_query": inputs.rel_query, "positions": self.positions}
             options["rel_p2c"] = inputs.p2c
         return options
@@ -175,6 +181,7 @@ GROUPS: dict[str, Sequence[Case]] = {
         *(Case(2, 12, 8192, 64, rows=rows) for rows in (None, 511)),
         *(Case(16384 // n, 12, n, 64, rows=rows, p2c=True) for n, rows in ((512, None), (2048, 1047), (8192, 1047))),
     ],
+    "t5": [Case(16384 // length, 32, length, 64, bias=True) for length in (2048, 512, 1024, 4096)],
     "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
@@ -182,6 +189,7 @@ GROUPS: dict[str, Sequence[Case]] = {
 short: short sequences in batches. cpu_bf16, short_bf16: the same in bfloat16, for processors that are fast at it.
 decode: one query and a cache of keys. memory: one layer, ever longer.
 deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.
+t5: a bias alone.
 small: for trying things out."""
 
 

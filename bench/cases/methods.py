@@ -71,6 +71,19 @@ def _sdpa_backend(name: str, case: Case) -> Function:
     return run
 
 
+def _sdpa_with_bias(name: str, case: Case) -> Function:
+    """The bias of each pair of positions, (1, H, N, N), as a mask, by one of SDPA's backends."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def run(inputs: CaseTensors) -> torch.Tensor:
+        place = torch.arange(case.length, device=inputs.query.device)
+        row = (place - place[:, None]).clamp(case.positions.first, case.positions.last) - case.positions.first
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return scaled_dot_product_attention(*inputs[:3], attn_mask=inputs.table[None, :, row])
+
+    return run
+
+
 def _centred(inputs: CaseTensors, case: Case) -> torch.Tensor:
     """The table with a row for r = 0 in its middle: a full one of causal attention has no future."""
     return pad(inputs.table, (0, 0, 0, case.length - 1)) if case.is_causal and case.rows is None else inputs.table
@@ -102,12 +115,12 @@ def _flex(case: Case) -> Function:
 
     def run(inputs: CaseTensors) -> torch.Tensor:
         rel_query = inputs.query if inputs.rel_query is None else inputs.rel_query
-        by_row = (rel_query * case.head_dim**-0.5) @ inputs.table.mT
+        by_row = inputs.table if case.bias else (rel_query * case.head_dim**-0.5) @ inputs.table.mT
         by_key = None if inputs.p2c is None else (inputs.key * case.head_dim**-0.5) @ inputs.p2c.mT
 
         def add_relative(score: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
             row = (j - i).clamp(first, last) - first
-            added = score + by_row[batch, head, i, row]
+            added = score + (by_row[head, row] if case.bias else by_row[batch, head, i, row])
             added = added if by_key is None else added + by_key[batch, head, j, row]
             return added if case.outside == "clamp" else torch.where(j - i >= first, added, score)
 
@@ -198,6 +211,10 @@ def _full_table(case: Case, device: str) -> str | None:
     return _plain_terms(case, device) or (None if case.rows is None else "needs a row for every distance")
 
 
+def _bias_alone(case: Case, device: str) -> str | None:
+    return _needs_gpu(case, device) or (None if case.bias and not case.is_causal else "needs a bias alone, all keys seen")
+
+
 def _peer(case: Case, device: str, causal: bool = True) -> str | None:
     if case.head_dim not in (32, 64, 128):
         return "head widths 32, 64 and 128 only"
@@ -216,6 +233,10 @@ METHODS: dict[str, Method] = {
     "gather": Method("baseline", "a gather from Q E^T", partial(_baseline, "gather"), _plain_terms),
     "skewing": Method("baseline", "pad, reshape and slice of Q E^T", partial(_baseline, "skewing"), _full_table),
     "dense_bias": Method("baseline", "S as SDPA's attn_mask", partial(_baseline, "dense_bias"), _plain_terms),
+    "sdpa_bias_cudnn": Method("baseline", "a dense bias, by cuDNN", partial(_sdpa_with_bias, "CUDNN_ATTENTION"), _bias_alone),
+    "sdpa_bias_efficient": Method(
+        "baseline", "a dense bias, by its memory-efficient backend", partial(_sdpa_with_bias, "EFFICIENT_ATTENTION"), _bias_alone
+    ),
     "flex_attention": Method("baseline", "FlexAttention with a captured Q E^T", _flex, _needs_gpu),
     "disentangled_flash": Method("peer", "disentangled-flash 1.1.1", _disentangled_flash, partial(_peer, causal=False)),
     "flashdeberta": Method("peer", "flashdeberta 0.0.8 without buckets", _flashdeberta, _peer),

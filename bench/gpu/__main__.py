@@ -1,13 +1,18 @@
 """Correctness and speed of the kernels on a GPU: ``python3 -m bench.gpu --results out/gpu``, with torch, triton and numpy alone.
 
-    smoke         first of all, in 40 s: one call against float64, then each kernel of one call, plain and with a full table
+    smoke         first of all, in 40 s: two calls against float64, then each kernel of one call, plain and with a full table
+    questions     what the design leaves open, answered by a few times: what may go, and what has to stay
+    roofs         what bounds the kernels: L2, memory, products, exponentials, shuffles; beside what the model of cycles assumes
     variants      each kernel in configurations that a model of cycles finds promising, beside the selected one
     correctness   forward and backward against float64, by the error rule of the tests
     speed         all methods of bench in turn, and the parts of our backward, checked
+    flex          FlexAttention and the peers, which take long to compile: a process for each case
+    counters      the main kernels under ncu: misses of spills, bytes of L2 and memory, pipes
     tests         the tests that are marked gpu, if there is a pytest
     configs       every kernel by itself, in every configuration that is selected on this GPU
     memory        peaks against the sequence length
-    flex          FlexAttention and the peers, which take long to compile: a process for each case
+    workspaces    the backward of long calls with workspaces of several sizes
+    graphs        short calls captured in a CUDA graph
     host          what a call costs the host
     repeats       many runs of one call are equal bit for bit
     sanitizer     small calls under compute-sanitizer: memcheck and racecheck
@@ -17,7 +22,8 @@ Each part is a process of its own and has its share of the seconds; what one lea
 hangs ends nothing else. Lines are printed and rows appended to files as they come; parts of a later run are added. In the end
 there are log.txt, results.csv (times and memory, beside what bench/predictions.csv says), speed.png and memory.png if there is a
 matplotlib, profile.csv, and raw.tar.gz with everything else. Exit status: 0, 1 if anything failed or crashed, 2 without a GPU,
-3 if a part was cut off and none failed, 130 if interrupted. ``--device cpu --tiny`` tests this program with TRITON_INTERPRET=1.
+3 if a part was cut off and none failed, 130 if interrupted. ``--stub`` tests this program without a GPU, with toy sizes on a stub
+of the driver; ``--device cpu --tiny`` with TRITON_INTERPRET=1, in the interpreter.
 """
 
 from __future__ import annotations
@@ -39,15 +45,17 @@ from pathlib import Path
 import torch
 
 from bench import predictions
-from bench.report.rows import in_one_line, read
+from bench.report.rows import in_one_line, output_of, read
 from bench.verbs import plot
 from bench.verbs.options import some_of
 from triton_relattn.kernels.introspect import kernels_are_interpreted, selection
 
-from . import checks, kernels, measurements, sanitizer
+from . import checks, counters, kernels, measurements, questions, roofs, sanitizer, stub
 from .report import Outcome, Report, append, outcome_of, pack, unpack
 from .workers import GRACE, watch
 
+CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
+"""What nvidia-smi is asked behind each part. The last one is not 0 where something, as power or heat, keeps clocks down."""
 LEAST_SECONDS = 3.0  # of a part that is worth beginning
 
 
@@ -86,16 +94,21 @@ def judge_tests(status: int | None, lines: Sequence[str], report: Report) -> Non
 Part = Callable[[argparse.Namespace, Report, float], None]
 PARTS: dict[str, tuple[Part, float]] = {
     "smoke": (kernels.smoke, 40),
-    "variants": (kernels.variants, 70),
+    "questions": (questions.measure_questions, 40),
+    "roofs": (roofs.measure_roofs, 10),
+    "variants": (kernels.variants, 60),
     "correctness": (checks.correctness, 60),
     "speed": (measurements.measure_speed, 80),
-    "tests": (marked_tests, 50),
+    "flex": (measurements.measure_flex, 70),
+    "counters": (counters.counters, 20),
+    "tests": (marked_tests, 30),
     "configs": (checks.every_config, 25),
     "memory": (measurements.measure_memory, 15),
-    "flex": (measurements.measure_flex, 30),
-    "host": (measurements.host, 20),
+    "workspaces": (measurements.measure_workspaces, 15),
+    "graphs": (measurements.graphs, 5),
+    "host": (measurements.host, 15),
     "repeats": (checks.repeats, 15),
-    "sanitizer": (sanitizer.sanitizer, 25),
+    "sanitizer": (sanitizer.sanitizer, 20),
     "tune": (measurements.search, 20),
 }
 """Functions to run, each with its share of the seconds if all run."""
@@ -107,15 +120,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, required=True, help="folder of the files")
     parser.add_argument("--parts", type=some_of(tuple(PARTS)), default=list(PARTS), help=f"some of {','.join(PARTS)} (all)")
-    parser.add_argument("--seconds", type=float, default=450.0, help="time of all parts, which share it (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time of all parts, which share it (%(default)s)")
     parser.add_argument("--jobs", type=int, help="processes that compile (on a GPU, as many as processors, at most 12)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes")
+    parser.add_argument("--stub", action="store_true", help="without a GPU: toy sizes on a stub of its driver, made-up times")
     parser.add_argument("--reach", type=int, default=2, help="reach of the search, see python -m bench tune (%(default)s)")
     parser.add_argument("--here", type=Path, metavar="FOLDER", help="run parts in this process, with raw files in FOLDER")
     # Of a part in a process of its own, whose imports count: time.monotonic() is the same in all processes.
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.stub:
+        options.tiny, options.jobs = True, 0
     if options.jobs is None:
         options.jobs = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0
     options.dtype = "float16" if options.device == "cpu" else "bfloat16"
@@ -123,9 +139,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def why_not(device: str) -> str | None:
+def why_not(device: str, stub: bool = False) -> str | None:
     """Why nothing can run on the device, None if it can."""
-    if device == "cuda" and not torch.cuda.is_available():
+    if stub and torch.cuda.is_available():
+        return "there is a GPU: --stub is for machines without"
+    if device == "cuda" and not stub and not torch.cuda.is_available():
         return "no GPU: torch.cuda.is_available() is false"
     if kernels_are_interpreted() != (device == "cpu"):
         return f"--device {device} needs a process {'with' if device == 'cpu' else 'without'} TRITON_INTERPRET=1"
@@ -149,7 +167,7 @@ def command_of(part: str, options: argparse.Namespace, seconds: float) -> list[s
     command = [sys.executable, "-m", "bench.gpu", "--here", str(options.raw), "--parts", part]
     command += ["--until", f"{time.monotonic() + seconds:.1f}"]
     command += ["--results", str(options.results), "--device", options.device, "--jobs", str(options.jobs)]
-    return [*command, "--reach", str(options.reach), *["--tiny"] * options.tiny]
+    return [*command, "--reach", str(options.reach), *["--tiny"] * options.tiny, *["--stub"] * options.stub]
 
 
 class Run:
@@ -178,6 +196,8 @@ class Run:
             outcome.ended = "interrupted" if interrupted else outcome.ended
             self.outcomes.append(outcome)
             pack(self.options.results, self.options.raw)  # also if this process is killed before its end
+        if clocks := output_of("nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader"):
+            self.say(f"{part}: {clocks}  (after it: {CLOCKS})")
         self.say(f"{part}: {outcome.status} in {outcome.seconds:.0f} s" + f"; {outcome.note}" * bool(outcome.note))
 
     def run_all(self) -> None:
@@ -191,7 +211,7 @@ class Run:
 
     def summary(self) -> str:
         """Tell what passed, what did not, and the first errors; where the model of cycles is furthest off."""
-        lines = ["", "== summary"]
+        lines = ["", "== summary", *[stub.SAYS] * self.options.stub]
         for outcome in self.outcomes:
             note = f"; {outcome.note}" * bool(outcome.note)
             lines.append(f"{outcome.part:12} {outcome.seconds:4.0f} s  {outcome.rows:4} rows  {outcome.status}{note}")
@@ -238,9 +258,15 @@ def interrupt(*_: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if reason := why_not(options.device):
+    if reason := why_not(options.device, options.stub):
         print(reason)
         return 2
+    with stub.without_a_gpu() if options.stub else contextlib.nullcontext():
+        return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run the parts that were asked for, here or each in a process of its own; return the exit status."""
     options.arch = selection.architecture(torch.device(options.device))
     signal.signal(signal.SIGTERM, interrupt)  # so that what a part has started ends with it
     if options.here is not None:

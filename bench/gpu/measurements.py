@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
+
+import torch
 
 from bench import tune
 from bench.cases.attention import CLIPPED, DTYPES, Case, choose
@@ -21,7 +25,7 @@ from bench.report.rows import Table, in_one_line
 from bench.verbs import memory, speed
 from triton_relattn import testing
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import selection
+from triton_relattn.kernels.introspect import planning, selection
 
 from .checks import OURS as WITH_LSE
 from .report import Report, synchronize
@@ -31,13 +35,22 @@ SECONDS_A_CASE = 3.0
 SLOW_TO_START = ("flex_attention", "disentangled_flash", "flashdeberta")
 PEAKS = (*OF_OURS, "gather", "dense_bias")
 TINY = [Case(1, 1, 45, 16, True, dtype="fp16"), Case(1, 1, 60, 16, False, 9, dtype="fp16")]
-CHECKED_LENGTHS = (512, 500)  # of calls that stand for longer ones: divisible by 16, as Triton likes it, and not
+TINY_SPEED = [*TINY, Case(1, 2, 40, 16, bias=True, dtype="fp16")]
+CHECKED_LENGTHS = (1040, 1030)
+"""Of calls that stand for longer ones, which the same kernels compute: divisible by 16, as Triton likes it, and not."""
+WORKSPACES = (256 << 20, 512 << 20, 1 << 30)
+GRAPHED = (200, 500)  # lengths of speech, where the host takes longer than the GPU
 
 
 def speed_cases() -> list[Case]:
     """The most telling ones first."""
     long, speech = choose(["long"]), choose(["speech"])
     return [*long[:8], *speech[:4], *choose(["inkling"]), *long[8:16], *speech[4:], *choose(["deberta"]), *long[16:]]
+
+
+def with_biases(cases: Sequence[Case]) -> list[Case]:
+    """The cases, and behind the first ones those of a bias alone, for which there is no prediction."""
+    return [*cases[:8], *choose(["t5"]), *cases[8:]]
 
 
 def _options(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -66,6 +79,9 @@ def problems_of(case: Case, has_table: bool, device: str) -> str:
             key_heads=case.key_heads,
             rel_width=case.rel_dim if has_table else None,
             rel_p2c=case.p2c and has_table,
+            rel_key=not case.bias,
+            rel_bias=case.bias and has_table,
+            per_head=case.bias,
             dtype=DTYPES[case.dtype],
             device=device,
             seed=1,
@@ -141,7 +157,7 @@ def _measure_cases(
 def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """All methods in turn; of ours also parts of the backward, of which each of its kernels' share can be told."""
     methods = [name for name in METHODS if name not in SLOW_TO_START]
-    every = [(case, methods) for case in (TINY if options.tiny else speed_cases())]
+    every = [(case, methods) for case in (TINY_SPEED if options.tiny else with_biases(speed_cases()))]
     if options.jobs > 1:
         started = time.monotonic()
         cases = [case for case, _ in every]
@@ -159,7 +175,9 @@ def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -
     """FlexAttention and the peers: each case by itself, since it compiles long, takes gigabytes, and may end its process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     cases = (
-        TINY[:1] if options.tiny else [*choose(["long"])[:4], *choose(["inkling"]), *choose(["deberta"]), *choose(["speech"])[:1]]
+        TINY_SPEED[::2]
+        if options.tiny
+        else [*choose(["long"])[:2], *choose(["t5"])[:1], *choose(["inkling"]), *choose(["deberta"]), *choose(["speech"])[:1]]
     )
     done = sum(_measure_cases("flex", [(case, SLOW_TO_START)], options, report, deadline) for case in cases)
     report.left(not done)
@@ -184,6 +202,64 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
     report.say(summary.memory(report.measured.rows[first:]))
 
 
+def measure_workspaces(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """The backward of long calls with workspaces of several sizes: larger ones have fewer parts."""
+    every = TINY[:1] if options.tiny else [Case(1, 32, 8192, 64), Case(1, 32, 16384, 64), Case(1, 16, 16384, 128)]
+    for case, size in itertools.product(every, WORKSPACES):
+        name = f"workspace of {size >> 20} MiB"
+        row = {"part": "workspaces", "case": str(case), "variant": name, "direction": "backward", "unit": "ms"}
+        if time.monotonic() > deadline:
+            report.left(1)
+            continue
+        try:
+            with mock.patch.dict(os.environ, {planning.VARIABLE: str(size)}):
+                inputs, d_out = case.inputs(options.device)
+                step = timing.steps(METHODS[OURS].make(case), inputs, d_out, True)["backward"]
+                step.run()
+                timed = timing.Timed(OURS, "backward", step=step)
+                timing.time_in_turn([timed], options.device, 0.0 if options.tiny else 0.7, 10)
+            row |= {"value": f"{timing.percentiles(timed.milliseconds)['p50_ms']:.4g}", "status": "ok"}
+        except Exception as error:
+            row |= {"status": "error", "message": in_one_line(error)}
+        report.add("checks.csv", row)
+        report.say(f"workspaces: {case}, {name}: {row.get('value', '-')} ms")
+
+
+def graphs(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Forward and backward of short calls, captured in a CUDA graph and replayed: what is left without the host's time."""
+    speech = [] if options.tiny else [case for case in choose(["speech"]) if case.length in GRAPHED]
+    for case in TINY[:1] if options.tiny else speech:
+        row = {"part": "graphs", "case": str(case), "variant": OURS, "direction": "forward+backward", "unit": "ms"}
+        if time.monotonic() > deadline or options.device != "cuda":
+            report.left(options.device == "cuda")
+            continue
+        try:
+            inputs, d_out = case.inputs(options.device)
+            step = timing.steps(METHODS[OURS].make(case), inputs, d_out, True)["forward+backward"]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # as torch asks for: warm up beside the default stream
+                for _ in range(3):
+                    step.run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = step.run()
+            eager = [each.clone() for each in step.run()]
+            graph.replay()
+            synchronize(options.device)
+            wrong = any(not torch.equal(one, other) for one, other in zip(captured, eager, strict=True))
+            replay = timing.Step(lambda: None, lambda _, graph=graph: (graph.replay(), ())[1])  # type: ignore[misc]
+            timed = timing.Timed(OURS, "forward+backward", step=replay)
+            timing.time_in_turn([timed], options.device, 0.0 if options.tiny else 0.5, 20)
+            milliseconds = timing.percentiles(timed.milliseconds)["p50_ms"]
+            row |= {"value": f"{milliseconds:.4g}", "status": "FAILED" if wrong else "ok", "message": "other bits" * wrong}
+        except Exception as error:
+            row |= {"status": "error", "message": in_one_line(error)}
+        report.add("checks.csv", row)
+        report.say(f"graphs: {case}: {row.get('value', '-')} ms replayed")
+
+
 def host(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Microseconds of the host for a call whose work is nothing: the best of three times many calls in a row."""
     number, times = (1, 1) if options.tiny else (200, 3)
@@ -194,26 +270,31 @@ def host(options: argparse.Namespace, report: Report, deadline: float) -> None:
         for direction in memory.DIRECTIONS:
             row = {"part": "host", "case": str(case), "variant": method, "direction": direction, "unit": "microseconds"}
             if time.monotonic() < deadline:
-                row |= _host_time(steps[direction], number, times, options.device)
+                row |= _host_row(steps[direction], number, times, options.device)
                 report.add("checks.csv", row)
                 report.say(f"host: {method} {direction}: {row.get('value', '-')} us a call")
             else:
                 report.left(1)
 
 
-def _host_time(step: timing.Step, number: int, times: int, device: str) -> dict[str, str]:
+def host_time(step: timing.Step, number: int, times: int, device: str) -> float:
+    """Milliseconds of the host for a step: the best of some times many in a row, which the GPU may still be at."""
+    step.run()
+    seconds = []
+    for _ in range(times):
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(number):
+            step.run()
+        seconds.append((time.perf_counter() - started) / number)
+    return 1e3 * min(seconds)
+
+
+def _host_row(step: timing.Step, number: int, times: int, device: str) -> dict[str, str]:
     try:
-        step.run()
-        seconds = []
-        for _ in range(times):
-            synchronize(device)
-            started = time.perf_counter()
-            for _ in range(number):
-                step.run()
-            seconds.append((time.perf_counter() - started) / number)
+        return {"value": f"{1e3 * host_time(step, number, times, device):.1f}", "status": "ok"}
     except Exception as error:
         return {"status": "error", "message": in_one_line(error)}
-    return {"value": f"{1e6 * min(seconds):.1f}", "status": "ok"}
 
 
 def _as_they_are(_: object, tiles: Sequence[selection.TileConfig]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import torch
 
 from bench import predictions
 from bench.cases.methods import OF_OURS
+from bench.measure import timing
 from bench.report.rows import STAMP, Table, output_of, stamp
 from bench.verbs.speed import COLUMNS as MEASURED
 
@@ -35,7 +36,7 @@ COLUMNS = {
     "checks.csv": ["part", "case", "variant", "direction", "value", "unit", "status", "message", *STAMP],
 }
 """Columns of the files that are packed in the end; what is measured goes into results.csv."""
-MEASURED_COLUMNS = (*MEASURED, "predicted_ms", "measured_by_predicted")
+MEASURED_COLUMNS = (*MEASURED, *timing.OF_GPU, "predicted_ms", "measured_by_predicted")
 PACKED = "raw.tar.gz"
 ENVIRONMENT = "environment.json"
 LARGEST_FILE, LARGEST_PACKED = 4 << 20, 8 << 20  # bytes of one file, and of all of them packed
@@ -128,11 +129,12 @@ class Report:
         row = row | predictions.beside(row, self.arch)
         self.measured.add(row)
         names = ("verb", "case", "method", "direction", "config", "status")
+        waits = ", waits for the host" * (row.get("waits_for_host") == "yes")
         if row.get("p50_ms") and row.get("predicted_ms"):
             text = f"{row['p50_ms']:.3f} ms, predicted {row['predicted_ms']:.3f} (x{row['measured_by_predicted']:.2f})"
-            self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {text}{what_else}")
+            self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {text}{what_else}{waits}")
         elif row.get("p50_ms") and row["verb"] == "kernels":
-            self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {row['p50_ms']:.3f} ms{what_else}")
+            self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {row['p50_ms']:.3f} ms{what_else}{waits}")
         elif row["status"] != "ok" and not row["status"].startswith("does not apply"):
             self.say(f"  {row['direction']}, {row['method']}, {row['case']}: {row['status']}{what_else}")
         failed = row["status"].startswith(("wrong", "failed") if row["method"] in OF_OURS else "wrong")

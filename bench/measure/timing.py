@@ -26,6 +26,7 @@ LARGEST_GOLDEN = {"cpu": 8 * 4096**2, "cuda": 1 << 62}
 """Pairs of query and key, times heads and batch, up to which a float64 result is worth its time."""
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
+HEAD_START_MS = 1.0  # at 2 GHz, which is more than the clock of any of these GPUs' multiprocessors
 
 
 class Step(NamedTuple):
@@ -49,6 +50,8 @@ class Timed:
     direction: str
     found: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
     milliseconds: list[float] = field(default_factory=list)
+    queued: list[float] = field(default_factory=list)
+    """On a GPU: milliseconds in which the host queued the work."""
     step: Step = _NOTHING
 
     @property
@@ -175,21 +178,22 @@ def _make_and_check(
         timed.found["peak_bytes"] = peak_cuda(lambda: timed.step.call(before))
 
 
-def _start(step: Step, flush: torch.Tensor | None) -> Callable[[], float]:
-    """Run a step; what is returned gives the milliseconds once the GPU is done."""
+def _start(step: Step, flush: torch.Tensor | None) -> tuple[Callable[[], float], float]:
+    """Run a step; return what gives its milliseconds once the GPU is done, and the milliseconds of the host."""
     before = step.before()
     if flush is None:
         started = time.perf_counter()
         step.call(before)
         elapsed = 1e3 * (time.perf_counter() - started)
-        return lambda: elapsed
+        return lambda: elapsed, elapsed
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
+    flush.amax()  # reads: what is written would go back to memory during what is timed
     torch.cuda._sleep(HEAD_START_CYCLES)
+    started = time.perf_counter()
     start.record()
     step.call(before)
     stop.record()
-    return lambda: start.elapsed_time(stop)
+    return lambda: start.elapsed_time(stop), 1e3 * (time.perf_counter() - started)
 
 
 def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
@@ -206,10 +210,27 @@ def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: in
         if device == "cuda":
             torch.cuda.synchronize()
         if number >= 0:
-            for timed, reading in readings:
+            for timed, (reading, queued) in readings:
                 timed.milliseconds.append(reading())
+                timed.queued.append(queued)
         if number + 1 >= fewest and time.monotonic() - started > seconds:
             break
+
+
+OF_GPU = ("queued_ms", "waits_for_host")
+"""Columns that rows have besides on a GPU."""
+
+
+def times_of(timed: Timed, device: str) -> dict[str, Any]:
+    """Return the columns of a row: percentiles, and on a GPU the median of the host's time.
+
+    Where the host takes longer than its head start, the GPU waits for it: such a time is not that of the kernels alone.
+    """
+    found = percentiles(timed.milliseconds)
+    if device == "cuda" and timed.queued:
+        found["queued_ms"] = sorted(timed.queued)[len(timed.queued) // 2]
+        found["waits_for_host"] = "yes" if found["queued_ms"] > HEAD_START_MS else "no"
+    return found
 
 
 def percentiles(milliseconds: Sequence[float]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def measure(case: Case, options: argparse.Namespace, not_tried: dict[str, str]) 
     rows = []
     for timed in every:
         row = new_row("speed", case, timed.method, timed.direction, options)
-        row |= timed.found | timing.percentiles(timed.milliseconds)
+        row |= timed.found | timing.times_of(timed, options.device)
         if timed.milliseconds and timed.direction in timing.DIRECTIONS:
             plain, useful = case.flops(timed.direction, METHODS[timed.method].has_table)
             row |= {"tflops": plain / row["p50_ms"] / 1e9, "useful_tflops": useful / row["p50_ms"] / 1e9}
@@ -82,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.device == "cpu":
         limit_memory(options.memory_limit)
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
+    columns = (*COLUMNS, *timing.OF_GPU) if options.device == "cuda" else COLUMNS
+    table = Table(columns, stamp(options.device), options.csv, options.json)
     failures = Failures()
     try:
         for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -293,7 +296,8 @@ def test_committed_results_draw_the_figures(tmp_path: Path) -> None:
             assert tuple(csv.DictReader(file).fieldnames or ()) == (*speed.COLUMNS, *STAMP)
         rows = read(path)
         assert {row["seqlen"] for row in rows} == {str(512 << k) for k in range(6)}
-        assert {(row["method"], row["direction"]) for row in rows} >= {(m, d) for m in METHODS for d in memory.DIRECTIONS}
+        on_cpu = [name for name, method in METHODS.items() if method.why_not(cases.GROUPS["cpu"][0], "cpu") is None]
+        assert {(row["method"], row["direction"]) for row in rows} >= {(m, d) for m in on_cpu for d in memory.DIRECTIONS}
         assert len({row["commit"] for row in rows}) == 1
         assert {row["verified"] for row in rows if row["verb"] == "speed"} <= {"yes"}
     assert main(["plot", *map(str, paths), "--out", str(tmp_path)]) == 0
@@ -373,7 +377,9 @@ def test_committed_results_of_accuracy() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "case", [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9), CASE.resized(64, p2c=True)], ids=str
+    "case",
+    [CASE, CASE.resized(64, is_causal=True), CASE.resized(64, rows=9), CASE.resized(64, p2c=True), CASE.resized(64, bias=True)],
+    ids=str,
 )
 def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention, which is compiled on a GPU, gives the right result when it is not compiled."""
@@ -382,6 +388,20 @@ def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPa
     inputs = inputs.map(torch.Tensor.detach)
     expected, _ = timing.golden(case, inputs, d_out, "cpu", True)
     within("out", timing.distance([METHODS["flex_attention"].make(case)(inputs)], expected[:1]), tolerance_of(torch.float32))
+
+
+def test_a_dense_bias_is_set_up_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA with the bias of each pair as its mask computes the case of a bias alone, by whatever backend."""
+    case = Case(2, 3, 40, 16, bias=True, rows=9, dtype="fp32")
+    monkeypatch.setattr(torch.nn.attention.SDPBackend, "CUDNN_ATTENTION", torch.nn.attention.SDPBackend.MATH, raising=False)
+    inputs, d_out = case.inputs("cpu")
+    expected, _ = timing.golden(case, inputs, d_out, "cpu", True)
+    method = METHODS["sdpa_bias_efficient"]
+    assert method.why_not(case, "cpu") == "needs a GPU" and method.why_not(case, "cuda") is None
+    assert method.why_not(replace(case, bias=False), "cuda") == "needs a bias alone, all keys seen"
+    with torch.no_grad(), mock.patch("torch.nn.attention.sdpa_kernel", lambda _: contextlib.nullcontext()):
+        out = method.make(case)(inputs)
+    within("out", timing.distance([out], expected[:1]), tolerance_of(torch.float32))
 
 
 @pytest.mark.parametrize("case", [CASE, CASE.resized(64, rows=9)], ids=str)

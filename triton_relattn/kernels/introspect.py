@@ -6,7 +6,7 @@ ARCHITECTURES the GPUs. forward and backward launch the kernels; launchers has t
 package imports this.
 """
 
-from . import kernels_are_interpreted, tuning
+from . import kernels_are_interpreted, launching, tuning
 from .backward import backward
 from .bwd_dtable import fitted
 from .call import Call, cdiv
@@ -34,6 +34,7 @@ __all__ = [
     "forward",
     "kernels_are_interpreted",
     "launchers",
+    "launching",
     "minimal_attention",
     "planning",
     "profiles",
