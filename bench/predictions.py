@@ -2,6 +2,7 @@
 
 A row has the milliseconds and TFLOP/s of a kernel or call on an H100, the configurations, and the version of Triton that has
 compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes a few minutes.
+With ``--roofs``, the raw.tar.gz of a run of ``make gpu``, the rates of L2 and memory are those that it measured.
 
 In a prediction are: the loops' cycles with as many programs at once as there are; the parts of a workspace, each with its waves
 of programs, the last of which may leave multiprocessors idle; tiles that are partly empty; dS, which goes to memory once and
@@ -14,16 +15,19 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import io
 import math
 import os
 import statistics
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import triton
 
-from tools.cycles.machine import MACHINES
+from tools.cycles.machine import MACHINES, Machine
 from tools.cycles.predict import SCORES, Prediction, near_share, predict
 from triton_relattn.kernels.introspect import Call, TileConfig, cdiv, fitted, planning, queries_apart, rows_of_program, selection
 
@@ -118,15 +122,15 @@ def wanted() -> Iterator[Wanted]:
                 yield Wanted("speed", case, has_table, direction, default_kernels(case, has_table, direction))
 
 
-def cycles_of(kernel: Kernel) -> tuple[list[Prediction], str]:
+def cycles_of(kernel: Kernel, machine: Machine = MACHINE) -> tuple[list[Prediction], str]:
     """Return what the model says of a kernel, of which a multiprocessor has one program, two, ... as many as fit; if it says
     nothing, why."""
     try:
         call = kernel.case.resolved(kernel.case.empty(), kernel.has_table)
         code, tile = compiled(kernel.name, TARGET, *call, kernel.config), own_tile(kernel.name, kernel.config)
-        most = predict(code, *tile, MACHINE)
+        most = predict(code, *tile, machine)
         assert most is not None, "there is no model"
-        fewer = [predict(code, *tile, MACHINE, programs) for programs in range(1, most.programs)]
+        fewer = [predict(code, *tile, machine, programs) for programs in range(1, most.programs)]
         return [*(each for each in fewer if each is not None), most], ""
     except Exception as error:
         return [], in_one_line(error)
@@ -134,7 +138,7 @@ def cycles_of(kernel: Kernel) -> tuple[list[Prediction], str]:
 
 def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
     """Return how long a kernel takes. found: as of cycles_of. The module's docstring says what is in it."""
-    case, config = kernel.case, kernel.config
+    case, config, machine = kernel.case, kernel.config, found[-1].machine
     length, heads = case.length, case.batch * case.heads
     if kernel.name == "dtable":
         scores = heads * table_scores(case, config)
@@ -142,7 +146,7 @@ def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
         pairs = length * min(length, table_rows(case)) * (0.5 if case.is_causal and case.rows is None else 1.0)
         apart = queries_apart(16)
         overlap = config.block_n / rows_of_program(config.block_n, apart)
-        return float(max(cycles, heads * pairs * overlap * STORED / MACHINE.memory_rate) / MACHINE.cycles_per_second)
+        return float(max(cycles, heads * pairs * overlap * STORED / machine.memory_rate) / machine.cycles_per_second)
     # Queries of a block of dq_from_ds are spread; its loop has relative positions beyond those of each of them.
     span = config.block_m * (queries_apart(16) if kernel.name == "dq_from_ds" else 1)
     near = 1.0
@@ -160,19 +164,19 @@ def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
         tensors, spec = case.resolved(case.empty(), True)
         call = Call(tensors, spec, arch=TARGET)
         tiles = {"dq": call.tile("dq"), "dkv": config}
-        plan = planning.plan(call, tensors, spec, tiles, MACHINE.multiprocessors)
+        plan = planning.plan(call, tensors, spec, tiles, machine.multiprocessors)
         assert plan is not None
         group = case.heads // (case.key_heads or case.heads)
         parts = [(part.stop_program - part.first_program) * group for part in plan.parts]
     turns = scores_of_head / programs_of_head / SCORES
     cycles = 0.0
     for programs in parts:
-        waves, rest = divmod(programs, MACHINE.multiprocessors * len(found))
+        waves, rest = divmod(programs, machine.multiprocessors * len(found))
         cycles += waves * len(found) * turns * loop_cycles(kernel, found[-1], near)
         if rest:
-            at_once = cdiv(rest, MACHINE.multiprocessors)
+            at_once = cdiv(rest, machine.multiprocessors)
             cycles += at_once * turns * loop_cycles(kernel, found[at_once - 1], near)
-    return float(cycles * MACHINE.multiprocessors / MACHINE.cycles_per_second)
+    return float(cycles * machine.multiprocessors / machine.cycles_per_second)
 
 
 def loop_cycles(kernel: Kernel, prediction: Prediction, near: float) -> float:
@@ -253,8 +257,29 @@ def largest_deviations(rows: Iterable[Mapping[str, str]], count: int = 12) -> li
     return lines
 
 
-def write(rows: Sequence[Mapping[str, Any]]) -> None:
-    with PATH.open("w", newline="") as file:
+def machine_of(path: Path | None) -> Machine:
+    """The GPU of the model, with the rates that ``make gpu`` has measured in place of the assumed ones.
+
+    path: its raw.tar.gz, or the checks.csv in there; None: nothing was measured.
+
+    Raises:
+        ValueError: the rates are not in the file.
+    """
+    if path is None:
+        return MACHINE
+    if path.name.endswith(".tar.gz"):
+        with tarfile.open(path) as packed, io.TextIOWrapper(packed.extractfile("checks.csv") or io.BytesIO()) as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = [dict(row) for row in read(path)]
+    found = {row["case"]: float(row["value"]) for row in rows if row["part"] == "roofs" and row["status"] == "ok"}
+    if missing := {"reads from L2", "reads from memory"} - found.keys():
+        raise ValueError(f"{path} has no measured {' and '.join(sorted(missing))}: make gpu PARTS=roofs")
+    return replace(MACHINE, l2_terabytes=found["reads from L2"], memory_terabytes=found["reads from memory"])
+
+
+def write(rows: Sequence[Mapping[str, Any]], path: Path = PATH) -> None:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -262,6 +287,8 @@ def write(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_jobs(parser)
+    parser.add_argument("--roofs", type=Path, metavar="FILE", help="raw.tar.gz of make gpu: rates in place of the assumed ones")
+    parser.add_argument("--out", type=Path, default=PATH, metavar="FILE", help="file to write (bench/predictions.csv)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -269,16 +296,17 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
-    every = {what.key: what for what in wanted()}
+    machine, every = machine_of(options.roofs), {what.key: what for what in wanted()}
     kernels = list(dict.fromkeys(kernel.representative for what in every.values() for kernel in what.kernels))
     known: dict[Kernel, list[Prediction]] = {}
+    of_kernel = functools.partial(cycles_of, machine=machine)
     with processes(options.jobs) as map_all:
-        for kernel, (found, problem) in zip(progress(kernels, str), map_all(cycles_of, kernels), strict=True):
+        for kernel, (found, problem) in zip(progress(kernels, str), map_all(of_kernel, kernels), strict=True):
             if not found:
                 print(f"{kernel}: {problem}")
             else:
                 known[kernel] = found
     rows = [row for row in (row_of(what, known) for what in every.values()) if row is not None]
-    write(rows)
-    print(f"{len(rows)} of {len(every)} rows, {len(known)} of {len(kernels)} kernels: {PATH.relative_to(ROOT)}")
+    write(rows, options.out)
+    print(f"{len(rows)} of {len(every)} rows, {len(known)} of {len(kernels)} kernels: {options.out}")
     return int(len(rows) < len(every))

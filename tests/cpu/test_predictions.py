@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tarfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,19 @@ pytest.importorskip("triton")
 from bench import predictions
 from bench.cases.attention import CLIPPED, Case
 from bench.cases.methods import OURS
-from bench.predictions import KEYS, MACHINE, PATH, Kernel, Wanted, beside, largest_deviations, row_of, seconds_of, wanted
+from bench.predictions import (
+    KEYS,
+    MACHINE,
+    PATH,
+    Kernel,
+    Wanted,
+    beside,
+    largest_deviations,
+    machine_of,
+    row_of,
+    seconds_of,
+    wanted,
+)
 from bench.report.rows import read
 from tools.cycles.machine import MACHINES
 from tools.cycles.predict import SCORES, Prediction
@@ -139,3 +154,21 @@ def test_deviations() -> None:
     assert lines[1] == f"    {OURS}, forward: x1.10 (0.20 to 3.00)"
     assert [line.split(", ")[2].split(":")[0] for line in lines[3:]] == ["fast", "slow", "near"]
     assert largest_deviations([measured("none", "")]) == []
+
+
+def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
+    """From the file that make gpu packs, or from the rows in it; both rates have to be there."""
+    rows = "part,case,value,status\nroofs,reads from L2,4.5,ok\nroofs,reads from memory,2.5,ok\nhost,reads from L2,9,ok\n"
+    path = tmp_path / "checks.csv"
+    path.write_text(rows)
+    packed = tmp_path / "raw.tar.gz"
+    with tarfile.open(packed, "w:gz") as file:
+        file.add(path, path.name)
+    for each in (path, packed):
+        machine = machine_of(each)
+        assert (machine.l2_terabytes, machine.memory_terabytes) == (4.5, 2.5)
+        assert replace(machine, l2_terabytes=MACHINE.l2_terabytes, memory_terabytes=MACHINE.memory_terabytes) == MACHINE
+    assert machine_of(None) is MACHINE
+    path.write_text(rows.replace("2.5,ok", ",error"))
+    with pytest.raises(ValueError, match="has no measured reads from memory: make gpu PARTS=roofs"):
+        machine_of(path)
