@@ -30,6 +30,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
     "sdpa_flash": {"color": "#6b7785", "marker": "1", "linestyle": ":"},
     "sdpa_cudnn": {"color": "#6b7785", "marker": "2", "linestyle": ":"},
+    "sdpa_bias_cudnn": {"color": "#a8a39d", "marker": "2"},
+    "sdpa_bias_efficient": {"color": "#a8a39d", "marker": "3"},
     "flex_attention": {"color": "#edae49", "marker": "P"},
     "disentangled_flash": {"color": "#8d5a97", "marker": "X"},
     "flashdeberta": {"color": "#5b8e7d", "marker": "h"},

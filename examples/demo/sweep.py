@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.cases.attention import Case
+from bench.cases.baselines import BASELINES
 from bench.cases.configurations import used_configurations
-from bench.cases.methods import METHODS, OURS
+from bench.cases.methods import OURS
 from bench.measure import point
 from bench.report.progress import progress
 from bench.verbs.speed import Failures
 
 # One sequence through a layer of width 512, as in the Music Transformer and the base Transformer.
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
-COMPARED = (OURS, *(name for name, method in METHODS.items() if method.kind == "baseline" and name != "flex_attention"))
+COMPARED = (OURS, *BASELINES)
 """Ours first, then what people write today. FlexAttention needs a GPU."""
 DIRECTION = "forward+backward"
 SECONDS_PER_POINT = 0.4  # a few passes at 1024, the longest length where a pass takes about 0.1 s on two cores

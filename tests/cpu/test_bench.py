@@ -33,7 +33,7 @@ from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
 from bench.measure import point, timing
 from bench.report import summary
-from bench.report.figures import ticks_of
+from bench.report.figures import STYLES, ticks_of
 from bench.report.rows import STAMP, read
 from bench.verbs import accuracy, memory, speed, verify
 from triton_relattn import RelativePositions, fused_relative_attention
@@ -388,6 +388,11 @@ def test_flex_attention_is_set_up_right(case: Case, monkeypatch: pytest.MonkeyPa
     inputs = inputs.map(torch.Tensor.detach)
     expected, _ = timing.golden(case, inputs, d_out, "cpu", True)
     within("out", timing.distance([METHODS["flex_attention"].make(case)(inputs)], expected[:1]), tolerance_of(torch.float32))
+
+
+def test_every_method_has_a_style() -> None:
+    """Else there would be no figure of a run that has measured it."""
+    assert STYLES.keys() == METHODS.keys()
 
 
 def test_a_dense_bias_is_set_up_right(monkeypatch: pytest.MonkeyPatch) -> None:
