@@ -12,11 +12,13 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from bench.report.rows import output_of
 
+from . import stub
 from .kernels import TINY, run_kernels
 from .report import Report
 from .variants import case_of
@@ -47,7 +49,7 @@ def counters(options: argparse.Namespace, report: Report, deadline: float) -> No
     metrics = [name for name in METRICS if not known or name.partition(".")[0] in known]
     command = [program, "--clock-control", "none", "--csv", "--print-units", "base", "--metrics", ",".join(metrics)]
     command += ["--kernel-name", f"regex:^({'|'.join(KERNELS)})_kernel", "--profile-from-start", "off"]
-    command += [sys.executable, "-m", "bench.gpu.counters", *["--tiny"] * options.tiny]
+    command += [sys.executable, "-m", "bench.gpu.counters", *["--tiny"] * options.tiny, *["--stub"] * options.stub]
     status, lines = report.run("counters.txt", command, deadline - time.monotonic())
     found = list(rows_of(lines))
     if not found:
@@ -73,17 +75,19 @@ def main() -> int:
     """Run forward and backward of each call twice; ncu looks at the second time, when all is compiled."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
-    for width in (64, 128):
-        case = TINY if tiny else case_of(width, "full")
-        inputs, d_out = case.inputs("cuda")
-        tensors, spec = case.resolved(inputs)
-        run_kernels(tensors, spec, d_out, {})
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        run_kernels(tensors, spec, d_out, {})
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+    parser.add_argument("--stub", action="store_true")
+    options = parser.parse_args()
+    with stub.without_a_gpu() if options.stub else nullcontext():
+        for width in (64, 128):
+            case = TINY if options.tiny else case_of(width, "full")
+            inputs, d_out = case.inputs("cuda")
+            tensors, spec = case.resolved(inputs)
+            run_kernels(tensors, spec, d_out, {})
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            run_kernels(tensors, spec, d_out, {})
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
     return 0
 
 

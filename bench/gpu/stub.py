@@ -123,6 +123,7 @@ def without_a_gpu() -> Iterator[None]:
         stack.enter_context(selected_for("sm_90"))
         stack.enter_context(_OnTheCPU())
         replaced: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in OF_TORCH.items()]
+        replaced += [(torch.cuda.profiler, name, _returns(None)) for name in ("start", "stop")]
         replaced += [(implementations, "choose_implementation", chosen), (grids, "choose_implementation", chosen)]
         replaced += [(checks, "judge", _judged), (measurements, "judge", _judged), (timing, "distance", _returns(0.0))]
         replaced += [(methods, "_compiled_flex_attention", uncompiled), (configurations, "can_run_triton", _returns(True))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -18,13 +19,26 @@ from bench.report.rows import read
 from tests.conftest import PATIENCE
 
 ROOT = Path(__file__).parents[2]
+NCU = """#!/bin/sh
+# As NVIDIA's ncu: the names of its counters, or options, a program that it runs, and a table
+[ "$1" = --query-metrics ] && { echo lts__t_bytes; echo dram__bytes_read; exit; }
+while [ "${1#--}" != "$1" ]; do [ "$1" = --csv ] && shift || shift 2; done
+"$@" || exit
+echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+echo '"0","forward_kernel(a, b)","lts__t_bytes.sum","byte","1,234"'
+"""
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("part", PARTS)
-def test_no_part_raises(part: str, tmp_path: Path) -> None:
+def test_no_part_raises(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each writes its files, and the summary says that nothing is real."""
+    ncu = tmp_path / "bin" / "ncu"
+    ncu.parent.mkdir()
+    ncu.write_text(NCU)
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ncu.parent}{os.pathsep}{os.environ['PATH']}")
     command = [sys.executable, "-m", "bench.gpu", "--stub", "--results", str(tmp_path), "--parts", part, "--reach", "1"]
     done = subprocess.run(
         [*command, "--seconds", str(PATIENCE)], cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
@@ -35,7 +49,7 @@ def test_no_part_raises(part: str, tmp_path: Path) -> None:
         packed.extractall(tmp_path / "raw", filter="data")
     outcome = json.loads((tmp_path / "raw" / f"part-{part}.json").read_text())
     assert outcome["failed"] == outcome["left"] == 0 and outcome["is_done"]
-    assert outcome["rows"] > 0 or part in ("tests", "sanitizer")
+    assert outcome["rows"] == 1 if part == "counters" else outcome["rows"] > 0 or part in ("tests", "sanitizer")
     assert (tmp_path / "log.txt").read_text().strip() in done.stdout
     if part in ("smoke", "variants", "speed", "memory", "flex"):
         rows = read(tmp_path / "results.csv")
