@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
@@ -218,6 +219,48 @@ def test_second_derivative_names_the_operator() -> None:
     for leaf in leaves.values():
         with pytest.raises(RuntimeError, match="triton_relattn::attention_backward cannot be differentiated"):
             torch.autograd.grad(d_query.square().sum(), leaf, retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "all_terms"])
+def test_who_watches_sees_the_operators(name: str) -> None:
+    """The profiler, a mode and a class of tensors do; and what an unwatched call computes has the same bits."""
+    inputs, arguments = CASES[name]
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    class Named(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+    def step(**changed: torch.Tensor) -> list[torch.Tensor]:
+        leaves = leaves_of(inputs)
+        out, _ = attend(**{**leaves, **changed}, **arguments)
+        return [out.detach().as_subclass(torch.Tensor), *torch.autograd.grad(out.sum(), list(leaves.values()), allow_unused=True)]
+
+    operators = {f"triton_relattn::attention_{each}" for each in ("forward", "backward")}
+    expected = step()
+    assert not seen
+    with torch.profiler.profile() as profile:
+        found = [step()]
+    assert {f"triton_relattn::attention_{each}" for each in ("forward", "backward")} <= {
+        each.key for each in profile.key_averages()
+    }
+    with Seen():
+        found.append(step())
+    assert operators <= set(seen)
+    seen.clear()
+    found.append(step(key=inputs.key.as_subclass(Named)))
+    assert "triton_relattn.attention_forward.default" in seen
+    for results in found[:2]:
+        assert all(torch.equal(result, each) for result, each in zip(results, expected, strict=True))
+    assert torch.equal(found[2][0], expected[0])
 
 
 def test_gradient_penalty_names_the_operator() -> None:

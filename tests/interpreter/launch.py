@@ -103,6 +103,11 @@ def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     monkeypatch.setattr(of_launches, "fixed", of_launches.fixed.__wrapped__)
 
 
+def has_wide_index(tensor: torch.Tensor) -> bool:
+    """Whether offsets within a tile of its rows exceed 31 bits."""
+    return selection.needs_wide_index(tensor.shape, tensor.stride())
+
+
 def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the forward kernel; the call is validated as the public function validates it."""
     tensors, spec = resolve(inputs, **arguments)

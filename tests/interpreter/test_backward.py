@@ -22,6 +22,7 @@ from tests.interpreter.launch import (
     check_backward,
     check_gradients,
     count_launches,
+    has_wide_index,
     resolve,
     rounding_budget,
     run,
@@ -325,7 +326,7 @@ def test_wide_offsets(outside: Any) -> None:
     assert inputs.rel_key is not None
     table = table.as_strided((25, 8), (2**27, 1)).copy_(inputs.rel_key)
     d_out = storage.as_strided(inputs.d_out.shape, (0, 0, 2**26, 1)).copy_(inputs.d_out)
-    assert all(selection.needs_wide_index(tensor) for tensor in (table, d_out)) and not selection.needs_wide_index(inputs.rel_key)
+    assert all(has_wide_index(tensor) for tensor in (table, d_out)) and not has_wide_index(inputs.rel_key)
     expected = all_gradients(inputs, SMALL_TILES, positions=positions)
     for wide in (inputs._replace(rel_key=table), inputs._replace(d_out=d_out)):
         assert_bit_equal(all_gradients(wide, SMALL_TILES, positions=positions), expected)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
-from tests.interpreter.launch import attend, check, resolve, run, selectable
+from tests.interpreter.launch import attend, check, has_wide_index, resolve, run, selectable
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import (
@@ -141,7 +140,7 @@ def test_wide_offsets() -> None:
     assert inputs.rel_key is not None
     storage = torch.from_numpy(np.memmap("/dev/zero", dtype=np.float32, mode="c", shape=(38 * 2**27 + 8,)))
     table = storage.as_strided((39, 8), (2**27, 1)).copy_(inputs.rel_key)
-    assert selection.needs_wide_index(table) and not selection.needs_wide_index(inputs.rel_key)
+    assert has_wide_index(table) and not has_wide_index(inputs.rel_key)
     out, lse = run(inputs._replace(rel_key=table), SMALL)
     expected, expected_lse = run(inputs, SMALL)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)

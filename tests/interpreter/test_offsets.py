@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.groups import flat, grouped
-from tests.interpreter.launch import run
+from tests.interpreter.launch import has_wide_index, run
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -272,7 +272,7 @@ def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
     batch, heads, num_keys = (size if dim == each else small for each, small in enumerate((1, 1, 20)))
     inputs = make_inputs(batch, heads, 5, num_keys, 8, num_rows=None, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), dim, stride)
-    assert not selection.needs_wide_index(wide)
+    assert not has_wide_index(wide)
     config = TileConfig(16, 256, 4, 1)
     for result, expected in zip(run(inputs._replace(**{name: wide}), config), run(inputs, config), strict=True):
         assert torch.equal(result, expected)
@@ -297,7 +297,7 @@ def test_offsets_of_a_table(name: str) -> None:
     terms: dict[str, Any] = {"rel_key": name == "rel_key", "rel_value": name == "rel_value"}
     inputs = make_inputs(1, 1, 20, 20, 8, num_rows=19, **terms, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), 0, 2**27)
-    assert selection.needs_wide_index(wide)
+    assert has_wide_index(wide)
     for result, expected in zip(
         run(inputs._replace(**{name: wide}), TileConfig(32, 16, 4, 1)), run(inputs, TileConfig(32, 16, 4, 1)), strict=True
     ):

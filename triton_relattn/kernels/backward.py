@@ -109,8 +109,7 @@ def _backward(
         return tuple(None if gradient is None else gradient.zero_() for gradient in gradients.values())
 
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
-    others = (out, d_out, *(gradients[name] for name in ("query", "rel_query", "key", "value")))
-    call = Call(tensors, spec, others)
+    call = Call(tensors, spec, (out, d_out))
     launch_far_keys(call, tensors.key)
     kernels = ("dq", "dkv", "dtable", "dq_from_ds", *["dp2c"] * (tensors.rel_p2c is not None))
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}

@@ -7,6 +7,7 @@ and the result repeats bit for bit. Where there are fewer blocks of rows than a 
 a block, each with a partial sum of its own.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -178,6 +179,7 @@ def dtable_kernel(
         tl.store(pointers, bias, mask=valid)
 
 
+@functools.lru_cache(maxsize=1024)
 def fitted(tile: TileConfig, num_queries: int, bits: int) -> TileConfig:
     """Return the configuration for a call with so many queries: of a block of queries, which are spread over
     queries_apart times as many, no half is empty."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from .._core.dropout import keep_scale, largest_dropped
-from .._core.spec import AttentionSpec, AttentionTensors
+from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .config import selection
 from .config.architectures import architecture_of
 from .config.fitting import DoesNotFit, Selection, current
-from .launching import classes, description, has_32_bits, launch
+from .launching import ALIGNMENT, classes, description, has_32_bits, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
@@ -183,11 +184,27 @@ def strided(tensor: torch.Tensor | None) -> Strided | None:
     return None if tensor is None else (tensor, tensor.stride())
 
 
-def per_head(table: torch.Tensor | None, rank: int) -> Strided | None:
-    """Return a table with the strides of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
-    if table is None:
+def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    """Return the strides of a table as of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
+    return None if strides is None else (0,) * (2 + rank - len(strides)) + strides
+
+
+class Description(NamedTuple):
+    """All of a tensor that a kernel may be compiled for, and its sizes."""
+
+    dtype: torch.dtype
+    alignment: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+Descriptions = tuple[Description | None, ...]
+
+
+def described(tensor: torch.Tensor | None) -> Description | None:
+    if tensor is None:
         return None
-    return table, (0,) * (2 + rank - table.dim()) + table.stride()
+    return Description(tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.shape, tensor.stride())
 
 
 def cdiv(length: int, block: int) -> int:
@@ -195,7 +212,8 @@ def cdiv(length: int, block: int) -> int:
     return -(-length // block)
 
 
-class Fixed(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Fixed:
     """Arguments that all calls with the same sizes, strides, dtypes, alignments and scalars share; ``fixed`` computes them."""
 
     cache_key: object  # the same for calls whose kernels are, and for no others
@@ -207,59 +225,67 @@ class Fixed(NamedTuple):
     scaling: Scaling
     round_terms: bool
     precision: str
+    strides: tuple[tuple[int, ...] | None, ...]  # of Operands
+    derived: dict[Any, Any] = field(default_factory=dict)  # what else is computed once for such calls, by all that it depends on
 
 
 @functools.lru_cache(maxsize=1024)
 def fixed(
-    spec: AttentionSpec,
-    arch: str,
-    dtype: torch.dtype,
-    input_precision: str,
-    heads: tuple[int, int],
-    widths: tuple[int, int, int],
-    terms: tuple[bool, bool, bool, bool, bool],
-    offset_is_known: bool,
-    wide_index: bool,
-    cache_key: tuple[Any, ...],
+    spec: AttentionSpec, arch: str, input_precision: str, operands: Descriptions, vectors: Descriptions, others: Descriptions
 ) -> Fixed:
     """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
 
     Args:
-        heads: numbers of heads of query and key.
-        widths: widths of query, value, and the vectors that rel_key is multiplied with.
-        terms: whether there are rel_query, rel_key, rel_value, rel_bias and rel_p2c.
-        cache_key: descriptions of the tensors, by which kernels may be compiled; see launching.py.
+        operands: ``described`` tensors, in the order of Operands.
+        vectors: as well, of the sequences and of dropout.
+        others: as well, further tensors that kernels address by batch entry, head and row.
     """
-    (num_heads, key_heads), (head_dim, _, rel_dim) = heads, widths
-    has_rel_query, has_rel_key, has_rel_value, has_rel_bias, has_rel_p2c = terms
-    has_table = has_rel_key or has_rel_value or has_rel_bias or has_rel_p2c
-    coverage = spec.coverage(offset_is_known) if has_table else "no table"
+    query, key, value, rel_query, rel_key, rel_value, rel_bias, _, rel_p2c = operands
+    num_heads, key_heads = query.shape[1], key.shape[1]
+    head_dim, _, rel_dim = widths = query.shape[-1], value.shape[-1], (rel_query or query).shape[-1]
+    tables = {name: each for name, each in zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True) if each is not None}
+    coverage = spec.coverage(vectors[0] is None) if tables else "no table"
     term_set = None
-    if has_rel_value:
+    if rel_value is not None:
         term_set = "rel_value"
-    elif has_rel_p2c:
+    elif rel_p2c is not None:
         term_set = "rel_p2c"
-    elif has_rel_query:
+    elif rel_query is not None:
         narrow = selection.padded_width(rel_dim) < selection.padded_width(head_dim)
         term_set = "narrow rel_query" if narrow else "rel_query"
-    elif has_rel_bias:
-        term_set = "rel_key and rel_bias" if has_rel_key else "rel_bias"
+    elif rel_bias is not None:
+        term_set = "rel_key and rel_bias" if rel_key is not None else "rel_bias"
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
     blocks = map(selection.padded_width, widths)
-    kind = selection.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
+    kind = selection.Kind(arch, query.dtype, max(widths), coverage, spec.window_right >= 0, term_set)
+    rows_apart = [(each, selection.MOST_QUERIES) for each in (query, rel_query, *others)]
+    rows_apart += [(key, selection.MAX_BLOCK), (value, selection.MAX_BLOCK)]
+    rows_apart += [(table, table.shape[-2] + selection.MAX_BLOCK) for name, table in tables.items() if name != "rel_bias"]
+    wide_index = any(each is not None and selection.needs_wide_index(each.shape, each.strides, rows) for each, rows in rows_apart)
+    wide_index |= num_heads * max(widths) * selection.MOST_QUERIES >= 2**31  # of what is allocated for the results
     shape = Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index)
     window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
     dropout = largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p)
-    is_scaled = (has_rel_key or has_rel_p2c) and rel_scale != 1
+    is_scaled = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
     scaling = Scaling(scale / math.log(2), rel_scale if is_scaled else None, 1 / scale, spec.softcap)
-    rounds = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
-    numbers = (spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *window, *dropout, *scaling, *cache_key)
+    rounds = selection.rounds_terms(arch, query.dtype) and selection.float16_holds_terms(scale)
+    strides = [None if each is None else each.strides for each in operands]
+    for index, rank in ((4, 2), (5, 2), (6, 1), (8, 2)):
+        strides[index] = per_head(strides[index], rank)
+    numbers = (spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *window, *dropout, *scaling, *strides)
+    of_tensors = [None if each is None else (each.dtype, each.alignment) for each in (*operands, *vectors)]
     same = shared_key(
-        kind, shape, rounds, input_precision, classes(numbers), *map(has_32_bits, (spec.first, spec.last, num_heads))
+        kind,
+        shape,
+        rounds,
+        input_precision,
+        classes(numbers),
+        tuple(of_tensors),
+        *map(has_32_bits, (spec.first, spec.last, num_heads)),
     )
-    return Fixed(same, kind, shape, window, *dropout, scaling, rounds, input_precision)
+    return Fixed(same, kind, shape, window, *dropout, scaling, rounds, input_precision, tuple(strides))
 
 
 @functools.cache
@@ -281,52 +307,37 @@ class Call:
         """Collect the arguments of a call.
 
         Args:
-            others: further tensors that kernels address by batch entry, head and row; they may need 64-bit offsets.
+            others: further tensors of the user's that kernels address by batch entry, head and row; they may need 64-bit offsets.
             arch: an architecture to use instead of the device's.
         """
-        query, key, value = tensors.query, tensors.key, tensors.value
+        query, key = tensors.query, tensors.key
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
         self.arch = arch or selection.architecture(query.device)
         self.selected: dict[str, Selection] = {}  # by kernel: configurations that self.tile has selected
-        rel_query, rel_bias = query if tensors.rel_query is None else tensors.rel_query, tensors.rel_bias
-        self.rel_query = rel_query
+        self.rel_query, rel_bias, mask = (
+            query if tensors.rel_query is None else tensors.rel_query,
+            tensors.rel_bias,
+            tensors.attn_mask,
+        )
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
-        mask = tensors.attn_mask
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        self.inputs = Operands(
-            *map(strided, tensors[:4]),
-            per_head(tensors.rel_key, 2),
-            per_head(tensors.rel_value, 2),
-            per_head(rel_bias, 1),
-            strided(mask),
-            per_head(tensors.rel_p2c, 2),
-        )
         vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
         of_sequences = [contiguous(vector) for vector in vectors]
         of_dropout = contiguous(tensors.dropout_seed), contiguous(tensors.dropout_origins)
-        wide_index = False
-        for tensor in (query, tensors.rel_query, *others):
-            wide_index |= tensor is not None and selection.needs_wide_index(tensor, selection.MOST_QUERIES)
-        wide_index |= selection.needs_wide_index(key) or selection.needs_wide_index(value)
-        for table in (tensors.rel_key, tensors.rel_value, tensors.rel_p2c):
-            if table is not None:
-                wide_index |= selection.needs_wide_index(table, rows=table.shape[-2] + selection.MAX_BLOCK)
-        with_terms = (tensors.rel_query, tensors.rel_key, tensors.rel_value, rel_bias, tensors.rel_p2c)
+        operands = (*tensors[:6], rel_bias, mask, tensors.rel_p2c)
         of_call = fixed(
             spec,
             self.arch,
-            query.dtype,
             selection.input_precision(query.dtype, self.arch),
-            (self.heads, self.key_heads),
-            (query.shape[-1], value.shape[-1], rel_query.shape[-1]),
-            tuple([tensor is not None for tensor in with_terms]),  # type: ignore[arg-type]
-            tensors.query_offsets is None,
-            wide_index,
-            (description(self.inputs), description((*of_sequences, *of_dropout))),
+            tuple([described(each) for each in operands]),
+            tuple([described(each) for each in (*of_sequences, *of_dropout)]),
+            tuple([described(each) for each in others]),
         )
+        pairs = zip(operands, of_call.strides, strict=True)
+        self.inputs = Operands(*[None if tensor is None else (tensor, strides) for tensor, strides in pairs])
         self.fixed, self.kind, self.coverage, self.shape = of_call, of_call.kind, of_call.kind.coverage, of_call.shape
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *of_sequences)
@@ -369,6 +380,13 @@ class Call:
 
     def compiled_tile(self, config: selection.TileConfig, *, loops_over_keys: bool) -> Tile:
         """Return the constants that a kernel is compiled with. Only kernels that loop over the keys can carry anything."""
+        derived, key = self.fixed.derived, ("tile", config, loops_over_keys)
+        if key not in derived:
+            derived[key] = self._compiled_tile(config, loops_over_keys)
+        found: Tile = derived[key]
+        return found
+
+    def _compiled_tile(self, config: selection.TileConfig, loops_over_keys: bool) -> Tile:
         fixed, shape, carry = self.fixed, self.shape, config.carry if loops_over_keys else None
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
         of_call = (carry, self.coverage, fixed.precision)

@@ -188,7 +188,7 @@ def forward(
     if out.numel() > 0:
         tensors, spec = with_positive_scale(tensors, spec)
         tensors = with_aligned_operands(tensors)
-        call = Call(tensors, spec, (out,))
+        call = Call(tensors, spec)
         launch_far_keys(call, tensors.key)
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads

@@ -64,24 +64,22 @@ def has_32_bits(number: int) -> bool:
     return -(2**31) <= number < 2**31
 
 
-@functools.cache
-def _names(kernel: JITFunction) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of a kernel's constants, and of the numbers that it is not specialized for."""
-    constants = frozenset(parameter.name for parameter in kernel.params if parameter.is_constexpr)
-    return constants, frozenset(parameter.name for parameter in kernel.params if parameter.do_not_specialize)
+_special: dict[Any, dict[str, bool]] = {}
+"""By the function of a kernel: the names of its constants (True), and of the numbers that it is not specialized for (False)."""
 
 
 def _cache_key(kernel: JITFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a kernel is compiled for of these arguments."""
-    constants, general = _names(kernel)
+    special = _special.get(kernel.fn)
+    if special is None:
+        special = {each.name: each.is_constexpr for each in kernel.params if each.is_constexpr or each.do_not_specialize}
+        _special[kernel.fn] = special
     found, rest = list[Any](), list[Any]()
     for name, each in arguments.items():
-        if name in constants:
-            found.append(each)
-        elif name in general:
-            found.append(None if each is None else has_32_bits(each))
-        else:
+        if name not in special:
             rest.append(each)
+        else:
+            found.append(each if special[name] or each is None else has_32_bits(each))
     return (*found, classes(description(rest)))
 
 
@@ -114,7 +112,7 @@ def launch(
         kernel[programs](**of_call, **arguments, **options, **LAUNCH_OPTIONS)
         return
     device = driver.active.get_current_device()
-    key = kernel, device, cache_key, *options.items(), *_cache_key(kernel, arguments)
+    key = kernel.fn, device, cache_key, *options.items(), *_cache_key(kernel, arguments)
     compiled = _compiled.get(key)
     if compiled is not None:
         stream, every = driver.active.get_current_stream(device), arguments | of_call

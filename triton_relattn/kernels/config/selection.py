@@ -51,13 +51,13 @@ def input_precision(dtype: torch.dtype, arch: str) -> str:
     return "tf32" if architecture_of(arch).has_tf32 else "ieee"
 
 
-def needs_wide_index(tensor: torch.Tensor, rows: int = MAX_BLOCK) -> bool:
-    """Return whether offsets within so many rows of the tensor's (length, width) matrices exceed 31 bits.
+def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int = MAX_BLOCK) -> bool:
+    """Return whether offsets within so many rows of a tensor's (length, width) matrices exceed 31 bits.
 
     A tile is addressed from its first row, whose own offset has 64 bits anyway; only a clamped table is addressed from row 0.
     """
-    row_stride, column_stride = tensor.stride()[-2:]
-    return rows * row_stride + (tensor.shape[-1] + MAX_BLOCK) * column_stride >= 2**31
+    row_stride, column_stride = strides[-2:]
+    return rows * row_stride + (shape[-1] + MAX_BLOCK) * column_stride >= 2**31
 
 
 @functools.cache

@@ -136,6 +136,22 @@ def plan(
     Args:
         most_bytes: instead of ``limit``. A workspace for one block of keys of one head may have more.
     """
+    key = "plan", tiles["dq"], tiles["dkv"], multiprocessors, most_bytes, os.environ.get(VARIABLE)
+    derived = call.fixed.derived
+    if key not in derived:
+        derived[key] = _plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
+    found: Plan | None = derived[key]
+    return found
+
+
+def _plan(
+    call: Call,
+    tensors: AttentionTensors,
+    spec: AttentionSpec,
+    tiles: Mapping[str, TileConfig],
+    multiprocessors: int,
+    most_bytes: int | None,
+) -> Plan | None:
     has_ds = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
     has_probs = tensors.rel_value is not None
     if not has_ds and not has_probs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -12,7 +13,31 @@ from ..call import Call, Strided, cdiv, strided
 from ..config import selection
 from ..tile.masking import clamp_margin
 from .planning import Plan
-from .stored import queries_apart, rows_of_program
+from .stored import Layout, queries_apart, rows_of_program
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    layout: Layout,
+    tile: selection.TileConfig,
+    is_clamped: bool,
+    lengths: tuple[int, int],
+    bits: int,
+) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Return the margins, how many rows each table has beyond either end, and numbers of blocks of rows and of queries.
+
+    Args:
+        tile: of the dtable kernel.
+        lengths: numbers of rows and of queries.
+        bits: of an element.
+    """
+    margin = clamp_margin(layout.dq_block_m, layout.dq_block_n) if is_clamped else 0
+    of_dkv = clamp_margin(layout.dkv_block_m, layout.dkv_block_n) if is_clamped else 0
+    margins = {name: margin + (of_dkv if name == "rel_p2c" else 0) for name in TABLES}
+    padding = {name: each + is_clamped for name, each in margins.items()}
+    (num_rows, num_queries), apart = lengths, queries_apart(bits)
+    row_blocks = cdiv(num_rows + 2 * margin, rows_of_program(tile.block_n, apart))
+    return margins, padding, row_blocks, cdiv(num_queries, tile.block_m * apart)
 
 
 class TableSums:
@@ -43,16 +68,13 @@ class TableSums:
         self.per_head = any(is_per_head(name, table) for name, table in tables.items())
         table_heads = call.heads if self.per_head else 1
         self.num_rows = spec.last - spec.first + 1
-        is_clamped, layout = call.coverage == "clamp", plan.layout
-        margin = clamp_margin(layout.dq_block_m, layout.dq_block_n) if is_clamped else 0
-        of_dkv = clamp_margin(layout.dkv_block_m, layout.dkv_block_n) if is_clamped else 0
-        self.margins = {name: margin + (of_dkv if name == "rel_p2c" else 0) for name in TABLES}
-        self.padding = {name: each + is_clamped for name, each in self.margins.items()}
-        tile, apart = tiles["dtable"], queries_apart(8 * tensors.query.element_size())
-        row_blocks = cdiv(self.num_rows + 2 * margin, rows_of_program(tile.block_n, apart))
-        units = cdiv(spec.max_seqlen_q, tile.block_m * apart) * cdiv(plan.items, table_heads)
+        is_clamped, device = call.coverage == "clamp", tensors.query.device
+        lengths, bits = (self.num_rows, spec.max_seqlen_q), 8 * tensors.query.element_size()
+        sizes = _sizes(plan.layout, tiles["dtable"], is_clamped, lengths, bits)
+        self.margins, self.padding, row_blocks, query_blocks = sizes
         # Programs of heads that are not in the workspace have no work.
-        splits = selection.table_splits(tensors.query.device, row_blocks * min(table_heads, plan.items), units)
+        programs, units = row_blocks * min(table_heads, plan.items), query_blocks * cdiv(plan.items, table_heads)
+        splits = selection.table_splits(device, programs, units)
         self.adds = len(plan.parts) > 1
         self.grid = row_blocks * table_heads, splits
 
