@@ -1,13 +1,15 @@
 """Predictions of every time that ``make gpu`` measures of our kernels, by the model of cycles: bench/predictions.csv.
 
-A row has the milliseconds and TFLOP/s of a kernel or call on an H100, the configurations, and the version of Triton that has
-compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes a few minutes.
-With ``--roofs``, the raw.tar.gz of a run of ``make gpu``, the rates of L2 and memory are those that it measured.
+A row has the milliseconds and TFLOP/s of a kernel or call on an H100 (sm_90) or an A100 (sm_80), the configurations, and the
+version of Triton that has compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes ten
+minutes. With ``--target`` only the rows of one GPU are written anew. With ``--roofs``, the raw.tar.gz of a run of ``make gpu``,
+the rates of L2 and memory are those that it measured.
 
 In a prediction are: the loops' cycles with as many programs at once as there are; the parts of a workspace, each with its waves
 of programs, the last of which may leave multiprocessors idle; tiles that are partly empty; dS, which goes to memory once and
-comes back once for each kernel that reads it; L2 at 5.5 TB/s, the low end of what is published. Not in it are: launches and the
-gaps between them, what comes before and after the loops, loops of different length, spilled registers that miss L1.
+comes back once for each kernel that reads it; L2 of an H100 at 5.5 TB/s, the low end of what is published. Not in it are:
+launches and the gaps between them, what comes before and after the loops, loops of different length, spilled registers that
+miss L1.
 """
 
 from __future__ import annotations
@@ -43,11 +45,10 @@ from .report.progress import progress
 from .report.rows import ROOT, in_one_line, read
 from .verbs.options import add_jobs
 
-TARGET = "sm_90"
-MACHINE = replace(MACHINES[TARGET], l2_terabytes=5.5)
+GPUS = {"sm_90": replace(MACHINES["sm_90"], l2_terabytes=5.5), "sm_80": MACHINES["sm_80"]}
 PATH = ROOT / "bench" / "predictions.csv"
-KEYS = ("verb", "case", "method", "direction", "config")
-COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "target", "triton")
+KEYS = ("target", "verb", "case", "method", "direction", "config")
+COLUMNS = (*KEYS, "cycles", "far_cycles", "predicted_ms", "tflops", "triton")
 """cycles: for 64 x 64 scores, near and beyond a bounded table, of all kernels together. tflops: as FlashAttention counts."""
 REPRESENTATIVE = Case(4, 32, 4096, 64)
 """Sizes of calls whose machine code stands for that of all sizes."""
@@ -61,6 +62,7 @@ class Kernel:
     case: Case
     has_table: bool
     config: TileConfig
+    target: str = "sm_90"
 
     @property
     def representative(self) -> Kernel:
@@ -75,7 +77,7 @@ class Kernel:
         return replace(self, case=case)
 
     def __str__(self) -> str:
-        return f"{self.name} {shown(self.config)}, {self.case}{', plain' * (not self.has_table)}"
+        return f"{self.name} {shown(self.config)}, {self.case}{', plain' * (not self.has_table)}, {self.target}"
 
 
 @dataclass(frozen=True)
@@ -89,45 +91,50 @@ class Wanted:
     kernels: tuple[Kernel, ...]
 
     @property
+    def target(self) -> str:
+        return self.kernels[0].target
+
+    @property
     def key(self) -> tuple[str, ...]:
         config = ", ".join(f"{kernel.name} {shown(kernel.config)}" for kernel in self.kernels)
-        return self.verb, str(self.case), OURS if self.has_table else "plain", self.direction, config
+        return self.target, self.verb, str(self.case), OURS if self.has_table else "plain", self.direction, config
 
 
-def default_kernels(case: Case, has_table: bool, direction: str) -> tuple[Kernel, ...]:
+def default_kernels(case: Case, has_table: bool, direction: str, target: str) -> tuple[Kernel, ...]:
     """The kernels of a direction of a call, first to last, with their default configurations."""
     tensors, spec = case.resolved(case.empty(), has_table)
-    call = Call(tensors, spec, arch=TARGET)
+    call = Call(tensors, spec, arch=target)
     tiles = {name: selection.select(name, *call.kind) for name in selection.KERNELS}
-    names = kernels_of(direction, call, tensors, spec, tiles, MACHINES[TARGET].multiprocessors)
-    return tuple(Kernel(name, case, has_table, tiles[name]) for name in names)
+    names = kernels_of(direction, call, tensors, spec, tiles, MACHINES[target].multiprocessors)
+    return tuple(Kernel(name, case, has_table, tiles[name], target) for name in names)
 
 
-def wanted() -> Iterator[Wanted]:
+def wanted(target: str) -> Iterator[Wanted]:
     """All of it, in the order in which it is measured."""
     from .gpu import measurements, variants
 
     for head_dim in (64, 128):
         for has_table in (False, True):
             case = variants.case_of(head_dim, "full")
-            for kernel in default_kernels(case, has_table, "forward+backward"):
+            for kernel in default_kernels(case, has_table, "forward+backward", target):
                 yield Wanted("kernels", case, has_table, f"{kernel.name} kernel", (kernel,))
-    for group in variants.groups(TARGET):
+    for group in variants.groups(target):
         for tile in group.tiles:
-            kernel = Kernel(group.kernel, group.case, group.has_table, tile)
+            kernel = Kernel(group.kernel, group.case, group.has_table, tile, target)
             yield Wanted("kernels", group.case, group.has_table, f"{group.kernel} kernel", (kernel,))
     for case in measurements.speed_cases():
         for has_table in (True, False):
             for direction in (*timing.DIRECTIONS, *timing.PARTS):
-                yield Wanted("speed", case, has_table, direction, default_kernels(case, has_table, direction))
+                yield Wanted("speed", case, has_table, direction, default_kernels(case, has_table, direction, target))
 
 
-def cycles_of(kernel: Kernel, machine: Machine = MACHINE) -> tuple[list[Prediction], str]:
+def cycles_of(kernel: Kernel, machines: Mapping[str, Machine] = GPUS) -> tuple[list[Prediction], str]:
     """Return what the model says of a kernel, of which a multiprocessor has one program, two, ... as many as fit; if it says
     nothing, why."""
+    machine = machines[kernel.target]
     try:
         call = kernel.case.resolved(kernel.case.empty(), kernel.has_table)
-        code, tile = compiled(kernel.name, TARGET, *call, kernel.config), own_tile(kernel.name, kernel.config)
+        code, tile = compiled(kernel.name, kernel.target, *call, kernel.config), own_tile(kernel.name, kernel.config)
         most = predict(code, *tile, machine)
         assert most is not None, "there is no model"
         fewer = [predict(code, *tile, machine, programs) for programs in range(1, most.programs)]
@@ -162,7 +169,7 @@ def seconds_of(kernel: Kernel, found: Sequence[Prediction]) -> float:
     parts = [heads * programs_of_head]
     if kernel.name == "dkv" and kernel.has_table:
         tensors, spec = case.resolved(case.empty(), True)
-        call = Call(tensors, spec, arch=TARGET)
+        call = Call(tensors, spec, arch=kernel.target)
         tiles = {"dq": call.tile("dq"), "dkv": config}
         plan = planning.plan(call, tensors, spec, tiles, machine.multiprocessors)
         assert plan is not None
@@ -222,7 +229,7 @@ def row_of(what: Wanted, known: Mapping[Kernel, Sequence[Prediction]]) -> dict[s
         "predicted_ms": f"{1e3 * seconds:.4g}",
         "tflops": f"{what.case.flops(direction, what.has_table)[0] / seconds / 1e12:.4g}" if is_whole else None,
     }
-    return {**row, "target": TARGET, "triton": triton.__version__}
+    return {**row, "triton": triton.__version__}
 
 
 @functools.cache
@@ -234,7 +241,7 @@ def _known() -> dict[tuple[str, ...], float]:
 
 def beside(row: Mapping[str, Any], arch: str) -> dict[str, Any]:
     """The columns predicted_ms and measured_by_predicted of a row that was measured; none without a prediction of just that."""
-    milliseconds = _known().get(tuple(str(row.get(name)) for name in KEYS)) if arch == TARGET else None
+    milliseconds = _known().get((arch, *(str(row.get(name)) for name in KEYS[1:])))
     if milliseconds is None:
         return {}
     measured = row.get("p50_ms")
@@ -257,8 +264,8 @@ def largest_deviations(rows: Iterable[Mapping[str, str]], count: int = 12) -> li
     return lines
 
 
-def machine_of(path: Path | None) -> Machine:
-    """The GPU of the model, with the rates that ``make gpu`` has measured in place of the assumed ones.
+def machine_of(target: str, path: Path | None) -> Machine:
+    """The GPU of the model, with the rates that ``make gpu`` has measured there in place of the assumed ones.
 
     path: its raw.tar.gz, or the checks.csv in there; None: nothing was measured.
 
@@ -266,7 +273,7 @@ def machine_of(path: Path | None) -> Machine:
         ValueError: the rates are not in the file.
     """
     if path is None:
-        return MACHINE
+        return GPUS[target]
     if path.name.endswith(".tar.gz"):
         with tarfile.open(path) as packed, io.TextIOWrapper(packed.extractfile("checks.csv") or io.BytesIO()) as file:
             rows = list(csv.DictReader(file))
@@ -275,7 +282,7 @@ def machine_of(path: Path | None) -> Machine:
     found = {row["case"]: float(row["value"]) for row in rows if row["part"] == "roofs" and row["status"] == "ok"}
     if missing := {"reads from L2", "reads from memory"} - found.keys():
         raise ValueError(f"{path} has no measured {' and '.join(sorted(missing))}: make gpu PARTS=roofs")
-    return replace(MACHINE, l2_terabytes=found["reads from L2"], memory_terabytes=found["reads from memory"])
+    return replace(GPUS[target], l2_terabytes=found["reads from L2"], memory_terabytes=found["reads from memory"])
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path = PATH) -> None:
@@ -287,6 +294,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path = PATH) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_jobs(parser)
+    parser.add_argument("--target", choices=tuple(GPUS), help="GPU whose rows are written anew (all)")
     parser.add_argument("--roofs", type=Path, metavar="FILE", help="raw.tar.gz of make gpu: rates in place of the assumed ones")
     parser.add_argument("--out", type=Path, default=PATH, metavar="FILE", help="file to write (bench/predictions.csv)")
 
@@ -296,10 +304,15 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
-    machine, every = machine_of(options.roofs), {what.key: what for what in wanted()}
+    if options.roofs and not options.target:
+        print("--roofs needs --target, the GPU on which they were measured")
+        return 2
+    targets = [options.target] if options.target else [*GPUS]
+    machines = {target: machine_of(target, options.roofs) for target in targets}
+    every = {what.key: what for target in targets for what in wanted(target)}
     kernels = list(dict.fromkeys(kernel.representative for what in every.values() for kernel in what.kernels))
     known: dict[Kernel, list[Prediction]] = {}
-    of_kernel = functools.partial(cycles_of, machine=machine)
+    of_kernel = functools.partial(cycles_of, machines=machines)
     with processes(options.jobs) as map_all:
         for kernel, (found, problem) in zip(progress(kernels, str), map_all(of_kernel, kernels), strict=True):
             if not found:
@@ -307,6 +320,7 @@ def run(options: argparse.Namespace) -> int:
             else:
                 known[kernel] = found
     rows = [row for row in (row_of(what, known) for what in every.values()) if row is not None]
-    write(rows, options.out)
+    others = [dict(row) for row in read(options.out) if row["target"] not in targets] if options.out.exists() else []
+    write([*rows, *others], options.out)
     print(f"{len(rows)} of {len(every)} rows, {len(known)} of {len(kernels)} kernels: {options.out}")
     return int(len(rows) < len(every))

@@ -77,7 +77,11 @@ class Layer:
 
 def rates() -> tuple[float, float]:
     """Operations a second of forward and backward, predicted for one H100."""
-    rows = [row for row in read(ROOT / "bench" / "predictions.csv") if (row["verb"], row["case"]) == ("speed", CASE)]
+    rows = [
+        row
+        for row in read(ROOT / "bench" / "predictions.csv")
+        if (row["target"], row["verb"], row["case"]) == ("sm_90", "speed", CASE)
+    ]
     by_direction = {row["direction"]: float(row["tflops"]) for row in rows if row["method"] == "triton_relattn" and row["tflops"]}
     return by_direction["forward"] * 1e12, by_direction["backward"] * 1e12
 

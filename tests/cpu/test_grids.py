@@ -15,6 +15,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
+from triton_relattn._blockwise import products
 from triton_relattn._core.within import assert_near, tolerance_of, within
 from triton_relattn._implementations import kernels as implementations
 from triton_relattn.testing import assert_within_budget
@@ -189,7 +190,11 @@ def test_some_gradients(wanted: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharp", [1, 8])
-def test_error_rule(dtype: torch.dtype, sharp: int) -> None:
+@pytest.mark.parametrize("fast", [False, True], ids=["products in float32", "products in 16 bits"])
+def test_error_rule(dtype: torch.dtype, sharp: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors that are fast at products in 16 bits, and on others."""
+    monkeypatch.setattr(products, "fast_dtypes", lambda: {torch.bfloat16, torch.float16} if fast else set())
+    monkeypatch.setattr(products, "FEWEST_PRODUCTS", 0)
     case = Case((9, 8), prefix=1, width=16, value_width=16)
     query, *others = tensors(case, dtype)
     given = (sharp * query, *others)

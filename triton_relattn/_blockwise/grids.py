@@ -20,6 +20,7 @@ from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
 from . import partition
 from .attention import softmax_backward
+from .products import multiply, product_dtype
 
 
 class Block(NamedTuple):
@@ -62,7 +63,9 @@ class GridCall:
 
     def __init__(self, tensors: GridTensors, scale: float, dropout_p: float) -> None:
         self.tensors, self.scale, self.dropout_p = tensors, scale, dropout_p
+        batch, heads, num_queries, _ = tensors.query.shape
         self.dtype = compute_dtype(tensors.query.dtype)
+        self.product_dtype = product_dtype(tensors.query, batch * heads * num_queries * tensors.key.shape[2])
         self.num_heads = tensors.query.shape[1]
         self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
@@ -77,6 +80,12 @@ class GridCall:
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
         """Rows of a tensor of queries that belong to a block, in the compute dtype."""
         return tensor[block.heads, block.queries].to(self.dtype)
+
+    def operand(self, scores: torch.Tensor) -> torch.Tensor:
+        """Probabilities, or gradients of scores, as an operand of a product; see products.py."""
+        if scores.dtype == self.product_dtype:
+            return scores
+        return self.buffers("operand", tuple(scores.shape), self.product_dtype).copy_(scores)
 
     def on_grid(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores of the keys on the grid, (heads, queries, height, width)."""
@@ -115,12 +124,12 @@ def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tenso
     """out (B, H, Nq, Dv) in the inputs' dtype."""
     out, call = new_out(tensors), GridCall(tensors, scale, dropout_p)
     for heads, parts in blocks(tensors):
-        key, value = (each[heads].to(call.dtype) for each in (call.key, call.value))
+        key, value = call.key[heads].to(call.dtype), call.value[heads].to(call.product_dtype)
         for block in parts:
             probs = call.probabilities(block, call.rows(call.query, block), key)
             if (factors := call.dropout(block)) is not None:
                 probs.mul_(factors)
-            out.flatten(0, 1)[heads, block.queries] = torch.bmm(probs, value).to(out.dtype)
+            out.flatten(0, 1)[heads, block.queries] = torch.bmm(call.operand(probs), value).to(out.dtype)
     return out
 
 
@@ -157,16 +166,18 @@ def add_block(
     query, factors = call.rows(call.query, block), call.dropout(block)
     probs = call.probabilities(block, query, key)
     if d_value is not None:
-        d_value[block.heads].baddbmm_((probs if factors is None else probs * factors).mT, rows)
+        operand = call.operand(probs if factors is None else probs * factors)
+        multiply(call.buffers, operand.mT, rows.to(operand.dtype), d_value[block.heads], beta=1)
     if d_query is None and d_key is None and d_rel_h is None and d_rel_w is None:
         return
     d_probs = torch.bmm(rows, value.mT, out=call.buffer("scores", block))
     if factors is not None:
         d_probs.mul_(factors)
     d_scores = softmax_backward(probs, d_probs)
+    operand = call.operand(d_scores)
     if d_key is not None:
-        d_key[block.heads].baddbmm_(d_scores.mT, query, alpha=call.scale)
-    result = None if d_query is None else torch.bmm(d_scores, key).mul_(call.scale)
+        multiply(call.buffers, operand.mT, query.to(operand.dtype), d_key[block.heads], call.scale, beta=1)
+    result = None if d_query is None else torch.bmm(operand, key.to(operand.dtype)).to(call.dtype).mul_(call.scale)
     if block.rows.stop > 0:
         by_place, on_grid = query.unflatten(1, block.shape[1:]), call.on_grid(d_scores)
         terms = (
