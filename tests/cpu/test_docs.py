@@ -250,12 +250,7 @@ def test_costs_are_those_of_the_budgets() -> None:
         names = ("shaw", "transformer_xl", "t5")
         assert found == [cycles(kernel, where, name) for name in names], (kernel, where)
     # Further down: how many times as long calls take as without a table, by the predictions of whole calls.
-    with (ROOT / "bench" / "predictions.csv").open() as file:
-        times = {
-            (row["case"], row["method"], row["direction"]): float(row["predicted_ms"])
-            for row in csv.DictReader(file)
-            if (row["target"], row["verb"]) == ("sm_90", "speed")
-        }
+    times = predicted("sm_90")
     of_calls = [cells_of(line) for line in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[4].splitlines()[2:]]
     cases = [
         *("b4 h32 n4096 d64 full", "b4 h16 n4096 d128 full", "b4 h32 n4096 d64 r129", "b4 h16 n4096 d128 r129"),
@@ -267,6 +262,29 @@ def test_costs_are_those_of_the_budgets() -> None:
             for method in ("triton_relattn", "plain")
         ]
         assert found == [f"{ours / plain:.2f}" for ours, plain in zip(*both, strict=True)], name
+
+
+def predicted(target: str) -> dict[tuple[str, ...], float]:
+    """The predicted milliseconds of calls on a GPU, by case, method and direction."""
+    rows = read(ROOT / "bench" / "predictions.csv")
+    calls = [row for row in rows if (row["target"], row["verb"]) == (target, "speed")]
+    return {(row["case"], row["method"], row["direction"]): float(row["predicted_ms"]) for row in calls}
+
+
+def test_expected_times_on_an_a100() -> None:
+    """Those of the predictions, to two digits, and how many times as long as without the term."""
+    page, times = (ROOT / "docs" / "kernels-cost.md").read_text().split("## Expected on an A100\n")[1], predicted("sm_80")
+    lines = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[0].splitlines()[2:]
+    cases = ["b4 h32 n4096 d64 full", "b4 h16 n4096 d128 full", "b4 h32 n4096 d64 r129", "b32 h8 n200 d64 full"]
+    cases += ["b32 h8 n1500 d64 full", "b8 h12 n2048 d64 r1047 p2c", "b1 h32 n16384 d64 full"]
+    for name, line in zip(cases, lines, strict=True):
+        ours, plain = (
+            [times[f"{name} bf16", method, direction] for direction in ("forward", "backward")]
+            for method in ("triton_relattn", "plain")
+        )
+        expected = [[float(f"{each:.2g}") for each in group] for group in (ours, plain)]
+        expected.append([round(a / b, 2) for a, b in zip(ours, plain, strict=True)])
+        assert [[float(each) for each in cell.split(" / ")] for cell in cells_of(line)[1:]] == expected, name
 
 
 RESULTS = ROOT / "bench" / "results" / "cpu"
