@@ -635,6 +635,15 @@ def test_one_wave_is_in_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert plan.layout.is_band == ("band" in name) and (len(plan.parts) == 1) == (name == "everything")
 
 
+@pytest.mark.parametrize(("num_keys", "is_whole"), [(256, True), (320, True), (336, False)])
+def test_the_rest_of_a_head_goes_with_a_wave(num_keys: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wave of 16 programs has 256 keys: of a head with up to a quarter more, all are stored at once."""
+    monkeypatch.setattr(planning, "limit", lambda _, wave: wave)
+    inputs = make_inputs(1, 3, 40, num_keys, 8, num_rows=1201, dtype=torch.float16, seed=1)
+    plan = planned(inputs, {"positions": RelativePositions(-600, 600)}, TILES["twice"], 2)
+    assert plan.has_all_keys == is_whole and len(plan.parts) == (3 if is_whole else 6), plan
+
+
 def total_cost(count: int, size: int, programs: int, multiprocessors: int, at_once: int) -> int:
     """What all parts cost: a start for each wave, and as much as a multiprocessor has programs in it."""
     cost = 0
