@@ -10,7 +10,7 @@ from .._core.dtypes import without_autocast
 from .._core.grids import GridTensors
 from .._implementations import IMPLEMENTATIONS, Implementation
 from . import OPERATORS
-from .ops import Operator, call, define, refusal, register, register_elsewhere, save_nothing
+from .ops import Operator, define, refusal, register, register_elsewhere, save_nothing
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor rel_h, Tensor rel_w, Tensor? dropout_seed"
 _NUM_TENSORS, _NUM_GRADIENTS = 6, 5
@@ -20,8 +20,6 @@ define(
     f"grid_attention_backward(Tensor d_out, Tensor? out, Tensor softmax_stats, {_TENSORS}, float scale, float dropout_p, "
     f"str implementation, bool[{_NUM_GRADIENTS}] wanted) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})"
 )
-
-GRID_FORWARD, GRID_BACKWARD = OPERATORS.grid_attention_forward.default, OPERATORS.grid_attention_backward.default
 
 
 def _forward(*arguments):  # type: ignore[no-untyped-def]
@@ -61,14 +59,14 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, _: Any) -> tuple[Any, .
     if d_out is None:
         return (None,) * _NUM_GRADIENTS + others
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
-    gradients = call(_Backward, GRID_BACKWARD, (d_out, *ctx.saved_tensors, *ctx.scalars, wanted))
+    gradients = OPERATORS.grid_attention_backward.default(d_out, *ctx.saved_tensors, *ctx.scalars, wanted)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
 
 class _Forward(Operator):
     """out, softmax_stats = f(tensors, scalars...); out is differentiable."""
 
-    operator, compute = GRID_FORWARD, staticmethod(_forward)
+    operator = OPERATORS.grid_attention_forward.default
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
 
@@ -76,17 +74,17 @@ class _Forward(Operator):
 class _Backward(Operator):
     """The gradients, which cannot be differentiated."""
 
-    operator, compute = GRID_BACKWARD, staticmethod(_backward)
+    operator = OPERATORS.grid_attention_backward.default
     setup_context = staticmethod(save_nothing)
     backward = staticmethod(refusal("grid_attention_backward", "attention on a grid"))
 
 
-register(_Forward, _forward_fake)
-register(_Backward, _backward_fake)
+register(_Forward, _forward, _forward_fake)
+register(_Backward, _backward, _backward_fake)
 
 
 def grid_attention(tensors: GridTensors, scale: float, dropout_p: float, implementation: Implementation) -> torch.Tensor:
     """Compute out by an implementation that is not dense, with gradients. The arguments have been validated."""
     register_elsewhere()  # here too: inference mode has no autograd
-    out: torch.Tensor = call(_Forward, GRID_FORWARD, (*tensors, scale, dropout_p, implementation.name))[0]
+    out: torch.Tensor = OPERATORS.grid_attention_forward.default(*tensors, scale, dropout_p, implementation.name)[0]
     return out

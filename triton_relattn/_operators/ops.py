@@ -24,7 +24,6 @@ SCALARS = ", ".join(f"{_SCHEMA_TYPES[python_type]} {name}" for name, python_type
 TENSORS = ", ".join(
     f"{'Tensor?' if name in AttentionTensors._field_defaults else 'Tensor'} {name}" for name in AttentionTensors._fields
 )
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), int, float, bool, str, tuple, list))
 _NUM_TENSORS, _NUM_GRADIENTS = len(AttentionTensors._fields), len(DIFFERENTIABLE)
 _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
@@ -88,7 +87,7 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
     if d_out is None:
         d_out = query.new_zeros(*query.shape[:3], value.shape[3])
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]
-    gradients = call(_Backward, ATTENTION_BACKWARD, (d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted))
+    gradients = ATTENTION_BACKWARD(d_out, d_lse, *saved, *ctx.scalars, ctx.implementation, wanted)
     others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars) + 2)
     return *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), *others
 
@@ -103,32 +102,16 @@ def _is_differentiated(arguments: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
-def _is_watched(arguments: Sequence[Any]) -> bool:
-    """Return whether anything may want to see the call of an operator: a compiler, a mode, a transform, the profiler, or a class
-    of tensors of its own."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
-    ):
-        return True
-    return not _PLAIN.issuperset(map(type, arguments)) or bool(arguments[0].is_meta)
-
-
 class Operator(torch.autograd.Function):
-    """One of the operators as autograd and torch.func see it. Subclasses name the operator, what computes it, and its
-    derivative."""
+    """One of the operators as autograd and torch.func see it. Subclasses name the operator and its derivative."""
 
     operator: Any
-    compute: Callable[..., Any]
 
     @classmethod
     def forward(cls, *arguments: Any) -> Any:
         """Run the operator below autograd."""
         with torch._C._AutoDispatchBelowAutograd():
-            return (cls.operator if _is_watched(arguments) else cls.compute)(*arguments)
+            return cls.operator(*arguments)
 
     @classmethod
     def with_autograd(cls, *arguments: Any) -> Any:
@@ -163,11 +146,6 @@ class Operator(torch.autograd.Function):
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
-def call(function: type[Operator], operator: Any, arguments: Sequence[Any]) -> Any:
-    """Call an operator: where nothing watches not through torch's dispatcher, which takes up to 20 us for so many arguments."""
-    return (operator if _is_watched(arguments) else function.with_autograd)(*arguments)
-
-
 def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Set up the context of an operator that cannot be differentiated."""
 
@@ -187,7 +165,7 @@ def refusal(name: str, what: str) -> Callable[..., None]:
 class _Forward(Operator):
     """out, lse, softmax_stats, kept = f(tensors, scalars, ...); out and lse are differentiable in those of DIFFERENTIABLE."""
 
-    operator, compute = ATTENTION_FORWARD, staticmethod(_forward)
+    operator = ATTENTION_FORWARD
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
 
@@ -196,27 +174,27 @@ class _Backward(Operator):
     """The operator that computes the gradients. To differentiate them is an error; without this class, autograd would silently
     leave out terms."""
 
-    operator, compute = ATTENTION_BACKWARD, staticmethod(_backward)
+    operator = ATTENTION_BACKWARD
     setup_context = staticmethod(save_nothing)
     backward = staticmethod(refusal("attention_backward", "relative attention"))
 
 
-def register(operator: type[Operator], fake: Callable[..., Any]) -> None:
-    """Register an operator that has been defined, with a function for the shapes of its results.
+def register(operator: type[Operator], run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator that has been defined: the function that computes it, and one for the shapes of its results.
 
     This is not done with torch.library.register_autograd: torch.func does not accept the Functions that it makes, and their
     forward-mode tangents are zero. The last key is torch.func's: apply passes the call from transform to transform, and then to
     the operator itself.
     """
     name = operator.operator._opname
-    _library.impl(name, operator.compute, "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     _library.impl(name, operator.with_autograd, "Autograd")
     _library.impl(name, operator.apply, "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-register(_Forward, _forward_fake)
-register(_Backward, _backward_fake)
+register(_Forward, _forward, _forward_fake)
+register(_Backward, _backward, _backward_fake)
 
 
 _REGISTRATIONS = {"torch.utils.flop_counter": flops.register, "torch.distributed.tensor": sharding.register}
@@ -246,5 +224,5 @@ def relative_attention(
     if implementation.skips_lse and not with_lse:
         spec = spec._replace(with_lse=False)
     keeps = _is_differentiated(tensors) and implementation.keeps(tensors, spec)
-    out, lse, *_ = call(_Forward, ATTENTION_FORWARD, (*tensors, *spec, implementation.name, keeps))
+    out, lse, *_ = ATTENTION_FORWARD(*tensors, *spec, implementation.name, keeps)
     return out, lse

@@ -27,6 +27,8 @@ VARIABLE = "TRITON_RELATTN_WORKSPACE"
 USUAL_LIMIT = 256 * 2**20
 MOST_PAIRS = 2**30
 """Largest number of pairs of an item, which kernels address in 32 bits."""
+MOST_KEPT = 256
+"""Parts of a plan that is kept for later calls: with very small workspaces there may be many thousands."""
 MOST_BEYOND = 1.25
 """All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: from these the
 gradient of the query is computed, too, and the dq kernel need not run. By the model an A100 saves 39 of 138 ms, 32 heads of 64,
@@ -142,9 +144,12 @@ def plan(
     """
     key = "plan", tiles.get("dq"), tiles.get("dkv"), multiprocessors, most_bytes, os.environ.get(VARIABLE)
     derived = call.fixed.derived
-    if key not in derived:
-        derived[key] = _plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
-    found: Plan | None = derived[key]
+    if key in derived:
+        kept: Plan | None = derived[key]
+        return kept
+    found = _plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
+    if found is None or len(found.parts) <= MOST_KEPT:
+        derived[key] = found
     return found
 
 
