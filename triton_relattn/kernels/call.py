@@ -237,8 +237,8 @@ def fixed(
 
     Args:
         operands: ``described`` tensors, in the order of Operands.
-        vectors: as well, of the sequences and of dropout.
-        others: as well, further tensors that kernels address by batch entry, head and row.
+        vectors: those of the sequences and of dropout, described, too.
+        others: further tensors that kernels address by batch entry, head and row, described, too.
     """
     query, key, value, rel_query, rel_key, rel_value, rel_bias, _, rel_p2c = operands
     num_heads, key_heads = query.shape[1], key.shape[1]
@@ -315,11 +315,8 @@ class Call:
         self.num_sequences = tensors.num_sequences
         self.arch = arch or selection.architecture(query.device)
         self.selected: dict[str, Selection] = {}  # by kernel: configurations that self.tile has selected
-        self.rel_query, rel_bias, mask = (
-            query if tensors.rel_query is None else tensors.rel_query,
-            tensors.rel_bias,
-            tensors.attn_mask,
-        )
+        self.rel_query = query if tensors.rel_query is None else tensors.rel_query
+        rel_bias, mask = tensors.rel_bias, tensors.attn_mask
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
         if mask is not None:
