@@ -11,7 +11,8 @@ import torch
 
 from ._core import validation
 from ._core.arguments import Arguments, Terms
-from ._core.spec import DIFFERENTIABLE
+from ._core.dtypes import without_autocast
+from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from ._reference import position_term, resolved_reference
 from .positions import RelativePositions
 
@@ -101,7 +102,7 @@ def attention_terms(
     Arguments and errors are as of :func:`attention_maps`. The terms are before softcap and masks; the probabilities are after
     them and before dropout.
     """
-    heads, num_queries = query.shape[1:3]
+    num_queries = query.shape[2]
     batch, key_heads, num_keys = key.shape[:3]
     if num_queries * num_keys > LARGEST:
         raise ValueError(f"pictures are for at most 4096 x 4096 pairs, got {num_queries} x {num_keys}")
@@ -119,8 +120,14 @@ def attention_terms(
         name: None if each is None else each.detach().to(dtype) for name, each in zip(DIFFERENTIABLE, tensors, strict=False)
     }
     tensors = tensors._replace(**moved)
+    with without_autocast(query.device):
+        return _terms(tensors, spec)
+
+
+def _terms(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     probs, _ = resolved_reference(tensors, spec)
     query, key, _, rel_query, rel_key, _, rel_bias, rel_p2c, *_ = tensors
+    (heads, num_queries), (key_heads, num_keys) = query.shape[1:3], key.shape[1:3]
     key = key.repeat_interleave(heads // key_heads, 1)
     content = spec.scale * (query @ key.mT)
     offset = spec.query_offset if tensors.query_offsets is None else tensors.query_offsets.view(-1, 1, 1, 1)

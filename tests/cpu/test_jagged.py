@@ -58,6 +58,28 @@ def test_what_is_not_jagged_alike_is_refused() -> None:
         fused_relative_attention(query, query, query, table, key_lengths=torch.tensor([1, 1, 1]))
 
 
+def test_sequences_that_do_not_belong_together_are_refused() -> None:
+    """Lengths that differ by tensor, and holes between sequences: rows of others would be taken."""
+    (query, _), table = jagged(8, 1), torch.randn(9, 8, dtype=torch.float64)
+    (other, _), (same, _) = jagged(8, 2, (9, 5, 1)), jagged(8, 3)
+    fused_relative_attention(query, query, same, table, rel_query=same)
+    with pytest.raises(ValueError, match=r"value's sequences must be as long as key's, got \[9, 5, 1\] and \[5, 9, 1\]"):
+        fused_relative_attention(query, query, other, table)
+    with pytest.raises(ValueError, match="rel_query's sequences must be as long as query's"):
+        fused_relative_attention(query, query, query, table, rel_query=other)
+    cache = torch.randn(2, 6, 2, 8, dtype=torch.float64)
+    lengths = torch.tensor([3, 6])
+    holes = torch.nested.narrow(cache, 1, torch.zeros(2, dtype=torch.int64), lengths, layout=torch.jagged)
+    with pytest.raises(ValueError, match="query has holes between its sequences"):
+        fused_relative_attention(holes.transpose(1, 2), query, query, table)
+    packed = torch.nested.as_nested_tensor(list(holes.unbind()), layout=torch.jagged).transpose(1, 2)
+    out = fused_relative_attention(packed, packed, packed, table)
+    for number, length in enumerate(lengths.tolist()):
+        alone = cache[number, :length].transpose(0, 1)[None]
+        expected = fused_relative_attention(alone, alone, alone, table)
+        assert_near("out", out.transpose(1, 2).unbind()[number], expected[0].transpose(0, 1))
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_ahead_of_time_compilation(tmp_path: Path) -> None:

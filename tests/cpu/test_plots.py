@@ -54,6 +54,14 @@ def test_terms_give_the_result(name: str) -> None:
         assert torch.equal(plots.attention_terms(inputs.query, inputs.key, **rel_value)[2], probs)
 
 
+def test_autocast_changes_nothing() -> None:
+    inputs = make_inputs(1, 2, 10, 12, 8, num_rows=7, dtype=torch.float32, seed=0)
+    expected = plots.attention_terms(inputs.query, inputs.key, inputs.rel_key)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = plots.attention_terms(inputs.query, inputs.key, inputs.rel_key)
+    assert all(torch.equal(each, other) for each, other in zip(found, expected, strict=True))
+
+
 def test_mean_by_distance() -> None:
     """By explicit loops."""
     probs = torch.rand(2, 3, 4, 6, dtype=torch.float64)

@@ -29,8 +29,8 @@ USE = (
         (
             Change(
                 "triton_relattn/integrations/structure",
-                "digest(source, sources.of_ours(), kind.__name__, settings)",
-                "digest(sources.of_ours(), kind.__name__, settings)",
+                "digest(source, sources.of_ours(), kind.__name__, state)",
+                "digest(sources.of_ours(), kind.__name__, state)",
             ),
         ),
     ),

@@ -24,6 +24,7 @@ from .not_served import of as not_served
 from .proving import prove
 from .roles import projections
 from .shaw import ClippedDistances
+from .state import name_of, state_of
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
 
@@ -59,50 +60,38 @@ def replacement_of(kind: type[Kind], module: nn.Module) -> tuple[type[nn.Module]
     Raises:
         Refused: no reading of it computes the same.
     """
-    stock, settings = type(module), _settings(module)
-    found = _proven.get((kind, stock, settings))
+    stock, state = type(module), name_of(state_of(module))
+    found = _proven.get((kind, stock, state))
     if found is None:
-        found = _remembered(kind, stock, settings)
+        found = _remembered(kind, stock, state)
     if found is None:
         try:
             reading, difference = prove(kind, module)
-            _remember(kind, stock, settings, reading, difference)
+            _remember(kind, stock, state, reading, difference)
             found = made(kind, stock, reading), difference  # type: ignore[arg-type]
         except Refused as refused:
             found = str(refused)
-    _proven[kind, stock, settings] = found
+    _proven[kind, stock, state] = found
     if isinstance(found, str):
         raise Refused(found)
     return found
 
 
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a proof depends on besides the source: plain attributes, the classes of children, the shapes of weights."""
-    plain = (bool, int, float, str, type(None), tuple)
-    return (
-        tuple(
-            (name, repr(value)) for name, value in sorted(vars(module).items()) if isinstance(value, plain) and name != "training"
-        ),
-        tuple((name, type(each).__qualname__) for name, each in module.named_modules()),
-        tuple((name, tuple(each.shape)) for name, each in module.named_parameters()),
-    )
-
-
-def _identity(kind: type[Kind], stock: type[nn.Module], settings: Any) -> str | None:
+def _identity(kind: type[Kind], stock: type[nn.Module], state: str) -> str | None:
     """A name for a proof of a class, by its source and ours; None if the source is out of reach."""
     source = sources.of_class(stock)  # type: ignore[arg-type]
-    return None if source is None else digest(source, sources.of_ours(), kind.__name__, settings)
+    return None if source is None else digest(source, sources.of_ours(), kind.__name__, state)
 
 
-def _remember(kind: type[Kind], stock: type[nn.Module], settings: Any, reading: Reading, difference: float) -> None:
-    identity = _identity(kind, stock, settings)
+def _remember(kind: type[Kind], stock: type[nn.Module], state: str, reading: Reading, difference: float) -> None:
+    identity = _identity(kind, stock, state)
     if identity is not None:
         proof.remember(identity, f"{stock.__module__}.{stock.__qualname__}, {kind.title}\n{(astuple(reading), difference)!r}")
 
 
-def _remembered(kind: type[Kind], stock: type[nn.Module], settings: Any) -> tuple[type[nn.Module], float] | None:
-    """The class of a proof that has passed for the same source and settings, and its largest difference."""
-    identity = _identity(kind, stock, settings)
+def _remembered(kind: type[Kind], stock: type[nn.Module], state: str) -> tuple[type[nn.Module], float] | None:
+    """The class of a proof that has passed for the same source and state, and its largest difference."""
+    identity = _identity(kind, stock, state)
     said = None if identity is None else proof.recalled(identity)
     if said is None:
         return None

@@ -17,7 +17,7 @@ from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Refused, Sample, mask_of, padded, taken, with_masks
-from .roles import assigned, own_parameters, projections, words_of
+from .roles import assigned, is_table, own_parameters, projections, words_of
 
 HANDED_ON = (
     "it returns its bias (1, H, N, N) for other layers to add: layers can only be replaced together, which enable does for T5 of "
@@ -33,9 +33,7 @@ class BucketedBias(Kind):
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
         made = projections(module)
-        embeddings = [
-            name for name, child in module.named_children() if isinstance(child, nn.Embedding) and "bias" in words_of(name)
-        ]
+        embeddings = [name for name, child in module.named_children() if is_table(child) and "bias" in words_of(name)]
         of_children = assigned(list(made), ("out", "query", "key", "value"))
         if len(embeddings) != 1 or of_children is None or own_parameters(module):
             return

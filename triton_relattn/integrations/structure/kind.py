@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -12,9 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from ..._core.untraced import untraced
 from ..heads import drop_probability
 from . import sources
 from .roles import MASK, argument_roles, projections, widths
+from .state import ATTRIBUTE, State, name_of, state_of
 
 
 class Refused(Exception):
@@ -40,8 +43,8 @@ class Reading:
 
     roles: attributes by role. arguments: roles by the name of the forward's argument. options: whatever else a kind has to know.
     drops: the child that drops attention weights; drops_out: the one that drops numbers of the output. returns: what is in the
-    tuple that the forward returns, "tensor" or "None" each; empty: it returns a tensor. settings: the module's own attributes
-    that are plain values.
+    tuple that the forward returns, "tensor" or "None" each; empty: it returns a tensor. state: a name for the module's state,
+    without what a forward leaves there; see state.py. left: names of that.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -50,7 +53,8 @@ class Reading:
     drops: str | None = None
     drops_out: str | None = None
     returns: tuple[str, ...] = ()
-    settings: tuple[tuple[str, Any], ...] = ()
+    state: str = ""
+    left: tuple[str, ...] = ()
 
     def option(self, name: str) -> Any:
         return dict(self.options)[name]
@@ -67,7 +71,7 @@ class Kind:
     """A way in which attention is relative, and a stock class that is of it: :meth:`compute` in place of the stock forward.
 
     It computes the calls that it :meth:`serves`. All others are the stock forward's: arguments without a role that are not at
-    their defaults, shapes that were not proven, a module whose settings have changed, and on a CPU so few scores that the stock
+    their defaults, shapes that were not proven, a module in another state, and on a CPU so few scores that the stock
     forward is faster.
 
     title: the kind's name, for the report. The class in place of the stock class has no attributes but ``ATTRIBUTE``, which is
@@ -88,6 +92,7 @@ class Kind:
         self.positional = tuple(each.name for each in signature if each.kind is each.POSITIONAL_OR_KEYWORD)
         self.defaults = {each.name: each.default for each in signature if each.default is not each.empty}
         self.noted: list[float] | None = None
+        self.states = weakref.WeakKeyDictionary[Any, State]()
 
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
@@ -131,15 +136,21 @@ class Kind:
         if given is None or not self._is_as_proven(module) or self._is_small(module, given) or not self.serves(module, **given):
             return self.stock.forward(module, *args, **kwargs)
         mask = given.get(MASK)
-        if mask is not None and mask.requires_grad:  # which the operator gives no gradient
+        if mask is not None and not self._takes(mask, given):
             return self.stock.forward(module, *args, **kwargs)
         result = self.compute(module, **given)
         alone = isinstance(result, torch.Tensor) and self.reading.returns and set(self.reading.returns[1:]) <= {"None"}
         return (result, *(None for _ in self.reading.returns[1:])) if alone else result
 
+    def _takes(self, mask: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Whether a mask is one of those that the proof was of: the operator gives it no gradient, and adds no truth values."""
+        if mask.requires_grad or (self.options.get("mask") == ADDED and not mask.is_floating_point()):
+            return False
+        return mask.dim() != 2 or mask.shape[0] == given[next(iter(STATES & given.keys()))].shape[0]
+
     def _is_as_proven(self, module: Any) -> bool:
-        """Whether the module's settings are those of the proof, and nothing watches the weights that ours does not make."""
-        if any(getattr(module, name, None) != value for name, value in self.reading.settings):
+        """Whether the module is as the proof was of, and nothing watches the weights that ours does not make."""
+        if self.noted is None and not _is_in_state(self, module):
             return False
         if self.reading.drops is None:
             return True
@@ -205,9 +216,21 @@ class Kind:
         return mask if means == ADDED else mask != 0 if means == SHOWN else mask == 0
 
 
+@untraced
+def _is_in_state(of: Kind, module: Any) -> bool:
+    """Whether a module is in the state that was proven. A compiler asks once, while it traces."""
+    left = of.reading.left
+    now = {name: value for name, value in state_of(module, exact=False).items() if name not in left}
+    if of.states.get(module) == now:
+        return True
+    if not any(each.is_meta for each in module.parameters()) and name_of(state_of(module), left) != of.reading.state:
+        return False
+    of.states[module] = now
+    return True
+
+
 STATES = frozenset(("query", "states"))
 """The role of the first states."""
-ATTRIBUTE = "_triton_relattn"
 SHOWN, HIDDEN, ADDED = "not 0 where a query sees a key", "0 where a query sees a key", "added to the scores"
 """What a mask of a stock module can mean."""
 

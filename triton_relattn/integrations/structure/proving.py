@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .. import proof
 from .kind import Kind, Reading, Refused, Sample, class_of
 from .roles import widths
+from .state import name_of, state_of
 
 
 def prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
@@ -41,7 +42,7 @@ def _prove(kind: type[Kind], module: nn.Module) -> tuple[Reading, float]:
     for plain in kind.readings(module):
         try:
             agreed: list[float] = []
-            reading = _observed(kind, plain, model)
+            reading = _observed(kind, plain, model, module)
             for sample, gradients, training in _runs(kind.samples(model, reading)):
                 _compare(kind, reading, model, sample, gradients, training, agreed)
             _compare_in_float32(kind, reading, model)
@@ -155,7 +156,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
             vars(each).update(attributes)
 
 
-def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
+def _observed(kind: type[Kind], reading: Reading, model: Any, module: nn.Module) -> Reading:
     """The reading, with what a run of the stock forward shows: which children drop what, and what it returns."""
     sample = next(iter(kind.samples(model, reading)))
     dropped: dict[str, torch.Size] = {}
@@ -166,9 +167,11 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     ]
     try:
         with torch.no_grad(), proof.float32_is_float64(), _restored(model):
-            before = settings_of(model)
+            before = state_of(model)
             out = model.eval()(**proof.copied(sample.given))
-            changed = [name for (name, _) in set(settings_of(model)) - set(before)]
+            after = state_of(model)
+            left = tuple(sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)))
+            changed = [name for name in left if isinstance(after.get(name), (bool, int, float, str))]
     finally:
         for hook in hooks:
             hook.remove()
@@ -181,19 +184,11 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     others = [name for name, shape in dropped.items() if name not in weights and shape.numel() == next(_values(out)).numel()]
     return dataclasses.replace(
         reading,
-        settings=settings_of(model),
+        state=name_of(state_of(module), left),
+        left=left,
         drops=next(iter(weights), None),
         drops_out=next(iter(others), None),
         returns=returns,
-    )
-
-
-def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The attributes of a module that are plain values, on which its forward may depend."""
-    return tuple(
-        (name, value)
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str)) and name != "training"
     )
 
 

@@ -74,6 +74,11 @@ def projections(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: each for name, each in found.items() if each is not None}
 
 
+def is_table(child: nn.Module) -> bool:
+    """Return whether a child is an embedding whose rows may be read without calling it. With max_norm a call changes them."""
+    return isinstance(child, nn.Embedding) and child.max_norm is None
+
+
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the parameters of a module that are no child's, by name."""
     return dict(module.named_parameters(recurse=False))

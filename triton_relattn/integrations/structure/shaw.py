@@ -16,7 +16,7 @@ from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
 from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, padded, taken, with_masks
-from .roles import assigned, own_parameters, projections
+from .roles import assigned, is_table, own_parameters, projections
 
 
 class ClippedDistances(Kind):
@@ -28,7 +28,7 @@ class ClippedDistances(Kind):
 
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        tables = {name: child.weight for name, child in module.named_children() if isinstance(child, nn.Embedding)}
+        tables: dict[str, Any] = {name: child.weight for name, child in module.named_children() if is_table(child)}
         tables |= own_parameters(module)
         made = projections(module)
         if len(tables) != 1 or len(next(iter(tables.values())).shape) != 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import nn
@@ -13,6 +14,14 @@ from ..._core.cache import digest, fingerprint_of, fingerprints
 
 NOT_THE_USERS = ("torch", "builtins", "typing", "abc")
 """Packages whose files a class's fingerprint leaves out."""
+
+
+def names_used(code: types.CodeType) -> Iterator[str]:
+    """Return the names that code and the functions within it use: of globals, and of attributes."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from names_used(each)
 
 
 @functools.cache
@@ -30,7 +39,7 @@ def of_class(stock: type[nn.Module]) -> str | None:
         for method in vars(each).values():
             function = getattr(method, "__func__", method)
             if isinstance(function, types.FunctionType):
-                called = (function.__globals__.get(name) for name in function.__code__.co_names)
+                called = (function.__globals__.get(name) for name in names_used(function.__code__))
                 modules |= {
                     str(getattr(one, "__module__", None) or getattr(one, "__name__", "")) for one in called if one is not None
                 }
