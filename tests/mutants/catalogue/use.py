@@ -35,6 +35,34 @@ USE = (
         ),
     ),
     Fault(
+        "a-proof-is-taken-for-another-state",
+        "a module is enabled for a proof of another one of its class, with other settings",
+        ("tests/cpu/test_structure_state.py::test_another_module_is_proven_by_itself",),
+        (
+            Change(
+                "triton_relattn/integrations/structure",
+                "stock, state = type(module), name_of(state_of(module))",
+                'stock, state = type(module), ""',
+            ),
+        ),
+    ),
+    Fault(
+        "a-change-after-enable-goes-unnoticed",
+        "a module is still computed by ours when its settings are no longer the proven ones",
+        ("tests/cpu/test_structure_state.py::test_a_change_is_noticed",),
+        (
+            Change(
+                "triton_relattn/integrations/structure", "if self.noted is None and not _is_in_state(self, module):", "if False:"
+            ),
+        ),
+    ),
+    Fault(
+        "jagged-tensors-with-holes-are-taken-for-packed-ones",
+        "rows of a cache that do not belong to a sequence are attended to",
+        ("tests/cpu/test_jagged.py::test_sequences_that_do_not_belong_together_are_refused",),
+        (Change("triton_relattn/_jagged.py", "if tensor.lengths() is not None:", "if False:"),),
+    ),
+    Fault(
         "a-call-without-a-proof-is-ours",
         "an argument that no proof has had is ignored",
         ("tests/cpu/test_structure.py::test_calls_that_were_not_proven_are_the_stock_class_s",),
