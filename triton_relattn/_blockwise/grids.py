@@ -78,8 +78,8 @@ class GridCall:
         return self.buffers(name, shape)
 
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
-        """Rows of a tensor of queries that belong to a block, in the compute dtype."""
-        return tensor[block.heads, block.queries].to(self.dtype)
+        """Rows of a tensor of queries that belong to a block, as operands of products."""
+        return tensor[block.heads, block.queries].to(self.product_dtype)
 
     def operand(self, scores: torch.Tensor) -> torch.Tensor:
         """Probabilities, or gradients of scores, as an operand of a product; see products.py."""
@@ -126,7 +126,7 @@ def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tenso
     for heads, parts in blocks(tensors):
         key, value = call.key[heads].to(call.dtype), call.value[heads].to(call.product_dtype)
         for block in parts:
-            probs = call.probabilities(block, call.rows(call.query, block), key)
+            probs = call.probabilities(block, call.rows(call.query, block).to(call.dtype), key)
             if (factors := call.dropout(block)) is not None:
                 probs.mul_(factors)
             out.flatten(0, 1)[heads, block.queries] = torch.bmm(call.operand(probs), value).to(out.dtype)
@@ -144,9 +144,10 @@ def backward(
         for number, (each, want) in enumerate(zip(matrices, wanted, strict=True))
     ]
     for heads, parts in blocks(tensors):
-        key, value = (each[heads].to(call.dtype) for each in (call.key, call.value))
+        key, value = call.key[heads].to(call.product_dtype), call.value[heads].to(call.dtype)
+        wide_key = key.to(call.dtype)
         for block in parts:
-            add_block(totals, call, block, key, value, call.rows(d_out, block))
+            add_block(totals, call, block, key, wide_key, value, call.rows(d_out, block))
     return tuple(
         None if total is None else total.view(tensor.shape).to(tensor.dtype)  # type: ignore[union-attr]
         for total, tensor in zip(totals, tensors, strict=False)
@@ -158,28 +159,34 @@ def add_block(
     call: GridCall,
     block: Block,
     key: torch.Tensor,
+    wide_key: torch.Tensor,
     value: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Add a block's part to the gradients; rows: those of out."""
+    """Add a block's part to the gradients. key and rows, those of out, are operands of products; the others have the compute
+    dtype."""
     d_query, d_key, d_value, d_rel_h, d_rel_w = totals
     query, factors = call.rows(call.query, block), call.dropout(block)
-    probs = call.probabilities(block, query, key)
+    wide_query = query.to(call.dtype)
+    probs = call.probabilities(block, wide_query, wide_key)
     if d_value is not None:
         operand = call.operand(probs if factors is None else probs * factors)
-        multiply(call.buffers, operand.mT, rows.to(operand.dtype), d_value[block.heads], beta=1)
+        multiply(call.buffers, operand.mT, rows, d_value[block.heads], beta=1)
     if d_query is None and d_key is None and d_rel_h is None and d_rel_w is None:
         return
-    d_probs = torch.bmm(rows, value.mT, out=call.buffer("scores", block))
+    d_probs = torch.bmm(rows.to(call.dtype), value.mT, out=call.buffer("scores", block))
     if factors is not None:
         d_probs.mul_(factors)
     d_scores = softmax_backward(probs, d_probs)
-    operand = call.operand(d_scores)
-    if d_key is not None:
-        multiply(call.buffers, operand.mT, query.to(operand.dtype), d_key[block.heads], call.scale, beta=1)
-    result = None if d_query is None else torch.bmm(operand, key.to(operand.dtype)).to(call.dtype).mul_(call.scale)
+    result = None
+    if d_key is not None or d_query is not None:
+        operand = call.operand(d_scores)
+        if d_key is not None:
+            multiply(call.buffers, operand.mT, query, d_key[block.heads], call.scale, beta=1)
+        if d_query is not None:
+            result = torch.bmm(operand, key).to(call.dtype).mul_(call.scale)
     if block.rows.stop > 0:
-        by_place, on_grid = query.unflatten(1, block.shape[1:]), call.on_grid(d_scores)
+        by_place, on_grid = wide_query.unflatten(1, block.shape[1:]), call.on_grid(d_scores)
         terms = (
             ("y", on_grid.sum(-1), call.rel_h[block.rows], d_rel_h, block.rows),
             ("x", on_grid.sum(-2), call.rel_w[block.columns], d_rel_w, block.columns),

@@ -146,7 +146,7 @@ class Kind:
         """Whether a mask is one of those that the proof was of: the operator gives it no gradient, and adds no truth values."""
         if mask.requires_grad or (self.options.get("mask") == ADDED and not mask.is_floating_point()):
             return False
-        return mask.dim() != 2 or mask.shape[0] == given[next(iter(STATES & given.keys()))].shape[0]
+        return mask.dim() != 2 or mask.shape[0] == _states(given).shape[0]
 
     def _is_as_proven(self, module: Any) -> bool:
         """Whether the module is as the proof was of, and nothing watches the weights that ours does not make."""
@@ -159,7 +159,7 @@ class Kind:
 
     def _is_small(self, module: Any, given: dict[str, Any]) -> bool:
         """Whether a call has so few scores that the stock forward is faster."""
-        states = given[next(iter(STATES & given.keys()))]
+        states = _states(given)
         if self.noted is not None or states.device.type != "cpu":
             return False
         channels, made = widths(self.part(module, next(role for role in ("query", "qkv") if role in self.roles)))  # type: ignore[misc]
@@ -214,6 +214,11 @@ class Kind:
         mask = mask[:, None, None] if mask.dim() == 2 else mask[:, None] if mask.dim() == 3 else mask
         means = self.options["mask"]
         return mask if means == ADDED else mask != 0 if means == SHOWN else mask == 0
+
+
+def _states(given: dict[str, Any]) -> torch.Tensor:
+    """The first states among the arguments by role."""
+    return given[next(iter(STATES & given.keys()))]  # type: ignore[no-any-return]
 
 
 @untraced

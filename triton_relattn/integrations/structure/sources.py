@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +15,22 @@ from ..._core.cache import digest, fingerprint_of, fingerprints
 
 NOT_THE_USERS = ("torch", "builtins", "typing", "abc")
 """Packages whose files a class's fingerprint leaves out."""
+
+
+def bases_of(stock: type) -> list[type]:
+    """Return a class and its bases, but for those of torch and of Python."""
+    return [each for each in stock.__mro__ if is_the_users(each)]
+
+
+def is_the_users(each: type | types.FunctionType) -> bool:
+    """Return whether a class or a function is of neither torch nor Python."""
+    return str(each.__module__).partition(".")[0] not in NOT_THE_USERS
+
+
+def function_of(value: Any) -> types.FunctionType | None:
+    """Return the function behind an attribute of a class or a module; None if it is none."""
+    function = getattr(value, "__func__", value)
+    return function if isinstance(function, types.FunctionType) else None
 
 
 def names_used(code: types.CodeType) -> Iterator[str]:
@@ -33,12 +50,11 @@ def of_class(stock: type[nn.Module]) -> str | None:
     if "<locals>" in stock.__qualname__:  # the same source can make another class
         return None
     modules: set[str] = set()
-    bases = [each for each in stock.__mro__ if each.__module__.partition(".")[0] not in NOT_THE_USERS]
+    bases = bases_of(stock)
     for each in bases:
         modules.add(each.__module__)
         for method in vars(each).values():
-            function = getattr(method, "__func__", method)
-            if isinstance(function, types.FunctionType):
+            if (function := function_of(method)) is not None:
                 called = (function.__globals__.get(name) for name in names_used(function.__code__))
                 modules |= {
                     str(getattr(one, "__module__", None) or getattr(one, "__name__", "")) for one in called if one is not None

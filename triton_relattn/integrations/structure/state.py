@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..._core.cache import digest
 from .roles import widths
-from .sources import NOT_THE_USERS, names_used
+from .sources import bases_of, function_of, is_the_users, names_used
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other; see kind.py."""
@@ -109,10 +109,6 @@ def described(value: Any, exact: bool, met: set[int], depth: int = 0) -> Any:
         return (kind.__qualname__, *map(further, value))
     if isinstance(value, (set, frozenset)):
         return (kind.__qualname__, *sorted(repr(further(each)) for each in value))
-    if isinstance(value, (staticmethod, classmethod)):
-        return further(value.__func__)
-    if isinstance(value, property):
-        return further(value.fget)
     if isinstance(value, types.MethodType):
         return further(value.__func__), further(value.__self__)
     if isinstance(value, types.FunctionType):
@@ -147,13 +143,12 @@ def _of_constant(value: Any) -> Any:
 def _names_of(stock: type) -> tuple[tuple[Mapping[str, Any], str, bool], ...]:
     """Return where a class's attributes are, and the names of modules that its methods use; True of attributes."""
     found: dict[tuple[int, str], tuple[Mapping[str, Any], str, bool]] = {}
-    for each in _bases(stock):
+    for each in bases_of(stock):
         for name, value in vars(each).items():
             if name.startswith("__") and name != "__call__":
                 continue
             found[id(each), name] = vars(each), name, True
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
+            if (function := function_of(value)) is not None:
                 of_module = function.__globals__
                 for used in names_used(function.__code__):
                     if used in of_module:
@@ -161,19 +156,14 @@ def _names_of(stock: type) -> tuple[tuple[Mapping[str, Any], str, bool], ...]:
     return tuple(found.values())
 
 
-def _bases(stock: type) -> Iterator[type]:
-    return (each for each in stock.__mro__ if each.__module__.partition(".")[0] not in NOT_THE_USERS)
-
-
 def _of_class(stock: type, exact: bool) -> tuple[Any, ...]:
     """Return plain attributes of a class and code of its methods; of what these name, plain values and code of functions."""
     found = list[Any]()
     for place, name, is_own in _names_of(stock):
         value = place.get(name)
-        function = getattr(value, "__func__", value)
-        if isinstance(function, types.FunctionType):
-            if is_own or str(function.__module__).partition(".")[0] not in NOT_THE_USERS:
-                found.append((name, _of_code(function.__code__) if exact else function.__code__))
+        if (function := function_of(value)) is not None:
+            if is_own or is_the_users(function):
+                found.append((name, described(function.__code__, exact, set())))
         elif value is None or type(value) in PLAIN or (type(value) is tuple and all(type(each) in PLAIN for each in value)):
             found.append((name, value))
     return tuple(found)
