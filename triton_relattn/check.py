@@ -157,9 +157,7 @@ def _on_a_grid(device: str, side: int, dtype: torch.dtype) -> tuple[str, str]:
 
 def _rows(device: str, length: int, dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
     checks: list[tuple[str, Any]] = [(call.name, partial(_checked, call, device, length, dtype)) for call in CALLS]
-    probe = torch.empty(1, 1, 1, 64, dtype=dtype, device=device)
-    if can_run_triton(probe, probe, on_grid=True):
-        checks.append(("positions on a grid (SAM)", partial(_on_a_grid, device, 35 if length > 1000 else 9, dtype)))
+    checks.append(("positions on a grid (SAM)", partial(_on_a_grid, device, 35 if length > 1000 else 9, dtype)))
     for name, check in checks:
         try:
             yield name, *check()

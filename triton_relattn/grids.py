@@ -86,7 +86,7 @@ def decomposed_relative_attention(
         query, key, value, rel_pos_h, rel_pos_w = (cast(each, dtype) for each in (query, key, value, rel_pos_h, rel_pos_w))
     grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
     dropout_p = check_probability("dropout_p", dropout_p)
-    chosen = choose_implementation(implementation, query, value, on_grid=True)
+    chosen = choose_implementation(implementation, query, value)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     if not chosen.is_dense:
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.

@@ -17,7 +17,6 @@ from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._blockwise import products
 from triton_relattn._core.within import assert_near, tolerance_of, within
-from triton_relattn._implementations import kernels as implementations
 from triton_relattn.testing import assert_within_budget
 
 FORWARD = "grid_attention_forward"
@@ -389,21 +388,3 @@ def test_flop_counter() -> None:
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == 3 * scores + 2 * values + 3 * of_tables
-
-
-def test_hopper_with_a_triton_that_lacks_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator finds wgmma that reads what no fence covers in all kernels of Triton 3.6 for a grid, and only on sm_90."""
-    import triton
-
-    found = {}
-    for version in ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.10.0+git1", "nightly"):
-        for capability in ((8, 0), (9, 0), (12, 0)):
-            monkeypatch.setattr(triton, "__version__", version)
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-            found[version, capability] = implementations._why_not_on_a_grid(torch.device("cuda"))
-    assert {key for key, reason in found.items() if reason} == {("3.6.0", (9, 0)), ("3.7.0", (9, 0))}
-    assert "3.7.1 or newer" in str(found["3.6.0", (9, 0)])
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert implementations._why_not_on_a_grid(torch.device("cuda")) is None

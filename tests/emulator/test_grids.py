@@ -40,7 +40,6 @@ def by_reference(given: GridTensors, d_out: torch.Tensor, dtype: torch.dtype) ->
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
 
 
-@pytest.mark.fences
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", CASES)
 def test_error_rule(name: str, target: str) -> None:

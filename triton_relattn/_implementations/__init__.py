@@ -34,17 +34,13 @@ def can_run_triton(
     rel_query: torch.Tensor | None = None,
     *,
     raise_error: bool = False,
-    on_grid: bool = False,
 ) -> bool:
     """Return whether the Triton kernels can serve tensors of this device, dtype and width.
-
-    Args:
-        on_grid: whether those of attention on a grid can.
 
     Raises:
         NotImplementedError: with ``raise_error=True``, if they cannot; the message says why and what to do.
     """
-    reason = TRITON.why_not(query, value, rel_query, on_grid)
+    reason = TRITON.why_not(query, value, rel_query)
     if reason is not None and raise_error:
         raise _refusal(TRITON.name, reason)
     return reason is None
@@ -55,7 +51,6 @@ def choose_implementation(
     query: torch.Tensor,
     value: torch.Tensor,
     rel_query: torch.Tensor | None = None,
-    on_grid: bool = False,
 ) -> Implementation:
     """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
 
@@ -70,7 +65,7 @@ def choose_implementation(
     if name is None:
         if query.device.type != "cuda":
             return BLOCKWISE
-        reason = TRITON.why_not(query, value, rel_query, on_grid)
+        reason = TRITON.why_not(query, value, rel_query)
         if reason is not None:
             _warn_of_blockwise(reason)
             return BLOCKWISE
@@ -80,7 +75,7 @@ def choose_implementation(
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {tuple(IMPLEMENTATIONS)}, got {name!r}")
     found = IMPLEMENTATIONS[name]
-    if reason := found.why_not(query, value, rel_query, on_grid):
+    if reason := found.why_not(query, value, rel_query):
         raise _refusal(name, reason)
     found.warn(query.device)
     return found

@@ -51,9 +51,7 @@ class Implementation:
     skips_lse = False
     """It saves time where lse is not used."""
 
-    def why_not(
-        self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, on_grid: bool = False
-    ) -> str | None:
+    def why_not(self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None) -> str | None:
         """Return why it cannot serve these tensors, with what to do about it; None if it can."""
         return None
 

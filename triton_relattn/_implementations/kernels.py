@@ -28,8 +28,6 @@ NO_TRITON = (
 )
 NEWEST_TRITON = (3, 9)
 """The newest version of Triton that the tests have compiled every kernel with; see docs/versions.md."""
-WITH_FENCES = (3, 7, 1)
-"""The first that has the fences on Hopper that attention on a grid needs: docs/versions.md."""
 
 
 @untraced
@@ -66,25 +64,6 @@ def _triton_version() -> tuple[int, ...] | None:
     return None if found is None else tuple(int(each or 0) for each in found.groups())
 
 
-def lacks_fences() -> bool:
-    """Return whether Triton leaves out most fences on Hopper between stores to shared memory and products that read it."""
-    version = _triton_version()
-    return version is not None and version < WITH_FENCES
-
-
-@untraced
-def _why_not_on_a_grid(device: torch.device) -> str | None:
-    """Return why a GPU may get wrong numbers for attention on a grid, with what to do about it; None if it does not."""
-    if device.type != "cuda" or torch.version.hip is not None or not lacks_fences():
-        return None
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    return (
-        "on Hopper, this version of Triton leaves out fences that attention on a grid needs; install a torch that brings "
-        f"{'.'.join(map(str, WITH_FENCES))} or newer"
-    )
-
-
 @functools.cache
 def _untested_triton() -> str | None:
     """Return the version of Triton if it is newer than the newest that the kernels were tested with; else None."""
@@ -116,12 +95,8 @@ class Kernels(Implementation):
     name = "triton"
     saves_statistics = True
 
-    def why_not(
-        self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None, on_grid: bool = False
-    ) -> str | None:
+    def why_not(self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None) -> str | None:
         if reason := _why_no_kernels(query.device, query.dtype):
-            return reason
-        if on_grid and (reason := _why_not_on_a_grid(query.device)):
             return reason
         widths = {"query": query.shape[-1], "value": value.shape[-1]}
         if rel_query is not None:

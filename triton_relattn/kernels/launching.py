@@ -16,6 +16,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from .fences import compile_options
+
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 """Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
 ALIGNMENT = 16  # Triton tells apart whether a number, or the bytes of a pointer, are a multiple of it
@@ -109,7 +111,8 @@ def launch(
         and knobs.runtime.add_stages_inspection_hook is None
     )
     if not is_usual:
-        kernel[programs](**of_call, **arguments, **options, **LAUNCH_OPTIONS)
+        of_compiler = compile_options() if isinstance(kernel, JITFunction) else {}
+        kernel[programs](**of_call, **arguments, **options, **of_compiler, **LAUNCH_OPTIONS)
         return
     device = driver.active.get_current_device()
     key = kernel.fn, device, cache_key, *options.items(), *_cache_key(kernel, arguments)
@@ -118,6 +121,6 @@ def launch(
         stream, every = driver.active.get_current_stream(device), arguments | of_call
         compiled[(*programs, 1, 1)](*[every[name] for name in kernel.arg_names], stream=stream)
         return
-    compiled = kernel[programs](**of_call, **arguments, **options, **LAUNCH_OPTIONS)
+    compiled = kernel[programs](**of_call, **arguments, **options, **compile_options(), **LAUNCH_OPTIONS)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # AMD's are compiled for the sizes of tensors, too
         _compiled[key] = compiled
