@@ -10,7 +10,7 @@ compile   what the compiled kernels take, for GPUs that are not there
 cycles    how fast they are there by a model; its calibration
 host      CPU time of a call, without a GPU
 context   how long attention over several GPUs takes, by a model
-predictions  what the model says of all that make gpu measures: bench/predictions.csv
+predictions  what the model says of calls on a GPU: bench/predictions.csv
 plot      figures, from CSV files alone
 verify    run the correctness tests
 """

@@ -1,9 +1,8 @@
-"""Predictions of every time that ``make gpu`` measures of our kernels, by the model of cycles: bench/predictions.csv.
+"""Predictions of the times of our calls on a GPU, by the model of cycles: bench/predictions.csv.
 
 A row has the milliseconds and TFLOP/s of a kernel or call on an H100 (sm_90) or an A100 (sm_80), the configurations, and the
-version of Triton that has compiled them. ``make gpu`` prints them beside what it measures. This writes the file; it takes ten
-minutes. With ``--target`` only the rows of one GPU are written anew. With ``--roofs``, the raw.tar.gz of a run of ``make gpu``,
-the rates of L2 and memory are those that it measured.
+version of Triton that has compiled them. This writes the file; it takes ten minutes. With ``--target`` only the rows of one GPU
+are written anew.
 
 In a prediction are: the loops' cycles with as many programs at once as there are; the parts of a workspace, each with its waves
 of programs, the last of which may leave multiprocessors idle; tiles that are partly empty; dS, which goes to memory once and
@@ -17,12 +16,8 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import io
-import math
 import os
-import statistics
-import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +28,7 @@ from tools.cycles.machine import MACHINES, Machine
 from tools.cycles.predict import SCORES, Prediction, near_share, predict
 from triton_relattn.kernels.introspect import Call, TileConfig, cdiv, fitted, planning, queries_apart, rows_of_program, selection
 
-from .cases.attention import CLIPPED, Case
+from .cases.attention import CLIPPED, Case, choose
 from .cases.configurations import kernels_of, own_tile, shown
 from .cases.methods import OURS
 from .compiled import compiled
@@ -82,7 +77,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A time that ``make gpu`` measures, and the kernels that it is of."""
+    """A time, and the kernels that it is of."""
 
     verb: str
     case: Case
@@ -110,19 +105,8 @@ def default_kernels(case: Case, has_table: bool, direction: str, target: str) ->
 
 
 def wanted(target: str) -> Iterator[Wanted]:
-    """All of it, in the order in which it is measured."""
-    from .gpu import measurements, variants
-
-    for head_dim in (64, 128):
-        for has_table in (False, True):
-            case = variants.case_of(head_dim, "full")
-            for kernel in default_kernels(case, has_table, "forward+backward", target):
-                yield Wanted("kernels", case, has_table, f"{kernel.name} kernel", (kernel,))
-    for group in variants.groups(target):
-        for tile in group.tiles:
-            kernel = Kernel(group.kernel, group.case, group.has_table, tile, target)
-            yield Wanted("kernels", group.case, group.has_table, f"{group.kernel} kernel", (kernel,))
-    for case in measurements.speed_cases():
+    """All directions of the calls, with the term and without."""
+    for case in choose(["long", "speech", "deberta", "inkling"]):
         for has_table in (True, False):
             for direction in (*timing.DIRECTIONS, *timing.PARTS):
                 yield Wanted("speed", case, has_table, direction, default_kernels(case, has_table, direction, target))
@@ -232,59 +216,6 @@ def row_of(what: Wanted, known: Mapping[Kernel, Sequence[Prediction]]) -> dict[s
     return {**row, "triton": triton.__version__}
 
 
-@functools.cache
-def _known() -> dict[tuple[str, ...], float]:
-    """The milliseconds of the file, by KEYS."""
-    rows = read(PATH) if PATH.exists() else []
-    return {tuple(row[name] for name in KEYS): float(row["predicted_ms"]) for row in rows}
-
-
-def beside(row: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    """The columns predicted_ms and measured_by_predicted of a row that was measured; none without a prediction of just that."""
-    milliseconds = _known().get((arch, *(str(row.get(name)) for name in KEYS[1:])))
-    if milliseconds is None:
-        return {}
-    measured = row.get("p50_ms")
-    return {"predicted_ms": milliseconds} | ({"measured_by_predicted": measured / milliseconds} if measured else {})
-
-
-def largest_deviations(rows: Iterable[Mapping[str, str]], count: int = 12) -> list[str]:
-    """Lines: how far the model is off in the middle, and where most."""
-    found = [(float(row["measured_by_predicted"]), row) for row in rows if row.get("measured_by_predicted")]
-    if not found:
-        return []
-    lines = ["measured / predicted, median of each kernel and direction:"]
-    for what in dict.fromkeys((row["method"], row["direction"]) for _, row in found):
-        ratios = [ratio for ratio, row in found if (row["method"], row["direction"]) == what]
-        lines.append(f"    {', '.join(what)}: x{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    lines.append("furthest off:")
-    for ratio, row in sorted(found, key=lambda each: -abs(math.log(each[0])))[:count]:
-        times = f"{float(row['p50_ms']):.3f} ms, predicted {float(row['predicted_ms']):.3f} (x{ratio:.2f})"
-        lines.append(f"    {row['direction']}, {row['method']}, {row['case']}: {times}; {row['config']}")
-    return lines
-
-
-def machine_of(target: str, path: Path | None) -> Machine:
-    """The GPU of the model, with the rates that ``make gpu`` has measured there in place of the assumed ones.
-
-    path: its raw.tar.gz, or the checks.csv in there; None: nothing was measured.
-
-    Raises:
-        ValueError: the rates are not in the file.
-    """
-    if path is None:
-        return GPUS[target]
-    if path.name.endswith(".tar.gz"):
-        with tarfile.open(path) as packed, io.TextIOWrapper(packed.extractfile("checks.csv") or io.BytesIO()) as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = [dict(row) for row in read(path)]
-    found = {row["case"]: float(row["value"]) for row in rows if row["part"] == "roofs" and row["status"] == "ok"}
-    if missing := {"reads from L2", "reads from memory"} - found.keys():
-        raise ValueError(f"{path} has no measured {' and '.join(sorted(missing))}: make gpu PARTS=roofs")
-    return replace(GPUS[target], l2_terabytes=found["reads from L2"], memory_terabytes=found["reads from memory"])
-
-
 def write(rows: Sequence[Mapping[str, Any]], path: Path = PATH) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -295,7 +226,6 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path = PATH) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_jobs(parser)
     parser.add_argument("--target", choices=tuple(GPUS), help="GPU whose rows are written anew (all)")
-    parser.add_argument("--roofs", type=Path, metavar="FILE", help="raw.tar.gz of make gpu: rates in place of the assumed ones")
     parser.add_argument("--out", type=Path, default=PATH, metavar="FILE", help="file to write (bench/predictions.csv)")
 
 
@@ -304,15 +234,11 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
-    if options.roofs and not options.target:
-        print("--roofs needs --target, the GPU on which they were measured")
-        return 2
     targets = [options.target] if options.target else [*GPUS]
-    machines = {target: machine_of(target, options.roofs) for target in targets}
     every = {what.key: what for target in targets for what in wanted(target)}
     kernels = list(dict.fromkeys(kernel.representative for what in every.values() for kernel in what.kernels))
     known: dict[Kernel, list[Prediction]] = {}
-    of_kernel = functools.partial(cycles_of, machines=machines)
+    of_kernel = functools.partial(cycles_of, machines={target: GPUS[target] for target in targets})
     with processes(options.jobs) as map_all:
         for kernel, (found, problem) in zip(progress(kernels, str), map_all(of_kernel, kernels), strict=True):
             if not found:

@@ -39,7 +39,7 @@ PROCESSES = FOLDERS[::2], FOLDERS[1:]
 """Folders whose tests share a process, without and with the interpreter."""
 WITHOUT_NUMBERS = {
     *("test_bench.py", "test_compile_report.py", "test_cycles.py", "test_demo.py", "test_docs.py", "test_faults.py"),
-    *("test_gpu_parts.py", "test_gpu_script.py", "test_house.py", "test_imports.py", "test_memory.py", "test_music_example.py"),
+    *("test_gpu_parts.py", "test_house.py", "test_imports.py", "test_memory.py", "test_music_example.py"),
     *("test_mutants.py", "test_notebook.py", "test_packaging.py", "test_plots.py", "test_predictions.py", "test_profiles.py"),
     *("test_headroom.py", "test_testing.py", "test_typing.py", "test_validation.py", "test_within.py"),
 }

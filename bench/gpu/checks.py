@@ -1,18 +1,22 @@
-"""Correctness: whole calls, single kernels in their configurations, and repeated runs."""
+"""Correctness by the error rule of the tests: calls that run the very kernels that are timed, and others; repeated runs."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
+from bench.cases.attention import DTYPES, Case
 from bench.cases.configurations import shown
 from bench.report.rows import in_one_line
 from triton_relattn import RelativePositions, fused_relative_attention, testing
@@ -20,72 +24,109 @@ from triton_relattn._core import residual, validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import Call, backward, forward, planning, selection, tuning
+from triton_relattn.kernels.introspect import Call, backward, forward, launching, planning, tuning
 from triton_relattn.testing import Inputs
 
-from .report import Report, synchronize
+from .report import Report, kind_of, synchronize, without_table
 from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
-IN_PARTS = str(4 << 20)  # bytes of a workspace that some calls fill twice
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
+LONGEST_CHECKED = 1040
+"""Queries of calls that stand for longer ones: divisible by 16, as Triton likes it, and more than FEWEST_QUERIES."""
+
+
+@contextmanager
+def launched() -> Iterator[set[str]]:
+    """Collect the kernels that run within, by name and by the key that stands for all that they were compiled for."""
+    found, compiled = set[str](), dict[Any, Any]()
+    with mock.patch.object(launching, "_compiled", compiled):
+        try:
+            yield found
+        finally:
+            found |= {f"{kernel.name} {kernel.hash}" for kernel in compiled.values()}
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One call; with ``kernel``, that kernel alone."""
+    """One call.
 
-    table: str
-    is_causal: bool
-    dtype: str
-    width: int = 64
-    value_width: int | None = None
-    batch: int = 2
-    heads: int = 2
-    num_queries: int = 301
-    num_keys: int = 301
-    per_head: bool = False
-    query_offset: int = 0
-    padded: bool = False
-    kernel: str = ""
-    p2c: bool = False
-    """Whether the keys have a table, too."""
+    sizes, arguments: of testing.make_inputs, and of the operator; ``shares`` are lengths of keys, as shares of all.
+    workspace: the limit of the backward's workspace in bytes, if it is not the usual one.
+    has_lse: whether the log-sum-exp is returned, and has a gradient; it has none in calls that are timed.
+    kernel: the one that is checked alone, if not the whole call.
+    kind: of the timed calls that this one stands for.
+    """
+
+    name: str
+    sizes: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
     workspace: str = ""
-    """The limit of the backward's workspace in bytes, if it is not the usual one."""
+    has_lse: bool = True
+    kernel: str = ""
+    kind: str = ""
 
-    def positions(self) -> RelativePositions | None:
-        """Return the positions of a table with a row for every visible pair, or with fewer."""
-        span = self.num_keys // 5
-        if self.table == "full":
-            farthest = self.num_keys - 1 - self.query_offset
-            first = 1 - self.num_queries - self.query_offset
-            return RelativePositions(first, min(farthest, 0) if self.is_causal else farthest)
-        if self.table == "clamped":
-            return RelativePositions(-span, span)
-        return RelativePositions(-2 * span, span // 2, "zero") if self.table == "zero" else None
+    def inputs(self, device: str, sharp: bool) -> tuple[Inputs, dict[str, Any]]:
+        """Inputs and arguments of the call."""
+        inputs = testing.make_inputs(**self.sizes, device=device, seed=1, sharp=sharp)
+        arguments = dict(self.arguments)
+        if shares := arguments.pop("shares", None):
+            lengths = [int(share * inputs.key.shape[2]) for share in shares]
+            arguments["key_lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+        return inputs if self.has_lse else inputs._replace(d_lse=torch.zeros_like(inputs.d_lse)), arguments
 
-    def arguments(self, device: str) -> dict[str, Any]:
-        lengths = [(self.num_keys, 0, self.num_keys // 3)[entry % 3] for entry in range(self.batch)]
-        return {
-            "positions": self.positions(),
-            "key_lengths": torch.tensor(lengths, dtype=torch.int32, device=device) if self.padded else None,
-            "is_causal": self.is_causal,
-            "query_offset": self.query_offset,
-            "scale": None,
-        }
 
-    def inputs(self, device: str, sharp: bool = False) -> Inputs:
-        positions = self.positions()
-        return testing.make_inputs(
-            *(self.batch, self.heads, self.num_queries, self.num_keys, self.width, self.value_width),
-            num_rows=None if positions is None else positions.num_rows,
-            per_head=self.per_head,
-            rel_p2c=self.p2c,
-            dtype=getattr(torch, self.dtype),
-            device=device,
-            seed=1,
-            sharp=sharp,
-        )
+def checked(table: str, is_causal: bool = False, dtype: str = "bfloat16", width: int = 64, **others: Any) -> Checked:
+    """A call with a table of a kind; others: sizes, arguments, and fields of Checked."""
+    fields: dict[str, Any] = {name: others.pop(name) for name in ("workspace", "has_lse", "kernel", "kind") if name in others}
+    options: dict[str, Any] = {name: others.pop(name) for name in ("query_offset", "shares") if name in others}
+    sizes = {"batch": 2, "heads": 2, "num_queries": 301, "num_keys": 301, "width": width, **others}
+    offset, span = options.get("query_offset", 0), sizes["num_keys"] // 5
+    farthest = sizes["num_keys"] - 1 - offset
+    positions = {
+        "full": RelativePositions(1 - sizes["num_queries"] - offset, min(farthest, 0) if is_causal else farthest),
+        "clamped": RelativePositions(-span, span),
+        "zero": RelativePositions(-2 * span, span // 2, "zero"),
+        "none": None,
+    }[table]
+    sizes |= {"dtype": getattr(torch, dtype), "num_rows": None if positions is None else positions.num_rows}
+    options |= {"positions": positions, "is_causal": is_causal}
+    words = [f"{name} {value}" for name, value in (others | options).items() if name not in ("positions", "is_causal") and value]
+    name = ", ".join([f"{table}{' causal' * is_causal} {dtype} d{width}", *words])
+    return Checked(name, sizes, options, **fields)
+
+
+def standing_for(case: Case, has_table: bool = True) -> Iterator[Checked]:
+    """Calls that launch every kernel that a case of bench may launch at any length, in as few numbers as that takes: below and
+    above FEWEST_QUERIES; with a workspace of all pairs, in parts of whole heads, whose sums are added up, and in parts of a
+    head; with several programs that share sums of a table, and with one."""
+    case = case if has_table else without_table(case)
+    group, dtype = case.heads // (case.key_heads or case.heads), DTYPES[case.dtype]
+    heads = group * math.gcd(case.heads // group, 16)  # whose strides are multiples of 16 where those of all heads are
+    has_bias = has_table and case.bias
+    # A table that is shorter than the call by far has a workspace of its own shape.
+    longest = LONGEST_CHECKED if case.rows is None else max(LONGEST_CHECKED, (case.rows + 700) // 16 * 16)
+    for length in dict.fromkeys(min(case.length, each) for each in (residual.FEWEST_QUERIES // 2, longest)):
+        small = case.resized(length, num_queries=None)
+        rows = small.num_rows if has_table else None
+        arguments = {"is_causal": case.is_causal, "enable_gqa": group > 1} | ({"positions": small.positions} if has_table else {})
+        half = str(heads * dtype.itemsize * length * min(length + 256, small.num_rows + 350))  # of the stored pairs, about
+        variants = [(2, heads, ""), (2, heads, half), (2, heads, "0"), (1, group, ""), (1, group, "0")]
+        for batch, num_heads, workspace in variants if has_table else variants[:1]:
+            key_heads = num_heads // group
+            sizes: dict[str, Any] = {"batch": batch, "heads": num_heads, "key_heads": key_heads, "num_rows": rows}
+            sizes |= {"num_queries": length, "num_keys": length, "width": case.head_dim, "dtype": dtype, "per_head": has_bias}
+            sizes |= {"rel_key": not case.bias, "rel_bias": has_bias, "rel_p2c": case.p2c and has_table}
+            sizes["rel_width"] = case.rel_dim if has_table else None
+            few = small.resized(length, batch=batch, heads=num_heads, key_heads=key_heads if case.key_heads else None)
+            name = f"{few}{'' if has_table else ' plain'}" + f", workspace {workspace}" * bool(workspace)
+            yield Checked(name, sizes, arguments, workspace, has_lse=False, kind=kind_of(case, has_table))
+
+
+def standing_for_all(cases: Iterable[Case]) -> list[Checked]:
+    """Calls that stand for all cases, with their tables and without, none of them twice."""
+    every = [each for case in cases for has_table in (True, False) for each in standing_for(case, has_table)]
+    return list({each.name: each for each in every}.values())
 
 
 def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
@@ -103,112 +144,134 @@ def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tupl
     return shown(config), {f"d_{name}": gradient for name, gradient in named if gradient is not None}
 
 
-def run_case(case: Checked, device: str) -> list[dict[str, Any]]:
-    """One row for normal and one for sharp inputs; whatever goes wrong is in them."""
+def results_of(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return out and gradients of a call, and lse if it has one."""
+    if case.has_lse:
+        return testing.forward_backward(OURS, inputs, **arguments)
+    given = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.items() if tensor is not None}
+    out = fused_relative_attention(**leaves, **arguments, implementation="triton")
+    gradients = torch.autograd.grad(out, list(leaves.values()), inputs.d_out)
+    return {"out": out.detach(), **{f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}}
+
+
+def run_case(case: Checked, device: str = "cuda") -> tuple[list[dict[str, Any]], set[str]]:
+    """One row for normal and one for sharp inputs, whatever goes wrong among them, and the kernels that ran. "wrong" of a row are
+    the names of wrong results."""
     rows = []
-    for sharp in (False, True):
-        row, started, failure = {**asdict(case), "sharp": sharp}, time.monotonic(), "not run"
-        try:
-            synchronize(device)  # raises if an earlier case has left the GPU in an error
-            failure = "error"
-            inputs, arguments = case.inputs(device, sharp), case.arguments(device)
-            with mock.patch.dict(os.environ, {planning.VARIABLE: case.workspace} if case.workspace else {}):
-                if case.kernel:
-                    row["config"], results = run_kernel(case, inputs, arguments)
-                else:
-                    results = testing.forward_backward(OURS, inputs, **arguments)
-            synchronize(device)
-            row |= judge(results, inputs, arguments)
-        except Exception as error:
-            row |= {"status": failure, "message": in_one_line(error)}
-        rows.append({**row, "seconds": f"{time.monotonic() - started:.2f}"})
-    return rows
+    with launched() as kernels:
+        for sharp in (False, True):
+            row: dict[str, Any] = {"case": case.name, "variant": "sharp" * sharp, "direction": case.kernel or "forward+backward"}
+            failure, started, wrong = "failed: an earlier case left the GPU in an error", time.monotonic(), ["all"]
+            try:
+                synchronize(device)
+                failure = "failed"
+                inputs, arguments = case.inputs(device, sharp)
+                with mock.patch.dict(os.environ, {planning.VARIABLE: case.workspace} if case.workspace else {}):
+                    if case.kernel:
+                        row["variant"], results = run_kernel(case, inputs, arguments)
+                    else:
+                        results = results_of(case, inputs, arguments)
+                synchronize(device)
+                found = judge(results, inputs, arguments)
+                wrong = [name for name in results if re.search(rf"(^|\| ){name}\b", found["message"])]
+                wrong = [] if found["status"] == "ok" else wrong or ["all"]
+                row["value"] = ", ".join(f"{name} {found[name]}" for name in results if name in found)
+                row |= {"unit": "errors by plain torch's", "status": found["status"], "message": found["message"]}
+            except Exception as error:
+                row |= {"status": failure, "message": in_one_line(error)}
+            rows.append({**row, "seconds": time.monotonic() - started, "wrong": wrong if row["status"] != "ok" else []})
+    return rows, kernels
 
 
-def correctness_cases(tiny: bool) -> list[Checked]:
+def report_case(case: Checked, found: tuple[list[dict[str, Any]], set[str]] | Lost, report: Report, show: bool = False) -> None:
+    """Keep what was found of a call: rows, the kernels that are checked now, and which results are wrong."""
+    if isinstance(found, Lost):
+        found = [{"case": case.name, "status": "failed", "message": found.reason, "wrong": ["all"]}], set()
+    rows, kernels = found
+    report.state.note_kernels("checked", kernels)
+    for row in rows:
+        wrong, seconds = row.pop("wrong"), row.pop("seconds", 0.0)
+        if wrong and case.kind:
+            report.state.note_wrong(case.kind, wrong)
+        report.add(**row)
+        if show:
+            report.say(f"  {case.name} {row['variant']}: {row['status']}, {seconds:.1f} s")
+
+
+def check_all(cases: Sequence[Checked], options: argparse.Namespace, report: Report, deadline: float) -> None:
+    done = 0
+    for case, found in spread(run_case, cases, options.jobs, deadline):
+        done += 1
+        report_case(case, found, report)
+    report.left(len(cases) - done)
+    report.done(f"{done} of {len(cases)} calls")
+
+
+def further_cases() -> list[Checked]:
+    """Calls of every kind: tables, masks, widths, lengths, dtypes."""
     in_turn = list(zip(TABLES, (True, False, True, False), strict=True))
-    if tiny:
-        small = partial(Checked, batch=1, heads=1, num_queries=50, num_keys=61)
-        uneven = partial(Checked, batch=3, heads=1, num_queries=40, num_keys=70, padded=True, query_offset=30, width=40)
-        cases = [small(table, causal, "float16") for table, causal in in_turn]
-        small_p2c = small("full", True, "float16", p2c=True)
-        return [*cases, uneven("clamped", True, "float16"), small("full", False, "float32", width=16), small_p2c]
     shapes: list[dict[str, Any]] = [
-        {"batch": 3, "padded": True},
+        {"batch": 3, "shares": (1, 0, 1 / 3)},
         {"num_queries": 129, "num_keys": 523, "query_offset": 394},
         {"num_queries": 523, "num_keys": 129, "query_offset": -60, "width": 128},
         {"per_head": True, "num_queries": 512, "num_keys": 512},
         *({"width": width} for width in (16, 40, 80, 256)),
         {"value_width": 96, "per_head": True},
         {"batch": 1, "heads": 1, "num_queries": 2048, "num_keys": 2048},
-        {"batch": 3, "num_queries": 1100, "num_keys": 1100, "padded": True},  # the query's gradient from the workspace
+        {"batch": 3, "num_queries": 1100, "num_keys": 1100, "shares": (1, 0, 1 / 3)},  # the query's gradient from the workspace
         {"num_queries": 1030, "num_keys": 1300, "query_offset": 270, "width": 128, "per_head": True},
-        {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200},
-        {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200, "workspace": IN_PARTS},
+        {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200, "workspace": str(4 << 20)},
         {"num_queries": 1, "num_keys": 300, "query_offset": 299},
         {"num_queries": 1, "num_keys": 4100, "query_offset": 4099},  # several programs share the keys
         {"num_queries": 300, "num_keys": 1},
     ]
     main = [(table, causal, width) for width in (64, 128) for table in TABLES for causal in (False, True)]
-    cases = [Checked(table, causal, "bfloat16", width) for table, causal, width in main]
+    cases = [checked(table, causal, "bfloat16", width) for table, causal, width in main]
     for number, shape in enumerate(shapes):
-        cases += [Checked(table, causal ^ (number % 2 == 1), "bfloat16", **shape) for table, causal in in_turn]
-    cases += [Checked("full", causal, "bfloat16", width, p2c=True) for causal in (False, True) for width in (64, 128)]
-    cases += [Checked("clamped", False, "bfloat16", batch=3, padded=True, per_head=True, p2c=True)]
-    cases += [Checked(table, causal, "float32") for table, causal in in_turn]
-    cases += [Checked(table, causal, "float16", width) for table, causal, width in main]
-    return [*cases, Checked("full", True, "float32", 128), Checked("clamped", False, "float32", 256)]
-
-
-def config_cases(tiny: bool) -> list[Checked]:
-    """Every call that selection.select distinguishes."""
-    batch, heads = (1, 1) if tiny else (2, 2)
-
-    def length_of(kernel: str) -> int:
-        return max(45 if tiny else 301, residual.FEWEST_QUERIES if kernel == "dq_from_ds" else 0)
-
-    return [
-        Checked(table, causal, dtype, width, None, batch, heads, *2 * (length_of(kernel),), kernel=kernel, p2c=p2c)
-        for dtype in (("float16",) if tiny else ("bfloat16", "float16"))
-        for width in ((64,) if tiny else (64, 128, 256))
-        for causal in ((True,) if tiny else (False, True))
-        for table in TABLES
-        for kernel in selection.KERNELS
-        for p2c in (False, True)
-        if (table == "full" if p2c else kernel != "dp2c" and (table != "none" or kernel != "dtable"))
-        if table == "full" or kernel != "dq_from_ds"
-    ]
-
-
-def check_cases(part: str, cases: Sequence[Checked], options: argparse.Namespace, report: Report, deadline: float) -> None:
-    done, failed = 0, report.outcome.failed
-    for case, rows in spread(partial(run_case, device=options.device), cases, options.jobs, deadline):
-        done += 1
-        if isinstance(rows, Lost):
-            rows = [{**asdict(case), "status": "lost", "message": rows.reason}]
-        for row in rows:
-            report.add(f"{part}.csv", {"part": part, **row})
-    report.left(len(cases) - done)
-    report.done(f"{done} of {len(cases)} cases, {report.outcome.failed - failed} rows failed")
+        cases += [checked(table, causal ^ (number % 2 == 1), **shape) for table, causal in in_turn]
+    cases += [checked("full", causal, "bfloat16", width, rel_p2c=True) for causal in (False, True) for width in (64, 128)]
+    cases += [checked("clamped", batch=3, shares=(1, 0, 1 / 3), per_head=True, rel_p2c=True)]
+    cases += [checked("zero", rel_value=True, rel_bias=True), checked("clamped", True, rel_value=True, per_head=True)]
+    cases += [checked(table, causal, "float32") for table, causal in in_turn]
+    cases += [checked(table, causal, "float16", width) for table, causal, width in main]
+    return [*cases, checked("full", True, "float32", 128), checked("clamped", False, "float32", 256)]
 
 
 def correctness(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    check_cases("correctness", correctness_cases(options.tiny), options, report, deadline)
+    """Calls that stand for the timed ones, then calls of every kind."""
+    from .speed import baseline_cases, flex_cases, speed_cases
+
+    timed = [case for cases in (speed_cases(), baseline_cases(), flex_cases()) for case in cases[: options.most]]
+    check_all([*standing_for_all(timed), *further_cases()[: options.most]], options, report, deadline)
 
 
-def every_config(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    check_cases("configs", config_cases(options.tiny), options, report, deadline)
+def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Many runs of one call are equal bit for bit; the first again is in torch's deterministic mode, which fills new memory with
+    NaN."""
+    calls = [(table, *sizes) for sizes in ((4, 64, 51), (60, 64, 251), (8, 128, 101)) for table in ("full", "clamped")]
+    for table, batch, width, runs in calls[: options.most]:
+        case = checked(table, batch == 4, width=width, batch=batch, heads=8, num_queries=1024, num_keys=1024)
+        row: dict[str, Any] = {"case": case.name, "direction": "forward+backward", "unit": "runs"}
+        try:
+            inputs, arguments = case.inputs("cuda", False)
+            run, different = differences(partial(results_of, case, inputs, arguments), options.most or runs, deadline)
+            report.left(run < (options.most or runs))
+            row |= {"value": run, "status": "FAILED" if different else "ok", "message": different[:500]}
+        except Exception as error:
+            row |= {"status": "failed", "message": in_one_line(error)}
+        report.add(**row)
+        report.say(f"  {case.name}: {row.get('value', '-')} runs, {row['status']}")
+    report.done()
 
 
-def differences(case: Checked, device: str, runs: int, deadline: float) -> tuple[int, str]:
-    """How many runs there were, and what was not equal to the first run's; the first again is in torch's deterministic mode."""
-    inputs, arguments = case.inputs(device), case.arguments(device)
-    first = testing.forward_backward(OURS, inputs, **arguments)
-    run, different = 0, []
+def differences(results: Any, runs: int, deadline: float) -> tuple[int, str]:
+    """How many runs there were, and what was not equal to the first run's."""
+    first, different, run = results(), [], 0
     while run < runs and time.monotonic() < deadline:
         torch.use_deterministic_algorithms(run == 0)
         try:
-            again = testing.forward_backward(OURS, inputs, **arguments)
+            again = results()
         finally:
             torch.use_deterministic_algorithms(False)
         run += 1
@@ -216,17 +279,6 @@ def differences(case: Checked, device: str, runs: int, deadline: float) -> tuple
     return run, ", ".join(different)
 
 
-def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    length, heads, batches = (50, 1, {1: 1, 2: 1}) if options.tiny else (1024, 8, {4: 51, 60: 251})
-    for table, causal, batch in [(table, batch == min(batches), batch) for batch in batches for table in ("full", "clamped")]:
-        name = f"b{batch} h{heads} n{length} d64" + " causal" * causal
-        row: dict[str, Any] = {"part": "repeats", "case": name, "variant": table}
-        try:
-            case = Checked(table, causal, options.dtype, batch=batch, heads=heads, num_queries=length, num_keys=length)
-            run, different = differences(case, options.device, batches[batch], deadline)
-            status = "FAILED" if different else "ok" if run == batches[batch] else "cut off"
-            row |= {"value": run, "status": status, "message": different[:500]}
-        except Exception as error:
-            row |= {"status": "error", "message": in_one_line(error)}
-        report.add("checks.csv", {**row, "direction": "forward+backward", "unit": "runs"})
-        report.say(f"repeats: {name} {table}: {row.get('value', '-')} runs, {row['status']}")
+def one_kernel(kernel: str, width: int) -> Checked:
+    """The call that a kernel is checked alone with."""
+    return replace(checked("full", width=width, num_queries=LONGEST_CHECKED, num_keys=LONGEST_CHECKED), kernel=kernel)

@@ -19,9 +19,8 @@ import torch
 from bench.report.rows import output_of
 
 from . import stub
-from .kernels import TINY, run_kernels
+from .kernels import case_of, run_kernels
 from .report import Report
-from .variants import case_of
 
 KERNELS = ("forward", "dkv", "dtable", "dq_from_ds")
 METRICS = {
@@ -35,8 +34,14 @@ METRICS = {
     "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": "exponentials, share of their peak",
     "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "products, share of their peak",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "resident warps, share of the most",
+    **{
+        f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": f"warps that wait: {reason}"
+        for reason in ("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "gmma")
+    },
 }
 """What is asked for, and what it is called here."""
+FEWEST = 4
+"""The first of them, time and bytes, are asked for alone if ncu cannot have all."""
 
 
 def counters(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -45,20 +50,23 @@ def counters(options: argparse.Namespace, report: Report, deadline: float) -> No
     if program is None:
         report.done("there is no ncu")
         return
-    known = output_of(program, "--query-metrics")  # another GPU may not have one, and ncu then does nothing at all
+    # Another GPU may not have one of them, and ncu then does nothing at all.
+    known = {line.split()[0] for line in output_of(program, "--query-metrics").splitlines() if line.strip()}
     metrics = [name for name in METRICS if not known or name.partition(".")[0] in known]
-    command = [program, "--clock-control", "none", "--csv", "--print-units", "base", "--metrics", ",".join(metrics)]
-    command += ["--kernel-name", f"regex:^({'|'.join(KERNELS)})_kernel", "--profile-from-start", "off"]
-    command += [sys.executable, "-m", "bench.gpu.counters", *["--tiny"] * options.tiny, *["--stub"] * options.stub]
-    status, lines = report.run("counters.txt", command, deadline - time.monotonic())
-    found = list(rows_of(lines))
+    found: list[tuple[str, str, str, str]] = []
+    for asked in (metrics, metrics[:FEWEST]):
+        command = [program, "--clock-control", "none", "--csv", "--print-units", "base", "--metrics", ",".join(asked)]
+        command += ["--kernel-name", f"regex:^({'|'.join(KERNELS)})_kernel", "--profile-from-start", "off"]
+        command += [sys.executable, "-m", "bench.gpu.counters", *["--stub"] * options.stub]
+        status, lines = report.run(command, deadline - time.monotonic())
+        found = list(rows_of(lines))
+        if found or time.monotonic() > deadline:
+            break
     if not found:
-        report.say(f"counters: ncu cannot work here: {lines[-1] if lines else f'exit status {status}'}")
+        report.done(f"ncu cannot work here: {lines[-1] if lines else f'exit status {status}'}")
         return
     for kernel, metric, value, unit in found:
-        row = {"part": "counters", "case": kernel, "variant": METRICS[metric], "unit": unit, "value": value, "status": "ok"}
-        report.add("checks.csv", row)
-        report.say(f"counters: {kernel}, {METRICS[metric]}: {value} {unit}")
+        report.add(case=kernel, variant=METRICS[metric], unit=unit, value=value, status="ok")
     report.done(f"{len(found)} counters")
 
 
@@ -73,13 +81,9 @@ def rows_of(lines: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
 
 def main() -> int:
     """Run forward and backward of each call twice; ncu looks at the second time, when all is compiled."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--stub", action="store_true")
-    options = parser.parse_args()
-    with stub.without_a_gpu() if options.stub else nullcontext():
+    with stub.without_a_gpu() if "--stub" in sys.argv else nullcontext():
         for width in (64, 128):
-            case = TINY if options.tiny else case_of(width, "full")
+            case = case_of(width)
             inputs, d_out = case.inputs("cuda")
             tensors, spec = case.resolved(inputs)
             run_kernels(tensors, spec, d_out, {})

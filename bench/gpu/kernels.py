@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.cases.attention import Case
+from bench.cases.attention import CLIPPED, Case
 from bench.cases.configurations import shown
 from bench.cases.methods import OURS
 from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward
+from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, selection
 
-from .checks import Checked, run_case
+from .checks import launched, report_case, run_case, standing_for
 from .report import Report, synchronize
-from .variants import Group, case_of, groups, selected
 from .workers import Lost, spread
 
 ROUNDS = 12
 ALLOWED = 0.02  # distance in norm between what two configurations compute
-LEAST_TO_TIME = 15.0  # seconds of the first part that are for timing: what is not compiled by then is compiled when it is timed
-IN_TWO_PARTS = str(2 * 2 * 1088 * 1088)  # bytes of a workspace for two of the four heads of a call of 1,040
-TINY = Case(1, 1, 64, 16, dtype="fp16")
+LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 
 
 @dataclass
@@ -41,6 +36,21 @@ class Launch:
     name: str
     config: TileConfig
     again: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One kernel of one call, and its configurations: the selected one first."""
+
+    kernel: str
+    case: Case
+    has_table: bool
+    tiles: tuple[TileConfig, ...]
+
+
+def case_of(head_dim: int, rows: int | None = None) -> Case:
+    """The call that a kernel is timed in: one of those that ``bench speed`` measures."""
+    return Case(TOKENS // LENGTH, WIDTH // head_dim, LENGTH, head_dim, False, rows, group="long")
 
 
 @contextmanager
@@ -84,89 +94,65 @@ def row_of(case: Case, has_table: bool, kernel: str, config: TileConfig) -> dict
     return {**row, "config": f"{kernel} {shown(config)}", "status": "ok"}
 
 
-def time_launches(
-    rows: Sequence[dict[str, Any]], launches: Sequence[Launch], device: str, seconds: float, rounds: int = ROUNDS
-) -> None:
+def time_launches(rows: Sequence[dict[str, Any]], launches: Sequence[Launch], rounds: int = ROUNDS) -> None:
     """Time launches in turn; the rows that are "ok" get times."""
     every = []
     for row, launch in zip(rows, launches, strict=True):
         again = launch.again
         step = timing.Step(lambda: None, lambda _, again=again: (again(), ())[1])  # type: ignore[misc]
         every.append(timing.Timed(str(row["method"]), str(row["direction"]), row, step=step))
-    timing.time_in_turn(every, device, seconds, rounds)
+    timing.time_in_turn(every, "cuda", 0.6, rounds)
     for row, timed in zip(rows, every, strict=True):
-        row |= timing.times_of(timed, device)
+        row |= timing.times_of(timed, "cuda")
 
 
 def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """One call, checked; then each kernel of one call, plain and full. Every line is printed as soon as it is known."""
-    started = time.monotonic()
+    """The calls that stand for the main ones, checked; then each of their kernels timed. Lines are printed as they come."""
     report.say(f"  {report.stamp['device']}, torch {torch.__version__}, triton {report.stamp['triton']}, {options.arch}")
-    calls = [(TINY if options.tiny else case_of(head_dim, "full"), has) for head_dim in (64, 128) for has in (False, True)]
-    calls = calls[: 2 if options.tiny else 4]
-    compiling = threading.Thread(target=_compile_calls, args=(calls, options, deadline), daemon=True)
-    compiling.start()
-    # The same machine code as of the calls that are timed, the query's gradient from the workspace's parts among it.
-    for heads, length, workspace in ((1, 50, ""),) if options.tiny else ((16, 304, ""), (2, 1040, IN_TWO_PARTS)):
-        sizes = {"heads": heads, "num_queries": length, "num_keys": length, "workspace": workspace}
-        for row in run_case(Checked("full", False, options.dtype, **sizes), options.device):  # type: ignore[arg-type]
-            report.add("correctness.csv", {"part": "smoke", **row})
-            report.say(f"  one call of {length}{', sharp' * row['sharp']}: {row['status']}, {row['seconds']} s")
-    compiling.join(max(0.0, deadline - LEAST_TO_TIME - time.monotonic()))
-    report.say(f"  compiled after {time.monotonic() - started:.0f} s")
+    calls = [(case_of(head_dim), has_table) for head_dim in (64, 128) for has_table in (True, False)][: options.most]
+    cases = [each for case, has_table in calls for each in standing_for(case, has_table)]
+    for each, found in spread(run_case, cases, options.jobs, deadline):
+        report_case(each, found, report, show=True)
     for case, has_table in calls:
-        if time.monotonic() > deadline - 2:
-            report.left(1)
-            continue
         try:
-            for row in kernels_of(case, has_table, options):
+            with launched() as kernels:
+                rows = kernels_of(case, has_table)
+            report.state.note_kernels("timed", kernels)
+            for row in rows:
                 report.add_measured(row)
         except Exception as error:
             report.fail(f"{case}, {OURS if has_table else 'plain'}: {in_one_line(error)}")
-    report.done(f"{time.monotonic() - started:.0f} s after torch was there")
+    report.done()
 
 
-def _compile_calls(calls: Sequence[tuple[Case, bool]], options: argparse.Namespace, deadline: float) -> None:
-    """Compile the kernels of calls in as many processes as there may be, for this one to find them on disk."""
-    if options.jobs < 2:
-        return
-    items = [
-        (Group(kernel, case, has_table, (tile := selected(kernel, case, has_table, options.arch),)), tile)
-        for case, has_table in calls
-        for kernel in (("forward", "dkv", "dtable", "dq_from_ds") if has_table else ("forward", "dq", "dkv"))
-    ]
-    for _ in spread(partial(_compile, device=options.device), items, options.jobs, deadline):
-        pass
-
-
-def kernels_of(case: Case, has_table: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
+def kernels_of(case: Case, has_table: bool) -> list[dict[str, Any]]:
     """Each kernel of a call, timed alone, in the selected configurations."""
-    inputs, d_out = case.inputs(options.device)
+    inputs, d_out = case.inputs("cuda")
     tensors, spec = case.resolved(inputs, has_table)
     with recorded() as launches:
         results = run_kernels(tensors, spec, d_out, {})
-    synchronize(options.device)
+    synchronize()
     rows = [row_of(case, has_table, launch.name, launch.config) for launch in launches]
     if not all(bool(result.isfinite().all()) for result in results):
         rows = [{**row, "status": "wrong: results are not finite"} for row in rows]
-    time_launches(rows, launches, options.device, 0.0 if options.tiny else 1.0, 1 if options.tiny else ROUNDS)
+    time_launches(rows, launches)
     return rows
 
 
-def _compile(item: tuple[Group, TileConfig], device: str) -> str:
-    """Launch one kernel in one configuration, on numbers that mean nothing: what is compiled is then on disk."""
+def compile_group(item: tuple[Group, TileConfig]) -> str:
+    """Launch one kernel in one configuration: what is compiled is then on disk."""
     group, tile = item
-    inputs, d_out = group.case.inputs(device)
+    inputs, d_out = group.case.inputs("cuda")
     tensors, spec = group.case.resolved(inputs, group.has_table)
     with recorded(group.kernel):
         run_kernels(tensors, spec, d_out, {group.kernel: tile})
-    synchronize(device)
+    synchronize()
     return ""
 
 
-def measure_group(group: Group, device: str, seconds: float) -> list[dict[str, Any]]:
+def measure_group(group: Group) -> list[dict[str, Any]]:
     """Rows of a kernel's configurations: each runs, must agree with the first one, and is timed, all in turn."""
-    inputs, d_out = group.case.inputs(device)
+    inputs, d_out = group.case.inputs("cuda")
     tensors, spec = group.case.resolved(inputs, group.has_table)
     rows, launches, expected = [], [], list[torch.Tensor]()
     for tile in group.tiles:
@@ -174,10 +160,9 @@ def measure_group(group: Group, device: str, seconds: float) -> list[dict[str, A
         try:
             with recorded() as every:
                 results = run_kernels(tensors, spec, d_out, {group.kernel: tile})
-            synchronize(device)
+            synchronize()
             expected = expected or results
-            row["error"] = timing.distance(results, expected)
-            row["checked_against"] = "the selected configuration"
+            row |= {"error": timing.distance(results, expected), "checked_against": "the selected configuration"}
             if not row["error"] <= ALLOWED:
                 row["status"] = f"wrong: differs from the selected configuration by {row['error']:.3g}"
             launches.append(next(launch for launch in every if launch.name == group.kernel))
@@ -185,37 +170,90 @@ def measure_group(group: Group, device: str, seconds: float) -> list[dict[str, A
             row["status"] = f"cannot run: {in_one_line(error)}"
             launches.append(Launch(group.kernel, tile, lambda: None))
         rows.append(row)
-    time_launches(rows, launches, device, seconds, ROUNDS if seconds else 1)
+    time_launches(rows, launches)
     return rows
 
 
-def variants(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Compile in parallel, then time, the variants that save most first; those that crash are rows."""
-    started, arch = time.monotonic(), "sm_90" if options.tiny else options.arch
-    every = list(groups(arch))
-    if options.tiny:
-        every = [replace(group, case=TINY) for group in every if group.case.head_dim == 64 and group.case.rows is None][:3]
+def measure_groups(
+    every: Sequence[Group], options: argparse.Namespace, report: Report, deadline: float
+) -> Iterator[tuple[Group, list[dict[str, Any]]]]:
+    """Compile in parallel, then time, and report; groups and their rows as they come."""
     if options.jobs > 1:
-        items = [(group, tile) for group in every for tile in group.tiles]
-        for (group, tile), problem in spread(
-            partial(_compile, device=options.device), items, options.jobs, (started + deadline) / 2
-        ):
-            if problem:
-                reason = problem.reason if isinstance(problem, Lost) else problem
-                report.say(f"  {group.kernel} {shown(tile)}, {group.case}: {reason}")
-        report.say(f"variants: {time.monotonic() - started:.0f} s to compile")
-    measure = partial(measure_group, device=options.device, seconds=0.0 if options.tiny else 0.6)
+        for _ in spread(compile_group, [(group, tile) for group in every for tile in group.tiles], options.jobs, deadline):
+            pass
     done = 0
-    for group, rows in spread(measure, every, min(1, options.jobs), deadline):
+    for group, rows in spread(measure_group, every, min(1, options.jobs), deadline):
         done += 1
         if isinstance(rows, Lost):
             report.fail(f"{group.kernel} kernel, {group.case}: {rows.reason}")
             continue
         selected_ms = rows[0].get("p50_ms")
         for row in rows:
-            ratio = ""
-            if selected_ms and row.get("p50_ms") and row is not rows[0]:
-                ratio = f", {row['p50_ms'] / selected_ms:.2f} of the selected"
+            is_compared = selected_ms and row.get("p50_ms") and row is not rows[0]
+            ratio = f", {row['p50_ms'] / selected_ms:.2f} of the selected" if is_compared else ""
             report.add_measured(row, f", {row['config']}{ratio}")
+        yield group, rows
     report.left(len(every) - done)
+
+
+def selected(kernel: str, case: Case, has_table: bool, arch: str) -> TileConfig:
+    """The default configuration, whatever the profiles say."""
+    return selection.select(kernel, *Call(*case.resolved(case.empty(), has_table), arch=arch).kind)
+
+
+Q = "registers"  # rotations in registers; plain attention has none
+TABLES = {"plain": None, "full": None, "clamp": CLIPPED}
+VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
+    # More programs a multiprocessor by a limit on registers; more stages; the rotation by a gather.
+    ("forward", 64, "full"): [
+        TileConfig(64, 64, 4, 1, "scores", Q, 128),
+        TileConfig(64, 64, 4, 2, "scores", Q, 168),
+        TileConfig(64, 64, 4, 3, "scores", Q, 168),
+        TileConfig(128, 64, 8, 3, "scores", Q),
+        TileConfig(128, 64, 8, 2, "scores", Q),
+        TileConfig(128, 64, 8, 2, None, Q),
+    ],
+    ("dkv", 64, "full"): [
+        *(TileConfig(64, 64, 4, stages, "scores", Q) for stages in (1, 2)),
+        TileConfig(64, 64, 4, 1, "scores", Q, 168),
+    ],
+    ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
+    ("forward", 128, "full"): [TileConfig(128, 64, 8, stages, "scores", Q) for stages in (2, 3)],
+    ("dtable", 64, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 2)],
+    ("dtable", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 128, 8, 3)],
+    ("dq_from_ds", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 1), TileConfig(128, 64, 8, 2)],
+    ("dq_from_ds", 128, "full"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 1), TileConfig(64, 64, 4, 2)],
+    ("forward", 64, "clamp"): [
+        TileConfig(64, 64, 4, 1, "scores", Q, 128),
+        TileConfig(64, 64, 4, 2, "scores", Q, 168),
+        TileConfig(128, 64, 8, 2, "scores", Q),
+    ],
+    ("dkv", 64, "clamp"): [TileConfig(64, 64, 4, 2, "scores", Q), TileConfig(64, 64, 4, 1, "scores", Q, 168)],
+    # The lower bound must not be a straw man: more stages hide the loads.
+    ("forward", 64, "plain"): [TileConfig(128, 64, 8, stages) for stages in (2, 3, 4)] + [TileConfig(128, 128, 8, 2)],
+    ("forward", 128, "plain"): [
+        *(TileConfig(128, 64, 8, stages) for stages in (2, 3)),
+        TileConfig(128, 64, 8, 1, max_registers=128),
+        TileConfig(128, 128, 8, 2),
+    ],
+    ("dkv", 64, "plain"): [*(TileConfig(64, 64, 4, stages) for stages in (1, 2, 3)), TileConfig(128, 64, 8, 2)],
+    ("dkv", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
+    ("dq", 64, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)],
+    ("dq", 128, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3)],
+}
+"""Configurations to compare with the selected one, by kernel, width and table; none of attention that is causal."""
+
+
+def groups(arch: str) -> Iterator[Group]:
+    """All of them, for a GPU; without what is not valid there."""
+    for (kernel, head_dim, table), tiles in VARIANTS.items():
+        case, has_table = case_of(head_dim, TABLES[table]), table != "plain"
+        first = selected(kernel, case, has_table, arch)
+        others = [tile for tile in tiles if tile != first and tile.why_invalid(arch, has_table, kernel) is None]
+        yield Group(kernel, case, has_table, (first, *others))
+
+
+def variants(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    every = list(groups(options.arch))[: options.most]
+    done = len(list(measure_groups(every, options, report, deadline)))
     report.done(f"{done} of {len(every)} kernels")

@@ -1,15 +1,18 @@
-"""The whole program without a GPU: torch takes "cuda" for the CPU, kernels are launched on a stub of the driver, times
-are made up.
+"""The whole program without a GPU: torch takes "cuda" for the CPU, kernels are compiled and launched on a stub of the driver, and
+not run; times are made up.
 
-So it is seen before there is a GPU that no part raises, and that every file is written. Kernels are compiled and launched, but
-not run: what is in the memory of their results is not compared, and no figure means anything.
+So it is seen before there is a GPU that no part raises, and that what is timed has been checked. Sizes are real, numbers are not:
+tensors stay uninitialised, methods of others compute nothing, and no result is compared. RELATTN_STUB_FAULT=forward lets checks
+fail whose forward kernel has more than one stage, "forward:always" all that run it.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,17 +20,22 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench.cases import configurations, methods
+from bench.cases import configurations
+from bench.cases.attention import Case, CaseTensors
+from bench.cases.methods import METHODS, OF_OURS
 from bench.compiled import selected_for
 from bench.measure import timing
 from tools.stub_gpu import stub_gpu
 from triton_relattn import _implementations as implementations
 from triton_relattn import grids
+from triton_relattn.kernels import launching
 
-from . import checks, measurements
+from . import checks
 
 NAME = "no GPU: a stub of its driver"
 SAYS = "no GPU: times are not real, and results were not compared"
+FAULT = "RELATTN_STUB_FAULT"
+WRONG = {"forward": "out", "dq": "d_query", "dq_from_ds": "d_query", "dkv": "d_key", "dtable": "d_rel_key"}
 
 
 class _OnTheCPU(TorchFunctionMode):
@@ -92,6 +100,8 @@ OF_TORCH = {
     "empty_cache": _returns(None),
     "mem_get_info": _returns((79 << 30, 80 << 30)),
     "_sleep": _returns(None),
+    "clock_rate": _returns(1),
+    "power_draw": _returns(1),
     "Event": _Event,
     "current_stream": _returns(mock.MagicMock()),
     "Stream": mock.MagicMock,
@@ -102,7 +112,35 @@ OF_TORCH = {
 
 
 def _judged(results: dict[str, torch.Tensor], *_: Any) -> dict[str, Any]:
-    return {**dict.fromkeys(results, "0"), "status": "ok", "message": ""}
+    """Results are right, but for those of a kernel that has the fault."""
+    kernel, _colon, how = os.environ.get(FAULT, "").partition(":")
+    ran = [each for each in launching._compiled.values() if each.name == f"{kernel}_kernel"]
+    row: dict[str, Any] = dict.fromkeys(results, "0")
+    if kernel and WRONG[kernel] in results and any(how == "always" or each.metadata.num_stages > 1 for each in ran):
+        return {**row, "status": "FAILED", "message": f"{WRONG[kernel]}: a fault that was asked for"}
+    return {**row, "status": "ok", "message": ""}
+
+
+class _Nothing(torch.autograd.Function):
+    """A method that computes nothing, in either direction."""
+
+    @staticmethod
+    def forward(context: Any, *inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        context.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(context: Any, *_: torch.Tensor) -> Any:
+        return tuple(torch.empty_like(each) for each in context.saved_tensors)
+
+
+def _of_others(_: Case) -> Callable[[CaseTensors], torch.Tensor]:
+    return lambda inputs: _Nothing.apply(*[each for each in inputs if each is not None])
+
+
+def _inputs(case: Case, _: str) -> tuple[CaseTensors, torch.Tensor]:
+    inputs = case.empty().map(torch.Tensor.requires_grad_)
+    return inputs, torch.empty_like(inputs.query).detach()
 
 
 @contextmanager
@@ -110,25 +148,24 @@ def without_a_gpu() -> Iterator[None]:
     """Within, this process takes a stub for an H100."""
     of_name = implementations.choose_implementation
 
-    def chosen(name: str | None, *others: Any, **options: Any) -> Any:
-        return implementations.TRITON if name in (None, "triton") else of_name(name, *others, **options)
-
-    def uncompiled() -> Any:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return flex_attention
+    def chosen(name: str | None, *others: Any) -> Any:
+        return implementations.TRITON if name in (None, "triton") else of_name(name, *others)
 
     with ExitStack() as stack:
         stack.enter_context(stub_gpu(records=False))
         stack.enter_context(selected_for("sm_90"))
         stack.enter_context(_OnTheCPU())
+        others = {name: replace(each, make=_of_others) for name, each in METHODS.items() if name not in OF_OURS}
+        stack.enter_context(mock.patch.dict(METHODS, others))
         replaced: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in OF_TORCH.items()]
         replaced += [(torch.cuda.profiler, name, _returns(None)) for name in ("start", "stop")]
         replaced += [(implementations, "choose_implementation", chosen), (grids, "choose_implementation", chosen)]
-        replaced += [(checks, "judge", _judged), (measurements, "judge", _judged), (timing, "distance", _returns(0.0))]
-        replaced += [(methods, "_compiled_flex_attention", uncompiled), (configurations, "can_run_triton", _returns(True))]
-        replaced += [(torch, "Generator", _Generator), (torch, "equal", _returns(True))]
+        replaced += [(checks, "judge", _judged), (Case, "inputs", _inputs)]
+        replaced += [(timing, "distance", _returns(0.0)), (timing, "FLUSH_BYTES", 1)]
+        replaced += [(timing, "expected_of_heads", _returns(timing.Expected((torch.empty(0),) * 4, "nothing")))]
+        replaced += [(configurations, "can_run_triton", _returns(True)), (torch, "Generator", _Generator)]
+        replaced += [(torch, "equal", _returns(True))]
         replaced += [(torch.Tensor, "isfinite", lambda tensor: torch.ones_like(tensor, dtype=torch.bool))]
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
+        for owner, attribute, value in replaced:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..cases import attention as cases
@@ -46,6 +46,11 @@ def measure(case: Case, options: argparse.Namespace, not_tried: dict[str, str]) 
     """A row for every method and direction."""
     every = timing.prepare(case, options.methods, options.directions, options.device, not_tried)
     timing.time_in_turn(every, options.device, options.seconds, ROUNDS)
+    return rows_of(case, every, options)
+
+
+def rows_of(case: Case, every: Sequence[timing.Timed], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of what was timed, and of what could not be."""
     rows = []
     for timed in every:
         row = new_row("speed", case, timed.method, timed.direction, options)

@@ -1,17 +1,13 @@
-"""bench/predictions.csv: it is of the tiles that are selected now, and stands beside what is measured."""
+"""bench/predictions.csv is of the tiles that are selected now."""
 
 from __future__ import annotations
 
-import tarfile
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from bench import predictions
 from bench.cases.attention import CLIPPED, Case
 from bench.cases.methods import OURS
 from bench.predictions import (
@@ -20,9 +16,6 @@ from bench.predictions import (
     PATH,
     Kernel,
     Wanted,
-    beside,
-    largest_deviations,
-    machine_of,
     row_of,
     seconds_of,
     wanted,
@@ -44,8 +37,6 @@ def test_the_file_is_of_the_tiles_that_are_selected() -> None:
     assert [key for key in rows if key not in set(expected)] == [], MAKE
     for row in rows.values():
         assert float(row["predicted_ms"]) > 0 and row["triton"], MAKE
-    verbs = {row["verb"] for row in rows.values()}
-    assert verbs == {"kernels", "speed"}
 
 
 def test_speeds_are_those_of_a_gpu() -> None:
@@ -135,46 +126,3 @@ def test_rows() -> None:
     assert row_of(what, {kernels[0].representative: [prediction(1000)]}) is None
     bounded = Kernel("forward", Case(32, 8, 500, 64, rows=511), True, TILE).representative
     assert bounded.case == Case(4, 32, 4096, 64, rows=CLIPPED) == Kernel("forward", CLIPPED_CASE, True, TILE).representative.case
-
-
-def test_beside_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where case, direction and configurations are the same, on that GPU."""
-    row = {"verb": "speed", "case": "a case", "method": OURS, "direction": "forward", "config": "forward 64x64", "p50_ms": 3.0}
-    monkeypatch.setattr(predictions, "_known", lambda: {("sm_90", *(str(row[name]) for name in KEYS[1:])): 2.0})
-    assert beside(row, "sm_90") == {"predicted_ms": 2.0, "measured_by_predicted": 1.5}
-    assert beside(row, "sm_80") == {} == beside({**row, "config": "forward 32x32"}, "sm_90")
-    assert beside({**row, "p50_ms": None}, "sm_90") == {"predicted_ms": 2.0}
-
-
-def test_deviations() -> None:
-    """The largest first, whatever its direction."""
-
-    def measured(case: str, ratio: str) -> dict[str, str]:
-        times = {"p50_ms": "3.0", "predicted_ms": "2.0", "measured_by_predicted": ratio}
-        return {"case": case, "method": OURS, "direction": "forward", "config": "forward 64x64", **times}
-
-    lines = largest_deviations([measured("near", "1.1"), measured("fast", "0.2"), measured("slow", "3"), measured("none", "")])
-    assert lines[1] == f"    {OURS}, forward: x1.10 (0.20 to 3.00)"
-    assert [line.split(", ")[2].split(":")[0] for line in lines[3:]] == ["fast", "slow", "near"]
-    assert largest_deviations([measured("none", "")]) == []
-
-
-def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
-    """From the file that make gpu packs, or from the rows in it; both rates have to be there."""
-    rows = "part,case,value,status\nroofs,reads from L2,4.5,ok\nroofs,reads from memory,2.5,ok\nhost,reads from L2,9,ok\n"
-    path = tmp_path / "checks.csv"
-    path.write_text(rows)
-    packed = tmp_path / "raw.tar.gz"
-    with tarfile.open(packed, "w:gz") as file:
-        file.add(path, path.name)
-    for each in (path, packed):
-        machine = machine_of("sm_90", each)
-        assert (machine.l2_terabytes, machine.memory_terabytes) == (4.5, 2.5)
-        assert (
-            replace(machine, l2_terabytes=GPUS["sm_90"].l2_terabytes, memory_terabytes=GPUS["sm_90"].memory_terabytes)
-            == GPUS["sm_90"]
-        )
-    assert machine_of("sm_90", None) is GPUS["sm_90"]
-    path.write_text(rows.replace("2.5,ok", ",error"))
-    with pytest.raises(ValueError, match="has no measured reads from memory: make gpu PARTS=roofs"):
-        machine_of("sm_90", path)

@@ -189,7 +189,7 @@ USE = (
     Fault(
         "gpu-wrong-variant-timed",
         "a configuration that computes something else is timed, and may look fast",
-        ("tests/interpreter/test_gpu_script.py::test_a_kernel_that_is_wrong_or_cannot_run",),
+        ("tests/cpu/test_gpu_parts.py::test_a_configuration_that_computes_something_else_is_not_timed",),
         (Change("bench/gpu", 'if not row["error"] <= ALLOWED:', "if False:"),),
     ),
 )
