@@ -3,7 +3,7 @@
     smoke         first of all: calls that stand for the main ones against float64, then each of their kernels timed
     repeats       many runs of one call are equal bit for bit
     questions     what the design leaves open, answered by whole steps: what may go, and what has to stay
-    roofs         what bounds the kernels: products, L2, memory, exponentials
+    roofs         what bounds the kernels: products, memory, L2
     correctness   the very kernels that are timed, then calls of every kind, by the error rule of the tests
     diagnosis     if smoke or correctness failed: which kernel is wrong, and what mends it
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
@@ -37,6 +37,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ from bench.report.rows import ROOT, in_one_line, read
 from bench.verbs.options import some_of
 from triton_relattn.kernels.introspect import kernels_are_interpreted, selection
 
-from . import checks, counters, diagnosis, kernels, questions, rest, roofs, speed, stub
+from . import checks, counters, diagnosis, kernels, questions, rest, speed, stub
 from .report import Outcome, Report, State, outcome_of
 from .workers import GRACE, watch
 
@@ -55,7 +56,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "smoke": (kernels.smoke, 25),
     "repeats": (checks.repeats, 10),
     "questions": (questions.measure_questions, 30),
-    "roofs": (roofs.measure_roofs, 8),
+    "roofs": (partial(rest.measure, rest.roofs), 8),
     "correctness": (checks.correctness, 60),
     "diagnosis": (diagnosis.diagnose, 60),
     "speed": (speed.measure_speed, 110),
@@ -64,9 +65,9 @@ PARTS: dict[str, tuple[Part, float]] = {
     "variants": (kernels.variants, 50),
     "counters": (counters.counters, 40),
     "memory": (rest.measure_memory, 20),
-    "workspaces": (rest.measure_workspaces, 15),
-    "graphs": (rest.graphs, 8),
-    "host": (rest.host, 10),
+    "workspaces": (partial(rest.measure, rest.workspaces), 15),
+    "graphs": (partial(rest.measure, rest.graphs), 8),
+    "host": (partial(rest.measure, rest.host), 10),
     "tests": (rest.marked_tests, 60),
     "sanitizer": (rest.sanitizer, 40),
     "compile flex": (speed.compile_flex, 60),

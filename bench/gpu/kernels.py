@@ -204,42 +204,28 @@ def selected(kernel: str, case: Case, has_table: bool, arch: str) -> TileConfig:
 Q = "registers"  # rotations in registers; plain attention has none
 TABLES = {"plain": None, "full": None, "clamp": CLIPPED}
 VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
-    # More programs a multiprocessor by a limit on registers; more stages; the rotation by a gather.
+    # More programs a multiprocessor by a limit on registers, more stages, another tile.
     ("forward", 64, "full"): [
         TileConfig(64, 64, 4, 1, "scores", Q, 128),
-        TileConfig(64, 64, 4, 2, "scores", Q, 168),
-        TileConfig(64, 64, 4, 3, "scores", Q, 168),
-        TileConfig(128, 64, 8, 3, "scores", Q),
-        TileConfig(128, 64, 8, 2, "scores", Q),
-        TileConfig(128, 64, 8, 2, None, Q),
+        *(TileConfig(64, 64, 4, stages, "scores", Q, 168) for stages in (2, 3)),
+        *(TileConfig(128, 64, 8, 2, carry, Q) for carry in ("scores", None)),
     ],
-    ("dkv", 64, "full"): [
-        *(TileConfig(64, 64, 4, stages, "scores", Q) for stages in (1, 2)),
-        TileConfig(64, 64, 4, 1, "scores", Q, 168),
-    ],
-    ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
     ("forward", 128, "full"): [TileConfig(128, 64, 8, stages, "scores", Q) for stages in (2, 3)],
-    ("dtable", 64, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 2)],
-    ("dtable", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 1), TileConfig(64, 128, 8, 3)],
-    ("dq_from_ds", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 1), TileConfig(128, 64, 8, 2)],
-    ("dq_from_ds", 128, "full"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 1), TileConfig(64, 64, 4, 2)],
-    ("forward", 64, "clamp"): [
-        TileConfig(64, 64, 4, 1, "scores", Q, 128),
-        TileConfig(64, 64, 4, 2, "scores", Q, 168),
-        TileConfig(128, 64, 8, 2, "scores", Q),
-    ],
+    ("dkv", 64, "full"): [TileConfig(64, 64, 4, 2, "scores", Q), TileConfig(64, 64, 4, 1, "scores", Q, 168)],
+    ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
+    ("dtable", 64, "full"): [TileConfig(64, 128, 4, stages) for stages in (1, 2)],
+    ("dtable", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 8, 3)],
+    ("dq_from_ds", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(128, 64, 8, 2)],
+    ("dq_from_ds", 128, "full"): [TileConfig(128, 64, 8, stages) for stages in (1, 2)],
+    ("forward", 64, "clamp"): [TileConfig(64, 64, 4, 2, "scores", Q, 168), TileConfig(128, 64, 8, 2, "scores", Q)],
     ("dkv", 64, "clamp"): [TileConfig(64, 64, 4, 2, "scores", Q), TileConfig(64, 64, 4, 1, "scores", Q, 168)],
     # The lower bound must not be a straw man: more stages hide the loads.
-    ("forward", 64, "plain"): [TileConfig(128, 64, 8, stages) for stages in (2, 3, 4)] + [TileConfig(128, 128, 8, 2)],
-    ("forward", 128, "plain"): [
-        *(TileConfig(128, 64, 8, stages) for stages in (2, 3)),
-        TileConfig(128, 64, 8, 1, max_registers=128),
-        TileConfig(128, 128, 8, 2),
-    ],
+    ("forward", 64, "plain"): [*(TileConfig(128, 64, 8, stages) for stages in (2, 3, 4)), TileConfig(128, 128, 8, 2)],
+    ("forward", 128, "plain"): [*(TileConfig(128, 64, 8, stages) for stages in (2, 3)), TileConfig(128, 128, 8, 2)],
     ("dkv", 64, "plain"): [*(TileConfig(64, 64, 4, stages) for stages in (1, 2, 3)), TileConfig(128, 64, 8, 2)],
     ("dkv", 128, "plain"): [TileConfig(64, 64, 4, 1), TileConfig(64, 32, 4, 1)],
-    ("dq", 64, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)],
-    ("dq", 128, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 3)],
+    ("dq", 64, "plain"): [TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 3)],
+    ("dq", 128, "plain"): [TileConfig(128, 64, 8, stages) for stages in (2, 3)],
 }
 """Configurations to compare with the selected one, by kernel, width and table; none of attention that is causal."""
 

@@ -28,7 +28,8 @@ from triton_relattn.kernels import forward
 from triton_relattn.kernels.introspect import TileConfig, launching, selection
 
 from .kernels import Group, case_of, measure_groups, selected
-from .report import Report, synchronize
+from .report import Report
+from .rest import host_time
 
 ROUNDS = 10
 Change = Callable[[], AbstractContextManager[Any]]
@@ -222,19 +223,6 @@ def answer(text: str, direction: str, what: str, ratio: float, limit: float) -> 
         "unit": f"ratio, limit {limit}",
         "status": "ok",
     }
-
-
-def host_time(step: timing.Step, number: int, times: int = 3) -> float:
-    """Microseconds of the host for a step: the best of some times many in a row, which the GPU may still be at."""
-    step.run()
-    seconds = []
-    for _ in range(times):
-        synchronize()
-        started = time.perf_counter()
-        for _ in range(number):
-            step.run()
-        seconds.append((time.perf_counter() - started) / number)
-    return 1e6 * min(seconds)
 
 
 def ask_for_the_cache(number: int) -> dict[str, Any]:

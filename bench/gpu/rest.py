@@ -1,4 +1,4 @@
-"""What comes after speed: memory, sizes of the workspace, CUDA graphs, the host's time; the tests, and compute-sanitizer."""
+"""Single figures (rates, sizes of the workspace, CUDA graphs, the host), memory, the tests, compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 
 from bench.cases.attention import CLIPPED, Case, choose
 from bench.cases.methods import METHODS, OF_OURS, OURS
@@ -23,15 +26,151 @@ from bench.measure import timing
 from bench.report import summary
 from bench.report.rows import in_one_line
 from bench.verbs import memory, speed
-from triton_relattn.kernels.introspect import planning
+from triton_relattn.kernels.introspect import planning, selection
 
 from .checks import further_cases, run_case, standing_for_all
-from .questions import host_time
 from .report import Report, synchronize
 
 PEAKS = (*OF_OURS, "gather", "dense_bias")
 WORKSPACES = (256 << 20, 512 << 20, 1 << 30)
 GRAPHED = (200, 500)  # lengths of speech, where the host takes longer than the GPU
+PRODUCTS = "products in bfloat16"
+SIDE, L2_BYTES, MEMORY_BYTES, PASSES, BLOCK = 8192, 16 << 20, 512 << 20, 32, 1024
+
+
+@dataclass
+class Figure:
+    """Something to measure, in a unit."""
+
+    case: str
+    variant: str
+    direction: str
+    unit: str
+    work: Callable[[], float]
+
+
+def measure(figures: Callable[[bool], Iterator[Figure]], options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """A row for each figure of a function, which is told whether this is only a try."""
+    for figure in list(figures(options.most is not None))[: options.most]:
+        row: dict[str, Any] = {name: getattr(figure, name) for name in ("case", "variant", "direction", "unit")}
+        if time.monotonic() > deadline:
+            report.left(1)
+            continue
+        try:
+            row |= {"value": figure.work(), "status": "ok"}
+            if figure.case == PRODUCTS:
+                report.state.put("matrix_peak", row["value"])
+        except Exception as error:
+            row |= {"status": "failed", "message": in_one_line(error)}
+        report.add(**row)
+        report.say(f"  {row['case']}, {row['variant']} {row['direction']}: {row.get('value', '-')} {row['unit']}")
+    report.done()
+
+
+def time_of(step: timing.Step, rounds: int = 20) -> float:
+    """The median of a step, in milliseconds."""
+    step.run()
+    timed = timing.Timed("", "", step=step)
+    timing.time_in_turn([timed], "cuda", 0.5, rounds)
+    return float(timing.percentiles(timed.milliseconds)["p50_ms"])
+
+
+def step_of(case: Case, direction: str, method: str = OURS) -> timing.Step:
+    inputs, d_out = case.inputs("cuda")
+    return timing.steps(METHODS[method].make(case), inputs, d_out, METHODS[method].has_table)[direction]
+
+
+@triton.jit
+def read_kernel(source, sums, blocks, passes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up blocks of float32, a program each so many apart; all of it several times."""
+    place = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(passes):
+        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            total += tl.load(source + block * BLOCK + place, cache_modifier=".cg")
+    tl.store(sums + tl.program_id(0) * BLOCK + place, total)
+
+
+def roofs(is_try: bool) -> Iterator[Figure]:
+    """What bounds the kernels. Numbers are random: products of zeros take less power, and are faster."""
+    side, size = (64, BLOCK * 64) if is_try else (SIDE, MEMORY_BYTES)
+    programs = 8 * selection.multiprocessors(torch.device("cuda"))
+    source, sums = torch.randn(size // 4, device="cuda"), torch.empty(programs * BLOCK, device="cuda")
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    in_l2 = min(size, L2_BYTES)
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        return work / 1e12 / (1e-3 * time_of(timing.Step(lambda: None, lambda _: (call(), ())[1])))  # type: ignore[arg-type, return-value]
+
+    def read() -> object:
+        return read_kernel[(programs,)](source, sums, in_l2 // 4 // BLOCK, PASSES, BLOCK)
+
+    yield Figure(PRODUCTS, "torch", "", "TFLOP/s", lambda: rate(2 * side**3, lambda: left @ right))
+    yield Figure("a copy", "torch", "", "TB/s", lambda: rate(2 * size, source.clone))
+    yield Figure("reads from L2", "triton", "", "TB/s", lambda: rate(PASSES * in_l2, read))
+
+
+def workspaces(_: bool) -> Iterator[Figure]:
+    """The backward of long calls with workspaces of several sizes: larger ones have fewer parts."""
+    cases = [Case(1, 32, 8192, 64), Case(1, 32, 16384, 64), Case(1, 16, 16384, 128)]
+    for case, size in itertools.product(cases, WORKSPACES):
+
+        def work(case: Case = case, size: int = size) -> float:
+            with mock.patch.dict(os.environ, {planning.VARIABLE: str(size)}):
+                return time_of(step_of(case, "backward"), 10)
+
+        yield Figure(str(case), f"workspace of {size >> 20} MiB", "backward", "ms", work)
+
+
+def graphs(_: bool) -> Iterator[Figure]:
+    """Short calls in a CUDA graph: what is left without the host's time."""
+    for case in choose(["speech"]):
+        if case.length in GRAPHED:
+            yield Figure(str(case), "CUDA graph", "forward+backward", "ms", partial(replayed, case))
+
+
+def replayed(case: Case) -> float:
+    """Capture a call, compare the replay with it, and time the replay."""
+    step = step_of(case, "forward+backward")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as torch asks for: warm up beside the default stream
+        for _ in range(3):
+            step.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.run()
+    eager = [each.clone() for each in step.run()]
+    graph.replay()
+    synchronize()
+    if not all(torch.equal(one, other) for one, other in zip(captured, eager, strict=True)):
+        raise AssertionError("the graph gives other bits")
+    return time_of(timing.Step(lambda: None, lambda _: (graph.replay(), ())[1]))  # type: ignore[func-returns-value]
+
+
+def host_time(step: timing.Step, number: int = 200, times: int = 3) -> float:
+    """Microseconds of the host for a step: the best of some times many in a row, which the GPU may still be at."""
+    step.run()
+    seconds = []
+    for _ in range(times):
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(number):
+            step.run()
+        seconds.append((time.perf_counter() - started) / number)
+    return 1e6 * min(seconds)
+
+
+def host(is_try: bool) -> Iterator[Figure]:
+    """What a call costs the host whose work is nothing."""
+    case = Case(1, 1, 60, 64, rows=9)
+    for method, direction in itertools.product((*OF_OURS, "sdpa"), memory.DIRECTIONS):
+
+        def work(method: str = method, direction: str = direction) -> float:
+            return host_time(step_of(case, direction, method), 1 if is_try else 200)
+
+        yield Figure(str(case), method, direction, "us", work)
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -51,92 +190,8 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
     report.done()
 
 
-def time_of(case: Case, direction: str, change: dict[str, str] | None = None) -> float:
-    """Milliseconds of a direction of ours, with other variables in the environment."""
-    with mock.patch.dict(os.environ, change or {}):
-        inputs, d_out = case.inputs("cuda")
-        timed = timing.Timed(OURS, direction, step=timing.steps(METHODS[OURS].make(case), inputs, d_out, True)[direction])
-        timed.step.run()
-        timing.time_in_turn([timed], "cuda", 0.7, 10)
-    return float(timing.percentiles(timed.milliseconds)["p50_ms"])
-
-
-def attempt(report: Report, deadline: float, work: Any, **row: Any) -> None:
-    """Add a row with the value that work returns, or with what it raises."""
-    if time.monotonic() > deadline:
-        report.left(1)
-        return
-    try:
-        row |= {"value": work(), "status": "ok"}
-    except Exception as error:
-        row |= {"status": "failed", "message": in_one_line(error)}
-    report.add(**row)
-    report.say(f"  {row['case']}, {row['variant']}, {row['direction']}: {row.get('value', '-')} {row['unit']}")
-
-
-def measure_workspaces(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """The backward of long calls with workspaces of several sizes: larger ones have fewer parts."""
-    cases = [Case(1, 32, 8192, 64), Case(1, 32, 16384, 64), Case(1, 16, 16384, 128)]
-    for case, size in list(itertools.product(cases, WORKSPACES))[: options.most]:
-
-        def work(case: Case = case, size: int = size) -> float:
-            return time_of(case, "backward", {planning.VARIABLE: str(size)})
-
-        name = f"workspace of {size >> 20} MiB"
-        attempt(report, deadline, work, case=str(case), variant=name, direction="backward", unit="ms")
-    report.done()
-
-
-def replayed(case: Case) -> float:
-    """Milliseconds of forward and backward, captured in a CUDA graph and replayed."""
-    inputs, d_out = case.inputs("cuda")
-    step = timing.steps(METHODS[OURS].make(case), inputs, d_out, True)["forward+backward"]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # as torch asks for: warm up beside the default stream
-        for _ in range(3):
-            step.run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step.run()
-    eager = [each.clone() for each in step.run()]
-    graph.replay()
-    synchronize()
-    if not all(torch.equal(one, other) for one, other in zip(captured, eager, strict=True)):
-        raise AssertionError("the graph gives other bits")
-    timed = timing.Timed(OURS, "replay", step=timing.Step(lambda: None, lambda _: (graph.replay(), ())[1]))  # type: ignore[func-returns-value]
-    timing.time_in_turn([timed], "cuda", 0.5, 20)
-    return float(timing.percentiles(timed.milliseconds)["p50_ms"])
-
-
-def graphs(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Short calls in a CUDA graph: what is left without the host's time."""
-    for case in [case for case in choose(["speech"]) if case.length in GRAPHED][: options.most]:
-
-        def work(case: Case = case) -> float:
-            return replayed(case)
-
-        attempt(report, deadline, work, case=str(case), variant=OURS, direction="forward+backward", unit="ms")
-    report.done()
-
-
-def host(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Microseconds of the host for a call whose work is nothing: the best of three times many calls in a row."""
-    case = Case(1, 1, 60, 64, rows=9)
-    inputs, d_out = case.inputs("cuda")
-    for method, direction in list(itertools.product((*OF_OURS, "sdpa"), memory.DIRECTIONS))[: options.most]:
-        step = timing.steps(METHODS[method].make(case), inputs, d_out, METHODS[method].has_table)[direction]
-
-        def work(step: timing.Step = step) -> float:
-            return host_time(step, options.most or 200)
-
-        attempt(report, deadline, work, case=str(case), variant=method, direction=direction, unit="us")
-    report.done()
-
-
 def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """pytest of the tests that are marked gpu, those of random calls, graphs and packed ones first; as far as it comes."""
+    """pytest of the tests that are marked gpu, as far as it comes."""
     if importlib.util.find_spec("pytest") is None:
         report.done("there is no pytest")
         return
@@ -169,11 +224,11 @@ def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> N
     command = [program, "--error-exitcode", "86", "--report-api-errors", "no", sys.executable, "-m", "bench.gpu.rest"]
     status, lines = report.run(command, deadline - time.monotonic(), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     calls = sum("call: " in line for line in lines)
-    summary_line = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "")
+    said = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "")
     if status == 86 or calls:
         verdict = "ok" if status in (0, None) and calls else "FAILED"
-        report.add(case="memcheck", value=calls, unit="calls", status=verdict, message=summary_line)
-    report.done(f"{calls} calls; {summary_line}")
+        report.add(case="memcheck", value=calls, unit="calls", status=verdict, message=said)
+    report.done(f"{calls} calls; {said}")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import torch
 from bench.cases.attention import CLIPPED, Case, choose
 from bench.cases.methods import METHODS, OF_OURS, OURS
 from bench.measure import timing
+from bench.report.text import table as text_table
 from bench.verbs import speed
 
 from .checks import launched
@@ -171,37 +172,21 @@ def _compile(case: Case) -> str:
 
 
 def table_of(rows: Sequence[dict[str, Any]], width: int) -> str:
-    """A line for each case of a width, as Markdown: times, TFLOP/s as FlashAttention counts them, their share of the measured
+    """A line for each case and direction of a width: time, TFLOP/s as FlashAttention counts them, their share of the measured
     peak of matrix products, and how many times as long ours takes as the lower bounds."""
-    lines = [
-        [
-            "case",
-            *(
-                f"{direction}: {name}"
-                for direction in ("forward", "backward")
-                for name in ("ms (p20-p80)", "TFLOP/s", "of peak", *(f"/ {bound}" for bound in OURS_AND_BOUNDS[1:]))
-            ),
-        ]
-    ]
-    lines.append(["---"] * len(lines[0]))
-    of_width = [row for row in rows if row["head_dim"] == width and row["verb"] == "speed"]
-    for case in dict.fromkeys(row["case"] for row in of_width):
-        cells = [case]
-        for direction in ("forward", "backward"):
-            times = {
-                row["method"]: row
-                for row in of_width
-                if (row["case"], row["direction"]) == (case, direction) and row.get("p50_ms")
-            }
-            if OURS not in times:
-                cells += ["-"] * 6
-                continue
-            ours = {name: float(times[OURS][name]) for name in ("p20_ms", "p50_ms", "p80_ms", "tflops")}
-            share = times[OURS].get("of_peak")
-            cells += [f"{ours['p50_ms']:.3g} ({ours['p20_ms']:.3g}-{ours['p80_ms']:.3g})", f"{ours['tflops']:.0f}"]
-            cells += [f"{float(share):.0%}" if share else "-"]
-            cells += [
-                f"{ours['p50_ms'] / float(times[name]['p50_ms']):.2f}" if name in times else "-" for name in OURS_AND_BOUNDS[1:]
-            ]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(lines) > 2 else ""
+    times = {
+        (row["case"], row["direction"], row["method"]): row
+        for row in rows
+        if (row["verb"], row["head_dim"]) == ("speed", width) and row.get("p50_ms")
+    }
+    body = []
+    for (case, direction, method), row in times.items():
+        if method == OURS:
+            milliseconds = [float(row[f"p{percent}_ms"]) for percent in (50, 20, 80)]
+            bounds = [times.get((case, direction, bound)) for bound in OURS_AND_BOUNDS[1:]]
+            ratios = [f"{milliseconds[0] / float(bound['p50_ms']):.2f}" if bound else "-" for bound in bounds]
+            share = f"{float(row['of_peak']):.0%}" if row.get("of_peak") else "-"
+            shown = "{:.3g} ({:.3g}-{:.3g})".format(*milliseconds)
+            body.append((case, direction, shown, f"{float(row['tflops']):.0f}", share, *ratios))
+    head = ("case", "direction", "ms (p20-p80)", "TFLOP/s", "of peak", *(f"by {bound}" for bound in OURS_AND_BOUNDS[1:]))
+    return text_table(head, body) if body else ""

@@ -211,7 +211,7 @@ def test_seconds(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
     failing.add("smoke")
     run.run_all()
     assert tuple(given)[:3] == ("smoke", "diagnosis", "repeats") and "questions" not in given
-    assert given["diagnosis"] == pytest.approx(gpu.FOR_DIAGNOSIS, abs=1)
+    assert given["diagnosis"] >= gpu.FOR_DIAGNOSIS - 1
 
 
 def test_what_is_wrong_is_not_timed(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_counters() -> None:
 
 
 def test_table() -> None:
-    """Ours, and how many times as long it takes as the lower bounds; what was not timed is a dash."""
+    """Ours, and how many times as long it takes as the lower bounds; a dash if one was not timed."""
 
     def row(method: str, direction: str, milliseconds: float) -> dict[str, Any]:
         times = {f"p{percent}_ms": milliseconds for percent in (20, 50, 80)}
@@ -308,8 +308,8 @@ def test_table() -> None:
         row("plain", "forward", 2.0),
         row("plain", "backward", 2.0),
     ]
-    line = table_of(rows, 64).splitlines()[-1]
-    assert line == "| a | 3 (3-3) | 100 | 12% | 1.50 | - | - | - | - | - | - | - | - |"
+    lines = table_of(rows, 64).splitlines()
+    assert lines[-1].split() == ["a", "forward", "3", "(3-3)", "100", "12%", "1.50", "-", "-"]
     assert table_of(rows, 128) == ""
 
 
