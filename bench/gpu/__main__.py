@@ -212,7 +212,9 @@ class Run:
 
     def judge_kernels(self) -> None:
         """What was timed has to have been checked, in this run or in one before it."""
-        if unchecked := self.state.unchecked():
+        if not self.state.has_checks:
+            self.say("no kernel was checked: smoke and correctness do that")
+        elif unchecked := self.state.unchecked():
             outcome = Outcome("timed kernels", rows=1, failed=1, is_done=True)
             outcome.errors = [f"timed but not checked: {', '.join(unchecked)}"[:300]]
             self.outcomes.append(outcome)

@@ -83,6 +83,10 @@ class State:
         """Remember compiled kernels, by name and key, that were "checked" or "timed"."""
         self._append(f"{role}.txt", kernels)
 
+    @property
+    def has_checks(self) -> bool:
+        return bool(self._lines("checked.txt"))
+
     def unchecked(self) -> list[str]:
         """Return kernels that were timed, and no check has run."""
         return sorted(self._lines("timed.txt") - self._lines("checked.txt"))
