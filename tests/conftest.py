@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.witnesses import read_witnesses
+from triton_relattn._blockwise.frame import Buffers
 
 TESTS = Path(__file__).parent
 SEED_OFFSET = "TRITON_RELATTN_SEED_OFFSET"
@@ -156,4 +157,5 @@ def poisoned_memory() -> Iterator[None]:
         ):
             for name in names:
                 patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        patch.setattr(Buffers, "__call__", poisoned(Buffers.__call__))
         yield

@@ -208,6 +208,24 @@ def test_error_rule(dtype: torch.dtype, sharp: int, fast: bool, monkeypatch: pyt
             within(f"{name}, rounded once", (each[0].double() - each[1]).abs(), rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scale_of_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by position alone: torch's products by 0 in 16 bits do not write their result on some processors."""
+    monkeypatch.setattr(products, "fast_dtypes", lambda: {torch.bfloat16, torch.float16})
+    monkeypatch.setattr(products, "FEWEST_PRODUCTS", 0)
+    case = Case((12, 12), width=64, value_width=64)
+    given = tensors(case, dtype)
+    every = (
+        results(attend, case, each, implementation=name, scale=0.0)
+        for each, name in ((given, "blockwise"), (tuple(each.double() for each in given), "reference"), (given, "reference"))
+    )
+    for name, *each in zip(NAMES, *every, strict=True):
+        if each[1].any():
+            assert_within_budget(name, *each, factor=2 if name == "out" else 3)
+        else:
+            assert not each[0].any(), name
+
+
 def test_interpolation_is_that_of_the_models() -> None:
     """By the same function of torch."""
     table = torch.randn(7, 3, dtype=torch.float64)

@@ -63,6 +63,20 @@ def test_error_rule(case: str, dtype: torch.dtype, sharp: bool, fast: list[torch
             assert_table_gradient(f"d_{table}", results[f"d_{table}"], inputs, table=table, **with_keep(inputs, arguments))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("scale", "rel_scale"), [(0.0, 0.125), (0.125, 0.0), (0.0, 0.0)])
+def test_scale_of_zero(scale: float, rel_scale: float, dtype: torch.dtype, fast: list[torch.Tensor]) -> None:
+    """Attention by position, by content or by a bias alone: torch's products by 0 in 16 bits do not write their result."""
+    inputs = make_inputs(1, 2, 96, 96, 64, num_rows=129, rel_bias=True, rel_p2c=True, dtype=dtype, seed=7)
+    arguments: dict[str, Any] = {"scale": scale, "rel_scale": rel_scale}
+    golden, reference = unlucky_reference(inputs, **arguments)
+    for name, result in results_of("blockwise", inputs, **arguments).items():
+        if golden[name].any():
+            assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
+        else:
+            assert not result.any(), name
+
+
 @pytest.mark.parametrize("case", ERROR_CASES)
 def test_forward_alone(case: str, fast: list[torch.Tensor], block_size: None, request: pytest.FixtureRequest) -> None:
     """Nothing is kept for a backward, and terms of tables may be rounded: out and lse within twice the error of plain torch."""

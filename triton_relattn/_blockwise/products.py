@@ -56,6 +56,14 @@ def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     return compute_dtype(query.dtype)
 
 
+def fill_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Compute out = scale * left @ right, whatever is in out, and return it.
+
+    torch's baddbmm with alpha = beta = 0 does not write its result in 16 bits on some processors (torch 2.13, AVX512-BF16).
+    """
+    return out.baddbmm_(left, right, beta=0, alpha=scale) if scale else out.zero_()
+
+
 def multiply(
     buffers: Buffers, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0, beta: int = 0
 ) -> torch.Tensor:
@@ -68,7 +76,10 @@ def multiply(
     """
     shape = (left.shape[0], left.shape[1], right.shape[2])
     if out.dtype == left.dtype and out.is_contiguous():
-        out.view(shape).baddbmm_(left, right, beta=beta, alpha=scale)
+        if beta:
+            out.view(shape).baddbmm_(left, right, alpha=scale)
+        else:
+            fill_product(out.view(shape), left, right, scale)
         return out
-    product = buffers("product", shape, left.dtype).baddbmm_(left, right, beta=0, alpha=scale).view(out.shape)
+    product = fill_product(buffers("product", shape, left.dtype), left, right, scale).view(out.shape)
     return out.add_(product) if beta else out.copy_(product)
