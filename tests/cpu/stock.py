@@ -6,9 +6,12 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+import triton_relattn
 
 
 def heads_of(states: torch.Tensor, heads: int) -> torch.Tensor:
@@ -280,3 +283,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.attention(self.norm(x))
+
+
+def refusal(model: nn.Module) -> str:
+    """Return why nothing of a model is enabled, in one line."""
+    with pytest.raises(RuntimeError, match="was enabled, and it is as it was") as caught:
+        triton_relattn.enable(model)
+    return " ".join(str(caught.value).split())

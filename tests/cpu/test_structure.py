@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import triton_relattn
 from tests.cpu import stock
 from tests.cpu.models import is_square, operators_dropout
+from tests.cpu.stock import refusal
 from triton_relattn import __main__ as command
 from triton_relattn import disable, enable
 from triton_relattn._core.within import assert_near
@@ -180,10 +181,9 @@ def test_dropout_is_the_stock_module_s(name: str) -> None:
 def test_other_terms_are_left_alone(name: str) -> None:
     module = DIFFERENT[name]()
     before = type(module)
-    report = enable(nn.ModuleDict({"inner": module}))
-    assert dict(report) == {} and type(module) is before
-    assert "it computes something else" in report.left["inner"] and "differs by" in report.left["inner"]
-    assert "left as they were" in str(report) and before.__name__ in str(report)
+    said = refusal(nn.ModuleDict({"inner": module}))
+    assert type(module) is before and before.__name__ in said
+    assert "left as they were: inner (" in said and "it computes something else" in said and "differs by" in said
 
 
 def test_what_a_user_changes_later_makes_calls_the_stock_class_s() -> None:
@@ -213,7 +213,7 @@ def test_a_forward_that_counts_its_calls_is_left_alone() -> None:
             self.calls += 1
             return super().forward(x, mask)
 
-    assert "its forward changes calls" in enable(Counting()).left[""]
+    assert "its forward changes calls" in refusal(Counting())
 
 
 def test_weights_that_the_forward_drops_by_itself() -> None:
@@ -225,15 +225,26 @@ def test_weights_that_the_forward_drops_by_itself() -> None:
 
     module = stock.ConformerAttention()
     module.dropout = Functional()  # type: ignore[assignment]
-    report = enable(module)
-    assert "drops weights with p = [0.3], ours with p = 0" in report.left[""]
+    assert "drops weights with p = [0.3], ours with p = 0" in refusal(module)
 
 
 def test_recognised_and_not_replaced() -> None:
-    shared, window = stock.SharedBucketAttention(), stock.WindowAttention()
-    report = enable(nn.ModuleDict({"t5": shared, "swin": window}))
-    assert dict(report) == {}
-    assert "tables.t5_buckets" in report.left["t5"] and "scaled_dot_product_attention" in report.left["swin"]
+    """An error if all of it was refused, a warning on the caller's line if some was, nothing to be read if none was."""
+    refused = {"t5": stock.SharedBucketAttention(), "swin": stock.WindowAttention()}
+    said = refusal(nn.ModuleDict(refused))
+    assert "tables.t5_buckets" in said and "scaled_dot_product_attention" in said
+    model = nn.ModuleDict({**refused, "shaw": stock.ShawAttention()})
+    for enabled in ({"shaw": "ShawAttention"}, {}):  # what was enabled before is no error
+        with pytest.warns(UserWarning, match="enable left 2 of [23] modules .* as they were; print") as caught:
+            report = enable(model)
+        assert dict(report) == enabled and set(report.left) == set(refused) and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = enable(stock.ShawAttention())
+    with pytest.raises(TypeError, match="changes the model in place"):
+        report(torch.zeros(1))
+    with pytest.raises(AttributeError, match=r"no 'eval'.* changes the model in place"):
+        report.eval()
 
 
 def test_calls_that_were_not_proven_are_the_stock_class_s() -> None:
@@ -445,9 +456,9 @@ def test_other_results_are_left_alone() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
             return {"out": super().forward(x, mask)}
 
-    assert "it returns a tuple of tensor, tensor, ours a tensor" in enable(WithWeights()).left[""]
-    assert "its forward returns a list" in enable(InList()).left[""]
-    assert "its forward returns a dict" in enable(InDict()).left[""]
+    assert "it returns a tuple of tensor, tensor, ours a tensor" in refusal(WithWeights())
+    assert "its forward returns a list" in refusal(InList())
+    assert "its forward returns a dict" in refusal(InDict())
 
 
 def test_a_mask_that_is_trained_is_the_stock_class_s() -> None:
@@ -470,7 +481,7 @@ def test_a_buffer_without_an_effect_is_noticed() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             return super().forward(x, mask) * self.gate  # type: ignore[operator]
 
-    assert "differs by" in enable(Gated()).left[""]
+    assert "differs by" in refusal(Gated())
 
     class NotUsed(stock.ShawAttention):
         def __init__(self) -> None:
@@ -487,7 +498,7 @@ def test_what_differs_in_float32_alone_is_noticed() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             return super().forward(x, mask) * (1.1 if x.dtype == torch.float32 else 1.0)
 
-    assert "in float32: the output differs by" in enable(Rounding()).left[""]
+    assert "in float32: the output differs by" in refusal(Rounding())
 
 
 def test_a_dropout_behind_the_projection() -> None:
@@ -526,10 +537,10 @@ def test_scripted_modules_are_passed_by() -> None:
 def test_hooks_that_replace_the_forward_and_shards() -> None:
     module = stock.ShawAttention()
     module.forward = module.forward  # type: ignore[method-assign]
-    assert "a forward of its own" in enable(module).left[""]
+    assert "a forward of its own" in refusal(module)
     sharded = stock.GridAttention()
     sharded.rel_pos_h.device_mesh = "of a DTensor"  # type: ignore[attr-defined]
-    assert "sharded" in enable(sharded).left[""]
+    assert "sharded" in refusal(sharded)
 
 
 def test_compiled() -> None:
@@ -634,8 +645,8 @@ def test_every_sample_tells_something() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             return super().forward(x.detach(), mask)
 
-    assert "differs by" in enable(FarAway(furthest=9)).left[""]
-    assert "the gradient of x" in enable(NoGradient()).left[""]
+    assert "differs by" in refusal(FarAway(furthest=9))
+    assert "the gradient of x" in refusal(NoGradient())
 
 
 def test_copies_for_proofs_are_bare() -> None:

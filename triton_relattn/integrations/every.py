@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "fairseq2", "x_tra
 
 
 def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
-    """Let the relative attention in any torch model run on the operator, where it is proven to compute the same.
+    """Let the relative attention in any torch model run on the operator, where it is proven to compute the same. The model is
+    changed in place.
 
     It is found in two ways. By its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain, fairseq2 and
     x-transformers. By its structure, in any other module: the names and shapes of its parameters and children, and the
@@ -44,7 +46,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
     Returns:
         A dict of the replaced modules: their names and those of their classes; empty if all were replaced before. It prints as
         a table with what each one computes, the difference in its proof and the memory of a layer. ``rows`` has the same as
-        numbers, ``left`` the modules that were recognised and not replaced, with the reason.
+        numbers, ``left`` the modules that were recognised and not replaced, with the reason; if there are any, a warning says so.
 
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
     an enabled model are enabled, if the source of the class is still the same when they are loaded.
@@ -56,6 +58,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
 
     Raises:
         ValueError: nothing in model has relative attention of these kinds.
+        RuntimeError: all modules that have it were refused; the message has the reasons.
         TypeError: model is no module and holds none.
 
     Example:
@@ -76,7 +79,15 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
             f"{type(model).__name__} has no relative attention that triton_relattn knows: neither a class of "
             f"{', '.join(LIBRARIES)} nor a module of the kinds that help(triton_relattn.enable) lists"
         )
-    return Report(rows, lengths)
+    report = Report(rows, lengths)
+    if report.left and not report and not enabled_before:
+        raise RuntimeError(f"no module of {type(model).__name__} was enabled, and it is as it was. {report}")
+    if report.left:
+        count = f"{len(report.left)} of {len(rows)} modules with relative attention"
+        warnings.warn(
+            f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=2
+        )
+    return report
 
 
 def disable(model: Any) -> dict[str, str]:

@@ -225,12 +225,17 @@ def _versions(source: Source) -> str:
 def _refusal(source: Source, reason: str, skip: bool = True) -> str:
     """Say why a model is not enabled, and what may be done; skip: whether prove=False is of use."""
     library, versions = _library(source), known.versions(source.stock)
+    ours = source.ours.removeprefix(f"{__package__}.").partition(".")[0]
     install = f'Install a version that is known: pip install "{library}=={versions[-1]}". ' if versions else ""
     return (
         f"{source.title} was not enabled, and the model is as it was: {library} {known.installed_version(source.stock)} has "
         f"other source files than the versions that are known ({_versions(source)}), and ours do not fit it. "
         f"{reason}. {install}Please report it"
-        + ("; enable(model, prove=False) skips the comparison, at your own risk" if skip else "")
+        + (
+            f"; triton_relattn.integrations.{ours}.enable(model, prove=False) skips the comparison, at your own risk"
+            if skip
+            else ""
+        )
     )
 
 

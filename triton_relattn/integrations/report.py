@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIBRARY, STRUCTURE = "library", "structure"
+IN_PLACE = "enable changes the model in place and returns a report of it; use the model itself"
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,26 @@ class Report(dict[str, str]):
         """The modules that stay stock, and why."""
         return {each.name: each.reason for each in self.rows if each.reason}
 
+    def reasons(self) -> list[str]:
+        """Return a text for each group of modules that stay stock."""
+        left = _grouped([each for each in self.rows if each.reason])
+        return [f"{names} ({row.stock}, {row.kind}): {row.reason}" for names, row in left]
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(IN_PLACE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a report has no {name!r}: {IN_PLACE}")
+
     def __str__(self) -> str:
         head = ["module", "kind", "found by", "difference", *(f"memory at {length:,}" for length in self.lengths)]
         body = [_line(names, row) for names, row in _grouped([each for each in self.rows if not each.reason])]
         lines = _table([head, *body]) if body else []
         if any(each.memory for each in self.rows):
             lines += ["", *textwrap.wrap(MEMORY, 118)]
-        left = _grouped([each for each in self.rows if each.reason])
-        if left:
+        if reasons := self.reasons():
             lines += ["", "left as they were:"] if lines else ["left as they were:"]
-            for names, row in left:
-                text = f"{names} ({row.stock}, {row.kind}): {row.reason}"
+            for text in reasons:
                 lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
         return "\n".join(lines) or "all relative attention was enabled before"
 
