@@ -12,6 +12,7 @@ host      CPU time of a call, without a GPU
 context   how long attention over several GPUs takes, by a model
 predictions  what the model says of calls on a GPU: bench/predictions.csv
 plot      figures, from CSV files alone
+readme    README's figure, table and claims, from the committed rows
 verify    run the correctness tests
 """
 
@@ -35,6 +36,7 @@ VERBS = {
     "context": "verbs.context",
     "predictions": "predictions",
     "plot": "verbs.plot",
+    "readme": "verbs.readme",
     "verify": "verbs.verify",
 }
 """Verb -> its module, which has add_arguments(parser) and run(options)."""

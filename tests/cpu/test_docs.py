@@ -7,7 +7,6 @@ import doctest
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from bench.cases.methods import OURS
 from bench.report.rows import read
-from bench.report.text import short_bytes
+from bench.verbs import readme
 from tools.cycles.machine import MACHINES
 from tools.cycles.predict import SCORES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
@@ -288,7 +287,6 @@ def test_expected_times_on_an_a100() -> None:
 
 
 RESULTS = ROOT / "bench" / "results" / "cpu"
-DENSE = ("shaw_gather", "gather", "skewing", "dense_bias")
 
 
 def measured(file: str, direction: str, column: str) -> dict[int, dict[str, float]]:
@@ -300,34 +298,9 @@ def measured(file: str, direction: str, column: str) -> dict[int, dict[str, floa
     return found
 
 
-def from_to(values: Iterable[float]) -> str:
-    """The smallest and the largest of some ratios."""
-    low, high = min(values := list(values)), max(values)
-    return f"{low:.1f} to {high:.1f}"
-
-
-def claims() -> list[str]:
-    """What README says of memory and speed, made of the rows."""
-    memory = measured("memory.csv", "forward+backward", "peak_bytes")[8192]
-    best = min(memory[method] for method in DENSE if method in memory)
-    said = [f"takes {short_bytes(memory[OURS])} at length 8,192, where the leanest dense method takes {short_bytes(best)}"]
-    faster, slower = [], []
-    for direction in ("forward", "forward+backward"):
-        times = {length: each for length, each in measured("speed.csv", direction, "p50_ms").items() if length <= 8192}
-        faster.append(from_to(min(each[m] for m in DENSE if m in each) / each[OURS] for each in times.values()))
-        slower.append(from_to(each[OURS] / each["sdpa"] for each in times.values()))
-    said.append(f"the forward is {faster[0]} times as fast as the fastest dense method, with the backward {faster[1]} times")
-    said.append(
-        f"It takes {slower[0]} times as long as `scaled_dot_product_attention` without any term, with the backward {slower[1]}"
-    )
-    return said
-
-
 def test_readme_figures() -> None:
-    text = " ".join(README.split())
-    assert not [claim for claim in claims() if claim not in text]
-    threads = {row["threads"] for name in ("speed.csv", "memory.csv", "huang.csv") for row in read(RESULTS / name)}
-    assert threads == {"2"} and "two threads" in text
+    """README's claims are those of the rows, all lengths among them."""
+    assert readme.BEGIN + readme.text() + readme.END in README
 
 
 OF_THE_PAPER = {650: ("108 + 1.7", "0.17 + 1.7"), 2048: ("1,100 + 16", "0.52 + 16"), 3500: ("3,100 + 49", "0.90 + 49")}
@@ -338,10 +311,10 @@ def test_the_table_of_huang() -> None:
     """The paper's figures, beside the bytes of a row for each distance to the past, and the peak above plain attention's."""
     peaks = measured("huang.csv", "forward", "peak_bytes")
     assert set(peaks) == set(OF_THE_PAPER)
-    readme, benchmarks = ([cells_of(line) for line in page.splitlines()] for page in (README, BENCHMARKS))
+    benchmarks = [cells_of(line) for line in BENCHMARKS.splitlines()]
     for length, each in peaks.items():
         ours = f"{length * 64 * 4 / 1e6:.2f} + {(each[OURS] - each['plain']) / 1e6:.1f}"
-        assert [f"{length:,}", *OF_THE_PAPER[length], ours] in readme, ours
+        assert [f"{length:,}", *OF_THE_PAPER[length], ours] in benchmarks, ours
         row = [f"{length:,}", *(f"{each[method] / 1e6:,.1f}" for method in ("shaw_gather", "skewing", OURS, "plain"))]
         assert row in benchmarks, row
 

@@ -1,0 +1,129 @@
+"""README's figure, table and claims, made of the rows in bench/results/cpu and of nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..cases.methods import OURS
+from ..report.figures import INK, MUTED, draw_panel
+from ..report.rows import ROOT, read
+from ..report.summary import DENSE
+from ..report.text import short_bytes, short_time
+
+RESULTS, FIGURE = ROOT / "bench" / "results" / "cpu", "first.png"
+BEGIN, END = "<!-- begin: python -m bench readme -->\n", "<!-- end -->\n"
+LENGTH = 8192
+NAMES = {OURS: "triton_relattn", "dense": "best dense PyTorch", "sdpa": "SDPA without positions"}
+LOOKS: dict[str, dict[str, Any]] = {
+    OURS: {"color": "#d1495b", "marker": "o", "linewidth": 2.8},
+    "dense": {"color": "#0b3954", "marker": "s"},
+    "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
+}
+Measured = dict[int, dict[str, float]]
+
+
+def measured(file: str, direction: str, column: str) -> Measured:
+    """Return, by length, a column of our rows, of SDPA without positions and of the best dense method, "dense"."""
+    found: Measured = {}
+    for row in read(RESULTS / file):
+        if row["direction"] == direction and row["status"] == "ok":
+            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row[column])
+    for each in found.values():
+        if dense := [each[method] for method in DENSE if method in each]:
+            each["dense"] = min(dense)
+    return found
+
+
+def ratios(times: Measured, method: str, of: str) -> str:
+    """The smallest and the largest of a ratio over all lengths that have it."""
+    every = [each[method] / each[of] for each in times.values() if method in each and of in each]
+    return f"{min(every):.1f} to {max(every):.1f}"
+
+
+def speedups_of_models(length: int) -> list[float]:
+    """How many times as fast models of transformers are as the fastest of their stock ways, one sequence."""
+    times: dict[str, dict[str, float]] = {}
+    for row in read(RESULTS / "models.csv"):
+        wanted = (row["direction"], int(row["seqlen"]), row["batch"], row["status"]) == ("forward+backward", length, "1", "ok")
+        if wanted and row["p50_ms"]:
+            times.setdefault(row["case"], {})[row["method"]] = float(row["p50_ms"])
+    return [min(t for method, t in each.items() if method != OURS) / each[OURS] for each in times.values() if len(each) > 1]
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def text() -> str:
+    """The part of README between BEGIN and END."""
+    memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
+    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in ("forward", "forward+backward"))
+    lines = [f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})", ""]
+    lines += [f"| one attention call, {LENGTH:,} tokens, forward + backward | memory | time |", "|---|---|---|"]
+    for method, name in NAMES.items():
+        bold = "**" * (method == OURS)
+        cells = f"{bold}{short_bytes(memory[method])}{bold} | {bold}{short_time(both[LENGTH][method])}{bold}"
+        lines.append(f"| {name}{' (lower bound)' * (method == 'sdpa')} | {cells} |")
+    row = next(row for row in read(RESULTS / "speed.csv") if row["status"] == "ok")
+    device, torch = row["device"].removeprefix("CPU, "), row["torch"].split("+")[0]
+    longest_dense = max(length for length in both if "dense" in both[length])
+    short, long = speedups_of_models(512), speedups_of_models(2048)
+    what = (
+        f"Measured on {row['threads']} threads of a CPU ({device}, torch {torch}), 8 heads of {row['head_dim']}, float32. "
+        f"From {min(both)} to {longest_dense:,} tokens {ratios(both, 'dense', OURS)} times as fast as the fastest dense method "
+        f"(forward alone {ratios(forward, 'dense', OURS)}); from {min(both)} to {max(both):,} it takes "
+        f"{ratios(both, OURS, 'sdpa')} times as long as attention without positions (forward {ratios(forward, OURS, 'sdpa')}). "
+        f"A whole model of transformers is {geometric_mean(long):.2f} times as fast as stock with 2,048 tokens, and "
+        f"{geometric_mean(short):.2f} times with 512 (geometric means of {len(short)} models, one sequence). "
+        "[All figures](docs/benchmarks.md)."
+    )
+    return "\n".join([*lines, "", *textwrap.wrap(what, 80, break_on_hyphens=False), ""])
+
+
+def draw(path: Path) -> None:
+    """Memory and time side by side, with the methods' names at the ends of their lines."""
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({"font.size": 10.5, "font.family": "DejaVu Sans", "text.color": INK}):
+        figure, axes = plt.subplots(1, 2, figsize=(11.5, 3.9))
+        for axis, quantity, title, found in (
+            (axes[0], "bytes", "Peak memory", measured("memory.csv", "forward+backward", "peak_bytes")),
+            (axes[1], "time", "Time", measured("speed.csv", "forward+backward", "p50_ms")),
+        ):
+            points = {m: [(n, each[m]) for n, each in sorted(found.items()) if m in each] for m in NAMES}
+            draw_panel(axis, points, LOOKS, quantity, f"{title}, forward + backward")
+            _name_lines(axis, points)
+        figure.tight_layout(w_pad=8)
+        figure.savefig(path, dpi=120, facecolor="white", bbox_inches="tight")
+        plt.close(figure)
+
+
+def _name_lines(axis: Any, points: Mapping[str, list[tuple[int, float]]]) -> None:
+    for method, values in points.items():
+        aside = {"xytext": (-10, 4), "ha": "right"} if method == "dense" else {"xytext": (8, 5 if method == OURS else -6)}
+        look = {"color": LOOKS[method]["color"], "fontsize": 9.5, "fontweight": "bold" if method == OURS else None}
+        axis.annotate(NAMES[method], values[-1], textcoords="offset points", va="center", **aside, **look)
+    axis.tick_params(colors=MUTED)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page to write into (README.md)")
+    parser.add_argument("--figure", type=Path, default=RESULTS / FIGURE, help="figure to draw (bench/results/cpu/first.png)")
+
+
+def run(options: argparse.Namespace) -> int:
+    page = options.readme.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        print(f"{options.readme} has no lines {BEGIN.strip()} and {END.strip()}")
+        return 2
+    options.readme.write_text(before + BEGIN + text() + END + after)
+    draw(options.figure)
+    print(f"{options.readme}, {options.figure}")
+    return 0
