@@ -19,5 +19,6 @@ for job in "${jobs[@]}"; do
 done
 [ "$failed" = 0 ]
 mkdir -p .gpu
+echo "$(git rev-parse --short=12 HEAD)$(git status --porcelain | sed -n "1s/.*/+/p")" >.gpu/commit # for a machine without git
 tar cJf .gpu/kernels.tar.xz -C "$TRITON_CACHE_DIR" .
 echo "$(find "$TRITON_CACHE_DIR" -name '*.cubin' | wc -l) kernels, $(du -h .gpu/kernels.tar.xz | cut -f1)"

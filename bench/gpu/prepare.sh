@@ -5,6 +5,7 @@ export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1
 export RELATTN_STATE=${RELATTN_STATE:-/tmp/relattn-gpu}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/relattn-cache} TRITON_STORE_BINARY_ONLY=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/relattn-inductor}
+[ -f .gpu/commit ] && [ ! -e .git ] && export RELATTN_COMMIT=$(cat .gpu/commit)
 if [ ! -d "$TRITON_CACHE_DIR" ]; then
     mkdir -p "$TRITON_CACHE_DIR"
     [ -f .gpu/kernels.tar.xz ] && tar xJf .gpu/kernels.tar.xz -C "$TRITON_CACHE_DIR"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the code that is measured, with a "+" if files differ from it."""
-    return output_of("git", "rev-parse", "--short=12", "HEAD") + "+" * bool(output_of("git", "status", "--porcelain"))
+    """Return the commit of the code that is measured, with a "+" if files differ from it; RELATTN_COMMIT says it of a copy."""
+    found = output_of("git", "rev-parse", "--short=12", "HEAD") + "+" * bool(output_of("git", "status", "--porcelain"))
+    return found or os.environ.get("RELATTN_COMMIT", "")
 
 
 def device_name(device: str) -> str:
