@@ -9,8 +9,8 @@ import torch
 from . import _implementations
 from ._core import validation
 from ._core.arguments import Arguments, Terms
-from ._core.doubts import refuse_unknown
 from ._core.dropout import draw_seed
+from ._core.names import refuse_unknown
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._jagged import attend_jagged, is_jagged
 from ._operators import ops
@@ -207,7 +207,7 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
-    refuse_unknown("fused_relative_attention", unknown)
+    refuse_unknown(fused_relative_attention, unknown)
     if is_jagged(query):
         options = {
             "rel_query": rel_query,
@@ -355,7 +355,7 @@ def fused_relative_attention_varlen(
         >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
         torch.Size([12, 2, 16])
     """
-    refuse_unknown("fused_relative_attention_varlen", unknown)
+    refuse_unknown(fused_relative_attention_varlen, unknown)
     arguments = Arguments(
         query,
         key,

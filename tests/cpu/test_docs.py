@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import doctest
+import inspect
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tools.cycles.machine import MACHINES
 from tools.cycles.predict import SCORES
 from triton_relattn import can_run_triton, functional, fused_relative_attention, grids, kernels, merging, positions, tables
 from triton_relattn.__main__ import main
+from triton_relattn._core.names import NOT_NEEDED, OTHER_NAMES
 from triton_relattn._implementations import IMPLEMENTATIONS
 from triton_relattn._implementations.kernels import MAX_TRITON_WIDTH, TRITON_DTYPES
 from triton_relattn.integrations import every
@@ -196,6 +198,14 @@ def test_tables_have_the_columns_of_their_headings() -> None:
             lines = block.splitlines()
             widths = {len(re.sub(r"`[^`]*`", "", line).strip().strip("|").split("|")) for line in lines[1:]}
             assert len(widths) == 1, (page.name, lines[0])
+
+
+def test_errors_know_the_names_of_other_libraries() -> None:
+    """An error names what each argument in the table of docs/migrate.md is called here, if it has another name."""
+    lines = [line for line in (ROOT / "docs" / "migrate.md").read_text().splitlines() if line.startswith("| ")]
+    spans = [span for line in lines[1:] for cell in cells_of(line)[2:] for span in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)]
+    known = {*OTHER_NAMES, *NOT_NEEDED, *inspect.signature(fused_relative_attention).parameters}
+    assert len(set(spans)) > 10 and set(spans) <= known
 
 
 def test_costs_are_those_of_the_budgets() -> None:

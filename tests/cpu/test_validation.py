@@ -335,21 +335,39 @@ def test_an_error_names_the_cure(case: str, no_launch: None) -> None:
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("causal", "is_causal"),
-        ("softmax_scale", "scale"),
-        ("mask", "attn_mask"),
-        ("dropout", "dropout_p"),
-        ("key_padding_mask", "key_len"),
+        ("causal", "here it is is_causal"),
+        ("softmax_scale", "here it is scale"),
+        ("mask", "here it is attn_mask"),
+        ("dropout", "here it is dropout_p"),
+        ("key_padding_mask", "here it is key_len"),
+        ("alibi_slopes", "here it is rel_bias=tables.alibi_bias"),
+        ("cu_seqlens", "here it is cu_seqlens_q and cu_seqlens_k of fused_relative_attention_varlen"),
+        ("cu_seqlens_q", "fused_relative_attention_varlen has it"),
+        ("position_bias", "here it is rel_bias"),
+        ("pos_bias_u", "here it is an argument of tables.fold_transformer_xl"),
+        ("att_context_size", "here it is window_size"),
+        ("deterministic", "there is none here: results always repeat"),
+        ("block_table", "there is none here: a paged cache"),
+        ("return_softmax", "here it is return_lse"),
+        ("is_causl", "did you mean 'is_causal'?"),
+        ("rel_keys", "did you mean 'rel_key'?"),
     ],
 )
 def test_names_of_other_libraries(name: str, here: str) -> None:
-    with pytest.raises(TypeError, match=rf"fused_relative_attention\(\) got an .* '{name}'; here it is {here}"):
+    with pytest.raises(TypeError, match=rf"fused_relative_attention\(\) got an unexpected .* '{name}'; {re.escape(here)}"):
         call(**{name: None})
-    with pytest.raises(TypeError, match=r"fused_relative_attention_varlen\(\) got an unexpected keyword argument 'attn_mask'$"):
-        q = zeros(3, 2, 8)
-        lengths = torch.tensor([0, 3])
-        packing = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 3, "max_seqlen_k": 3}
-        fused_relative_attention_varlen(q, q, q, **packing, attn_mask=None)  # type: ignore[call-overload]
+
+
+def test_names_that_mean_nothing_here() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        call(colour=None)
+
+
+def test_packed_calls_say_where_masks_are_taken() -> None:
+    with pytest.raises(TypeError, match=r"_varlen\(\) got .* 'attn_mask'; fused_relative_attention has it"):
+        call_varlen(attn_mask=None)
+    with pytest.raises(TypeError, match=r"_varlen\(\) got .* 'max_seqlen'; did you mean 'max_seqlen_"):
+        call_varlen(max_seqlen=3)
 
 
 def test_no_cure_is_named_that_is_none() -> None:

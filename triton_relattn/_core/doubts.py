@@ -8,7 +8,7 @@ short tables are clipped on purpose, as by Shaw et al., and a call with position
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -30,31 +30,6 @@ def _other_layout(packed: bool) -> str:
         return "query, key and value look like (heads, total, width); .transpose(0, 1) makes them (total, heads, width)"
     layout, wanted = "(batch, length, heads, width)", "(batch, heads, length, width)"
     return f"query, key and value look like {layout}; .transpose(1, 2) makes them {wanted}"
-
-
-OTHER_NAMES = {
-    "causal": "is_causal",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "mask": "attn_mask",
-    "attention_mask": "attn_mask",
-    "attn_bias": "attn_mask, which has no gradient, or rel_bias, a learned bias by distance",
-    "key_padding_mask": "key_lengths, or attn_mask=~key_padding_mask[:, None, None, :]",
-    "dropout": "dropout_p",
-    "logits_soft_cap": "softcap",
-    "is_gqa": "enable_gqa",
-    "score_mod": "none: the terms are rel_key, rel_bias, rel_p2c and rel_value",
-    "rel_pos": "rel_key",
-    "rel_pos_emb": "rel_key",
-}
-"""What arguments of other libraries are called here."""
-
-
-def refuse_unknown(function: str, names: Iterable[str]) -> None:
-    """Raise TypeError if a function was called with arguments that it does not have, with what they are called here."""
-    for name in names:
-        here = f"; here it is {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{here}")
 
 
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
