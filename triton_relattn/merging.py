@@ -29,7 +29,8 @@ def merge_attention(
 
     Args:
         out1, out2: (..., Nq, Dv).
-        lse1, lse2: (..., Nq), natural logarithm; -inf: no key was seen.
+        lse1, lse2: (..., Nq), natural logarithm. -inf: no key was seen. +inf (logits that overflowed): such a result has all of
+            the weight, and two of them have half each.
 
     Returns:
         out in the dtype of out1, and lse in that of lse1; computed in float32 (float64 for float64). A query that sees no key
@@ -69,7 +70,9 @@ def merged(outs: Pair, largest: Pair, log_sums: Pair, unit: float = 1.0) -> tupl
     tops = torch.stack(largest)
     top = tops.detach().amax(0)
     blind = top == -torch.inf
-    weights = ((tops - top.masked_fill(blind, 0)) * unit + torch.stack(log_sums)).exp()
+    # Of two infinite ones the difference is 0, not NaN.
+    behind = (tops - top.masked_fill(blind, 0)).masked_fill(tops == torch.inf, 0)
+    weights = (behind * unit + torch.stack(log_sums)).exp()
     total = weights.sum(0).masked_fill(blind, 1)
     shares = (weights / total).unsqueeze(-1)
     # A result without weight may be anything, even the NaN that other functions return for a query that sees nothing.

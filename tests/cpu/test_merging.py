@@ -61,6 +61,18 @@ def test_nan_that_has_no_weight() -> None:
     assert torch.equal(merged, out)
 
 
+def test_weights_that_overflowed() -> None:
+    """A result with lse = +inf has all of the weight; two of them share it, as two equal results of any lse do."""
+    out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    lse1 = torch.tensor([torch.inf, 0.5, torch.inf], requires_grad=True)
+    lse2 = torch.tensor([0.5, torch.inf, torch.inf], requires_grad=True)
+    out, lse = merge_attention(out1, lse1, out2, lse2)
+    assert torch.equal(out, torch.stack([out1[0], out2[1], (out1[2] + out2[2]) / 2]))
+    assert lse.tolist() == [torch.inf] * 3
+    for gradient in torch.autograd.grad(out.sum() + lse.sum(), (out1, out2, lse1, lse2)):
+        assert gradient.isfinite().all()
+
+
 def test_dtypes_and_shapes() -> None:
     out, lse = torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 3)
     merged = merge_attention(out, lse, out, lse)
