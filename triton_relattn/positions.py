@@ -36,10 +36,15 @@ class RelativePositions:
     """
 
     first: int
-    last: int
+    last: int = None  # type: ignore[assignment]  # left out, it gets an error that says what to write
     outside: Literal["clamp", "zero", "error"] = "clamp"
 
     def __post_init__(self) -> None:
+        if self.last is None:
+            raise TypeError(
+                "RelativePositions needs first and last, the relative positions of a table's first and last row; "
+                f"got {self.first!r} alone; RelativePositions.centred(num_rows) takes the number of rows"
+            )
         for name in ("first", "last"):
             value = getattr(self, name)
             if not isinstance(value, (int, torch.SymInt)):  # operator.index would fix the value of a symbolic one

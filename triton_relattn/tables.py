@@ -87,7 +87,7 @@ def t5_buckets(
         int64, the shape of relative_position, in [0, num_buckets).
 
     Raises:
-        TypeError: relative_position does not hold integers, or num_buckets or max_distance is not an integer.
+        TypeError: relative_position is no tensor of integers, or num_buckets or max_distance is not an integer.
         ValueError: too few buckets to have e >= 1, or max_distance <= e.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2019.
@@ -138,7 +138,7 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
         int64, the shape of relative_position.
 
     Raises:
-        TypeError: relative_position does not hold integers.
+        TypeError: relative_position is no tensor of integers.
         ValueError: bucket_size < 2, or max_position - 1 <= m.
 
     Source: He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2020, and its code.
@@ -321,6 +321,9 @@ def fold_transformer_xl(
 
 
 def _require_integers(relative_position: torch.Tensor) -> None:
+    if not isinstance(relative_position, torch.Tensor):
+        example = "torch.arange(-128, 129) for a table with rows for -128 to 128"
+        raise TypeError(f"relative_position must be a tensor of integers, as {example}, got {relative_position!r}")
     if relative_position.is_floating_point() or relative_position.is_complex() or relative_position.dtype == torch.bool:
         raise TypeError(f"relative_position must hold integers, got {relative_position.dtype}")
 

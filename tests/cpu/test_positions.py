@@ -67,6 +67,11 @@ def test_last_before_first() -> None:
         RelativePositions(3, -3)
 
 
+def test_one_number_alone() -> None:
+    with pytest.raises(TypeError, match=r"needs first and last.*got 129 alone; RelativePositions.centred\(num_rows\)"):
+        RelativePositions(129)
+
+
 def test_unknown_outside() -> None:
     with pytest.raises(ValueError, match="'wrap'"):
         RelativePositions(-3, 3, "wrap")  # type: ignore[arg-type]

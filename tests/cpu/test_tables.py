@@ -102,6 +102,9 @@ def test_t5_buckets_refuses() -> None:
     r = torch.arange(-3, 4)
     with pytest.raises(TypeError, match=r"integers, got torch\.float32"):
         tables.t5_buckets(r.float())
+    for buckets in (tables.t5_buckets, functools.partial(tables.deberta_log_buckets, bucket_size=16, max_position=64)):
+        with pytest.raises(TypeError, match=r"must be a tensor of integers, as torch\.arange\(-128, 129\).*got 128"):
+            buckets(128)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 4, got 3"):
         tables.t5_buckets(r, num_buckets=3)
     with pytest.raises(ValueError, match="at least 2, got 1"):
