@@ -224,4 +224,6 @@ def _check(
     for name, table in tuple(named.items())[3:]:
         if table.dim() != 2 or table.shape[0] < 1 or table.shape[1] != width:
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
-    return grid, key_grid, width**-0.5 if scale is None else check_number("scale", scale)
+    if scale is not None:
+        scale = check_number("scale", scale, learned="multiply key by it and pass scale=1.0; the terms are not scaled")
+    return grid, key_grid, width**-0.5 if scale is None else scale

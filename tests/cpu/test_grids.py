@@ -313,6 +313,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "learned scale": ({"scale": torch.nn.Parameter(torch.ones(()))}, "multiply key by it and pass scale=1.0"),
     "scale of text": ({"scale": "1"}, "scale must be a float, got '1'"),
     "scale of a tensor": ({"scale": torch.tensor(1.0)}, "scale must be a float, got a tensor"),
     "no dropout": ({"dropout_p": None}, "dropout_p must be a float, got None"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.cpu.oracle import assert_same
 from triton_relattn import (
     RelativePositions,
     can_run_triton,
@@ -230,6 +231,26 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "softcap_tiny": ({"softcap": 1e-46}, ValueError, ["softcap must be positive, got 1e-46"]),  # 0 in float32
     "softcap_inf": ({"softcap": math.inf}, ValueError, ["softcap must be finite, got inf"]),
     "scale_tensor": ({"scale": zeros(())}, TypeError, ["scale must be a float, got a tensor; .item() reads its value"]),
+    "scale_learned": (
+        {"scale": torch.nn.Parameter(zeros(()))},
+        TypeError,
+        ["scale must be a float and has no gradient", "multiply query by it, with rel_query and rel_p2c", "scale=1.0"],
+    ),
+    "scale_learned_with_rel_scale": (
+        {"scale": torch.nn.Parameter(zeros(())), "rel_scale": 1.0},
+        TypeError,
+        ["multiply query by it, pass the unscaled query as rel_query, and scale=1.0"],
+    ),
+    "rel_scale_learned": (
+        {"rel_scale": torch.nn.Parameter(zeros(()))},
+        TypeError,
+        ["rel_scale must be a float", "multiply rel_key and rel_p2c by it, and pass rel_scale=1.0"],
+    ),
+    "softcap_learned": (
+        {"softcap": torch.nn.Parameter(zeros(()))},
+        TypeError,
+        ["softcap must be a float and has no gradient", "train it with dense attention"],
+    ),
     "softcap_type": ({"softcap": True}, TypeError, ["softcap must be a float, got True"]),
     "window_int": ({"window_size": 3}, TypeError, ["window_size must be a pair (left, right), got 3"]),
     "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, ["window_size must be a pair", "(1, 2, 3)"]),
@@ -356,6 +377,23 @@ def test_an_error_names_the_cure(case: str, no_launch: None) -> None:
 def test_names_of_other_libraries(name: str, here: str) -> None:
     with pytest.raises(TypeError, match=rf"fused_relative_attention\(\) got an unexpected .* '{name}'; {re.escape(here)}"):
         call(**{name: None})
+
+
+def test_a_learned_scale_as_the_errors_say() -> None:
+    """A query, with what goes with it, times the scale is attention with that scale, and the scale gets its gradient."""
+    scale = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    inputs = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float64, seed=0)
+    query, key, value, table = inputs[:4]
+    other, p2c = query.flip(2), table.flip(0)
+    for given, learned in (
+        ({}, {}),
+        ({"rel_query": other, "rel_p2c": p2c}, {"rel_query": scale * other, "rel_p2c": scale * p2c}),
+        ({"rel_scale": 0.7, "rel_p2c": p2c}, {"rel_scale": 0.7, "rel_p2c": p2c, "rel_query": query}),
+    ):
+        expected: Any = fused_relative_attention(query, key, value, table, scale=0.3, **given)  # type: ignore[arg-type, call-overload]
+        out: Any = fused_relative_attention(scale * query, key, value, table, scale=1.0, **learned)  # type: ignore[arg-type, call-overload]
+        assert_same("out", out, expected)
+        assert torch.autograd.grad(out.sum(), scale)[0].abs() > 1e-6
 
 
 def test_names_that_mean_nothing_here() -> None:

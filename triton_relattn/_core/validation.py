@@ -22,6 +22,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
 NO_TABLE = RelativePositions(0, 0, "zero")
+LEARNED = {
+    "scale": "multiply query by it, with rel_query and rel_p2c if they are given, and pass scale=1.0",
+    "rel_scale": "multiply rel_key and rel_p2c by it, and pass rel_scale=1.0",
+    "softcap": "train it with dense attention, and pass the number that comes out",
+}
+"""What to do about a number that is to be trained: numbers have no gradient."""
 
 
 def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str, of_others: str = "") -> None:
@@ -154,20 +160,27 @@ def _within(low: float, value: Any, high: float) -> bool:
     return True
 
 
-def _plain(name: str, value: Any, kind: Any) -> Any:
+def _plain(name: str, value: Any, kind: Any, learned: str = "") -> Any:
     """Convert a number of another library, such as numpy's, to Python's int or float."""
     what, abstract = ("an int", numbers.Integral) if kind is int else ("a float", numbers.Real)
     if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            cure = learned or LEARNED.get(name, "detach it to say that it is not to be trained")
+            raise TypeError(f"{name} must be {what} and has no gradient, got a tensor that requires one: {cure}")
         raise TypeError(f"{name} must be {what}, got a tensor; .item() reads its value")
     if isinstance(value, bool) or not isinstance(value, abstract):
         raise TypeError(f"{name} must be {what}, got {value!r}")
     return kind(value)
 
 
-def check_number(name: str, value: Any) -> float:
-    """Check a number and return it as a float: float32, in which most calls compute, must hold it."""
+def check_number(name: str, value: Any, learned: str = "") -> float:
+    """Check a number and return it as a float: float32, in which most calls compute, must hold it.
+
+    Args:
+        learned: what to do about a number that is to be trained, if not what LEARNED says.
+    """
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
-        value = _plain(name, value, float)
+        value = _plain(name, value, float, learned)
     if not _within(-LARGEST_NUMBER, value, LARGEST_NUMBER):
         raise ValueError(f"{name} must be finite, got {value} (float32 ends at {LARGEST_NUMBER:.3g})")
     return float(value)
@@ -320,7 +333,8 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     else:
         query_offset = check_integer("query_offset", query_offset)
         offsets = [query_offset]
-    scale = query.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+    learned = "multiply query by it, pass the unscaled query as rel_query, and scale=1.0" if rel_scale is not None else ""
+    scale = query.shape[-1] ** -0.5 if scale is None else check_number("scale", scale, learned)
     dropout_p = check_probability("dropout_p", dropout_p)
     if softcap is not None:
         softcap = check_number("softcap", softcap)
