@@ -14,6 +14,7 @@ from ._core.dropout import draw_seed, keep_mask, keep_scale
 from ._core.dtypes import autocast_dtype, cast, compute_dtype, without_autocast
 from ._core.grids import GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
+from ._core.warn import warn_once
 from ._implementations import choose_implementation
 from ._operators.grids import grid_attention
 
@@ -72,6 +73,9 @@ def decomposed_relative_attention(
         ValueError: wrong ranks, shapes, devices or values; a grid that does not fit.
         TypeError: wrong types or dtypes.
         NotImplementedError: ``implementation="triton"`` where it cannot run.
+
+    Warns:
+        UserWarning: once, the tables have the rows of each other's sides: they, or height and width, are probably exchanged.
 
     Sources: Li et al., "MViTv2", 2022; Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022;
     Kirillov et al., "Segment Anything", 2023.
@@ -224,6 +228,17 @@ def _check(
     for name, table in tuple(named.items())[3:]:
         if table.dim() != 2 or table.shape[0] < 1 or table.shape[1] != width:
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
+    rows, wanted = [rel_pos_h.shape[0], rel_pos_w.shape[0]], [2 * max(sides) - 1 for sides in zip(grid, key_grid, strict=True)]
+    # One of them alone may fit the other side by chance: the tables of a square grid on another one that has its height.
+    if not torch.compiler.is_compiling() and rows != wanted and rows == wanted[::-1]:
+        warn_once(
+            "exchanged tables of a grid",
+            f"rel_pos_h and rel_pos_w have {rows[0]} and {rows[1]} rows, but grids of {grid} (query) and {key_grid} (key), "
+            f"(height, width), need {wanted[0]} and {wanted[1]}: the tables, or the sides of the grids, seem to be exchanged; "
+            "interpolate the tables to these rows if they are not",
+            3,
+            UserWarning,
+        )
     if scale is not None:
         scale = check_number("scale", scale, learned="multiply key by it and pass scale=1.0; the terms are not scaled")
     return grid, key_grid, width**-0.5 if scale is None else scale

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._blockwise import products
+from triton_relattn._core import warn
 from triton_relattn._core.within import assert_near, tolerance_of, within
 from triton_relattn.testing import assert_within_budget
 
@@ -343,6 +345,28 @@ def test_errors(name: str) -> None:
     changes, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         call(**{**given, "grid": (4, 3), **changes})
+
+
+@pytest.mark.parametrize("function", [call, append])
+def test_exchanged_sides_warn_once(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanged tables, a grid as (width, height), and keys pooled: once, on the caller's line. Other interpolation is silent."""
+
+    def warned(case: Case) -> list[str]:
+        monkeypatch.setattr(warn, "_given", set())
+        query, key, value, *pos, _ = tensors(case)
+        given = (query, key, value, *pos) if function is call else (query, key, *pos)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                function(*given, **case.arguments)
+        assert all(each.category is UserWarning and each.filename == __file__ for each in caught)
+        return [str(each.message) for each in caught]
+
+    for case in (Case((4, 6), rows=(11, 7)), Case((4, 6), (2, 3), rows=(11, 7))):
+        (message,) = warned(case)
+        assert "have 11 and 7 rows" in message and "need 7 and 11" in message
+    for case in (Case((4, 6)), Case((4, 6), rows=(11, 11)), Case((4, 4), rows=(7, 9)), Case((4, 6), rows=(9, 7))):
+        assert warned(case) == []
 
 
 def test_dtypes_and_implementations_that_are_refused() -> None:
