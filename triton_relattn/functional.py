@@ -143,7 +143,8 @@ def fused_relative_attention(
             not cover a call is clipped without a warning, as by Shaw et al. A table of more than 1025 rows gets one, since no
             model clips at distances beyond 512. Give positions to say that it is meant; ``outside="error"`` refuses such calls.
         attn_mask: broadcasts to (B, Hq, Nq, Nk), without being expanded. Bool: True where a query may attend. Numbers, in
-            query's dtype or float32, are added to the logits; they have no gradient.
+            query's dtype or float32, are added to the logits; they have no gradient. Three dimensions are (Hq, Nq, Nk): one
+            mask per batch entry is ``attn_mask[:, None]``.
         key_lengths: (B,) int32 or int64, how many keys of each batch entry exist (the rest is padding); or a 0-d tensor, one
             number for all.
         is_causal: hide keys in the future (r > 0).

@@ -339,6 +339,31 @@ CURES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["got (32, 3)", "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T"],
     ),
+    "mask_per_batch_entry": (
+        {"attn_mask": zeros(2, 1, 7, dtype=torch.bool)},
+        ValueError,
+        ["attn_mask must broadcast", "attn_mask[:, None] is one mask per batch entry"],
+    ),
+    "padding_mask_per_batch_entry": (
+        {"attn_mask": zeros(2, 7)},
+        ValueError,
+        ["attn_mask must broadcast", "attn_mask[:, None, None] is one mask per batch entry"],
+    ),
+    "mask_of_a_tokenizer": (
+        {"attn_mask": zeros(2, 7, dtype=torch.int64)},
+        TypeError,
+        ["got torch.int64", "attn_mask[:, None, None].bool() is one mask per batch entry"],
+    ),
+    "mask_of_integers_per_batch_entry": (
+        {"attn_mask": zeros(2, 5, 7, dtype=torch.int64)},
+        TypeError,
+        ["got torch.int64", "attn_mask[:, None].bool() is one mask per batch entry"],
+    ),
+    "mask_of_integers": (
+        {"attn_mask": zeros(2, 1, 5, 7, dtype=torch.uint8)},
+        TypeError,
+        ["got torch.uint8", "attn_mask.bool() is True where a query may attend"],
+    ),
     "layout_with_rel_query": ({**SWAPPED, "rel_query": zeros(2, 5, 3, 8)}, ValueError, ["got 7", LAYOUT]),
 }
 
@@ -384,6 +409,7 @@ def test_a_learned_scale_as_the_errors_say() -> None:
     scale = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
     inputs = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float64, seed=0)
     query, key, value, table = inputs[:4]
+    assert table is not None
     other, p2c = query.flip(2), table.flip(0)
     for given, learned in (
         ({}, {}),
@@ -438,6 +464,7 @@ def doubts_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
     return [str(each.message) for each in caught]
 
 
+TWO_OF_TWO = {"query": zeros(2, 2, 2, 8), "key": zeros(2, 2, 7, 8), "value": zeros(2, 2, 7, 4)}
 DOUBTS: dict[str, tuple[dict[str, Any], str]] = {
     "outgrown_table": (
         {"query": zeros(2, 3, 600, 8), "rel_key": zeros(1027, 8)},
@@ -446,6 +473,14 @@ DOUBTS: dict[str, tuple[dict[str, Any], str]] = {
     "table_of_the_past": (
         {"query": zeros(2, 3, 1027, 8), "rel_key": zeros(1027, 8), "is_causal": True},
         "if the last row stands for the query's own position, positions=RelativePositions(-1026, 0)",
+    ),
+    "mask_per_head_or_batch_entry": (
+        {**TWO_OF_TWO, "attn_mask": torch.ones(2, 1, 7, dtype=torch.bool)},
+        "attn_mask (2, 1, 7) is taken as (heads, Nq, Nk).*attn_mask[:, None] is one mask per batch entry; attn_mask[None] says",
+    ),
+    "mask_per_query_or_batch_entry": (
+        {**TWO_OF_TWO, "attn_mask": torch.ones(2, 7, dtype=torch.bool)},
+        "attn_mask (2, 7) is taken as (Nq, Nk).*attn_mask[:, None, None] is one mask per batch entry; attn_mask[None, None] says",
     ),
     "layout": (
         {"query": zeros(1, 300, 2, 8), "key": zeros(1, 300, 2, 8), "value": zeros(1, 300, 2, 4)},
@@ -496,7 +531,7 @@ NO_DOUBTS: dict[str, dict[str, Any]] = {
     "a_prompt_and_a_mask_for_each_head": {
         **in_layout_of_flash(64, 5),
         "rel_key": zeros(33, 8),
-        "attn_mask": zeros(1, 64, 5, 5, dtype=torch.bool),
+        "attn_mask": torch.ones(1, 64, 5, 5, dtype=torch.bool),
     },
     "a_prompt_and_grouped_heads": {
         **in_layout_of_flash(8, 5),
@@ -508,11 +543,19 @@ NO_DOUBTS: dict[str, dict[str, Any]] = {
     "a_step_of_many_heads": {**in_layout_of_flash(64, 20), "query": zeros(1, 64, 1, 8), "rel_key": zeros(33, 8)},
     "a_first_step": {**in_layout_of_flash(64, 1), "rel_key": zeros(33, 8)},
     "cross_attention": {},
-    "an_offset": {"is_causal": True, "query_offset": 2},
+    "an_offset": {"is_causal": True, "query_offset": 2, "positions": RelativePositions(-8, 0)},
     "an_offset_of_0": {"is_causal": True, "query_offset": 0},
     "an_offset_of_each": {"is_causal": True, "query_offset": lengths([0, 0])},
     "a_window": {"window_size": (2, 2)},
-    "fewer_keys": {"query": zeros(2, 3, 9, 8), "is_causal": True},
+    "fewer_keys": {"query": zeros(2, 3, 9, 8), "is_causal": True, "positions": RelativePositions.centred(9)},
+    "a_mask_per_head": {**TWO_OF_TWO, "attn_mask": torch.ones(1, 2, 1, 7, dtype=torch.bool)},
+    "a_mask_per_head_of_another_batch": {"attn_mask": torch.ones(3, 1, 7, dtype=torch.bool)},
+    "a_mask_per_batch_entry": {**TWO_OF_TWO, "attn_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)},
+    "a_mask_per_pair": {**TWO_OF_TWO, "attn_mask": torch.ones(1, 1, 2, 7, dtype=torch.bool)},
+    "a_square_mask": {
+        **{name: each[:, :, :2] for name, each in TWO_OF_TWO.items()},
+        "attn_mask": torch.ones(2, 2, dtype=torch.bool),
+    },
     "a_cache_that_is_not_full": {"is_causal": True, "key_lengths": lengths([5, 3])},
     "no_queries": {"query": zeros(2, 3, 0, 8), "is_causal": True},
     "packed_alike": {"is_causal": True, "max_seqlen_q": 4},

@@ -1,5 +1,5 @@
-"""Likely mistakes: a mask where the table belongs, dimensions in another order, a table too short, a step of decoding without its
-position.
+"""Likely mistakes: a mask where the table belongs or of another layout, dimensions in another order, a table that does not fit
+the call, a step of decoding without its position.
 
 If such a call is wrong, its error says what to do. If it is valid, a warning says so once, unless it is a common thing to do:
 short tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,17 @@ from .warn import warn_once
 LARGEST_CLIP = 512  # tables are clipped at 16 (Shaw), 64 (Wav2Vec2-BERT), 256 (DeBERTa)
 MANY_HEADS = 256
 SOME_HEADS = 32  # models with a table that the heads share have up to 24
-LEVELS = 5  # of the stack from a warning to the caller of a public function
-Resolve = TypeVar("Resolve", bound=Callable[..., Any])
+LEVELS = 6  # of the stack from a warning to the caller of a public function
+Resolve = Callable[[Arguments], tuple[AttentionTensors, AttentionSpec]]
+
+
+class Known(NamedTuple):
+    """What else is known of a call that has been checked."""
+
+    num_rows: int | None
+    """Rows of the tables if the call was given no positions; else None."""
+    lengths: list[int] | None
+    """Values of key_lengths; None if there are none, or they are not known."""
 
 
 def _other_layout(packed: bool) -> str:
@@ -46,6 +55,7 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         first, last = (positions[0], positions[-1])
         if isinstance(first, int) and isinstance(last, int) and first <= last:
             yield f"positions=RelativePositions({first}, {last})", {"positions": RelativePositions(first, last)}
+    yield from _other_masks(given)
     yield from _other_tables(given)
     if given.get("rel_key") is not None and given.get("attn_mask") is None and not packed:
         yield "a mask is given by its name: attn_mask=...", {"rel_key": None, "attn_mask": given["rel_key"]}
@@ -54,6 +64,22 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     if all(isinstance(each, torch.Tensor) and not each.is_nested and each.dim() == rank for each in tensors.values()):
         if "query" in tensors and tensors["query"].shape[1] > tensors["query"].shape[length]:  # more heads than positions
             yield _other_layout(packed), {name: tensor.transpose(1, length) for name, tensor in tensors.items()}
+
+
+def _other_masks(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the other forms in which models have a mask: without the dimension of heads, and of integers."""
+    mask = given.get("attn_mask")
+    if not isinstance(mask, torch.Tensor) or mask.is_nested:
+        return
+    to_bool = "" if mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool else ".bool()"
+    if mask.dim() in (2, 3):
+        index, per_entry = ("[:, None]", mask[:, None]) if mask.dim() == 3 else ("[:, None, None]", mask[:, None, None])
+        yield (
+            f"attn_mask{index}{to_bool} is one mask per batch entry",
+            {"attn_mask": per_entry.bool() if to_bool else per_entry},
+        )
+    if to_bool:
+        yield "attn_mask.bool() is True where a query may attend", {"attn_mask": mask.bool()}
 
 
 def _other_tables(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -85,26 +111,6 @@ def _other_tables(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             yield "a bias by distance, (R,) or (heads, R), is rel_bias", {"rel_key": None, "rel_bias": table}
 
 
-def with_cures(resolve: Resolve) -> Resolve:
-    """Wrap a check so that its errors say what to do, if the call passes the check once that is done."""
-
-    @functools.wraps(resolve)
-    def run(arguments: Arguments) -> Any:
-        try:
-            return resolve(arguments)
-        except (TypeError, ValueError) as error:
-            for cure, changes in () if torch.compiler.is_compiling() else _perhaps_meant(arguments.by_name()):
-                try:
-                    resolve(arguments.replaced(**changes))
-                except (TypeError, ValueError):
-                    continue
-                error.args = (f"{error}; {cure}",)
-                break
-            raise
-
-    return run  # type: ignore[return-value]
-
-
 def _seems_transposed(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> bool:
     """Return whether heads and positions seem to be exchanged: there are more heads than positions, and
 
@@ -126,34 +132,46 @@ def _seems_transposed(tensors: AttentionTensors, spec: AttentionSpec, num_rows: 
     return bool(ranks) and not has_heads
 
 
-def warn_of_doubts(
-    tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None, has_offset: bool, lengths: list[int] | None
-) -> None:
-    """Warn of a valid call that is probably a mistake.
-
-    Args:
-        num_rows: rows of the tables if the call was given no positions; else None.
-        has_offset: whether the call was given a query_offset.
-        lengths: values of key_lengths; None if there are none, or they are not known.
-    """
+def _of_layout(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> None:
     if _seems_transposed(tensors, spec, num_rows):
         text = f"query has {tensors.query.shape[1]} heads, but {spec.max_seqlen_q} positions: "
         _doubt("layout", text + _other_layout(tensors.cu_seqlens_q is not None))
-    if spec.window_right == 0 and not has_offset:
-        num_queries, num_keys = spec.max_seqlen_q, spec.max_seqlen_k
-        if tensors.key_lengths is not None:  # not known: keys of a cache that is not full yet, unless there is one query
-            num_keys = num_keys if lengths is None and num_queries == 1 else max(lengths or (), default=0)
-        if 0 < num_queries < num_keys:
-            behind = num_keys - num_queries
-            _doubt(
-                "causal without an offset",
-                f"a causal call of {num_queries} queries and {num_keys} keys has no query_offset: its first query stands at the "
-                f"first key, as in scaled_dot_product_attention, and none sees the last {behind} keys; with a key-value cache, "
-                f"query_offset={behind}, the number of keys before the first query; query_offset=0 says that this is meant",
-            )
-    if num_rows is None or num_rows <= 2 * LARGEST_CLIP + 1 or tensors.query_offsets is not None:
+    mask = arguments.attn_mask
+    if mask is None or mask.dim() not in (2, 3) or not mask.shape[0] == tensors.num_sequences > 1:
         return
-    if spec.coverage() == "clamp":
+    if mask.dim() == 3:
+        taken, per_entry, meant = "(heads, Nq, Nk)", "[:, None]", "[None]"
+    elif spec.max_seqlen_q != spec.max_seqlen_k:
+        taken, per_entry, meant = "(Nq, Nk)", "[:, None, None]", "[None, None]"
+    else:  # of all pairs of N positions, by chance in a batch of N
+        return
+    _doubt(
+        f"{mask.dim()}-d mask",
+        f"attn_mask {tuple(mask.shape)} is taken as {taken}, but there are {mask.shape[0]} batch entries, too: "
+        f"attn_mask{per_entry} is one mask per batch entry; attn_mask{meant} says that {taken} is meant",
+    )
+
+
+def _of_offset(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, lengths: list[int] | None) -> None:
+    if spec.window_right != 0 or arguments.query_offset is not None:
+        return
+    num_queries, num_keys = spec.max_seqlen_q, spec.max_seqlen_k
+    if tensors.key_lengths is not None:  # not known: keys of a cache that is not full yet, unless there is one query
+        num_keys = num_keys if lengths is None and num_queries == 1 else max(lengths or (), default=0)
+    if 0 < num_queries < num_keys:
+        behind = num_keys - num_queries
+        _doubt(
+            "causal without an offset",
+            f"a causal call of {num_queries} queries and {num_keys} keys has no query_offset: its first query stands at the "
+            f"first key, as in scaled_dot_product_attention, and none sees the last {behind} keys; with a key-value cache, "
+            f"query_offset={behind}, the number of keys before the first query; query_offset=0 says that this is meant",
+        )
+
+
+def _of_table(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> None:
+    if num_rows is None or tensors.query_offsets is not None or spec.coverage() != "clamp":
+        return
+    if num_rows > 2 * LARGEST_CLIP + 1:
         _doubt(
             f"table of {num_rows} rows",
             f"the {num_rows} rows of a table stand for distances up to {num_rows // 2}, and this call has longer ones, "
@@ -162,5 +180,36 @@ def warn_of_doubts(
         )
 
 
+def _warn_of_doubts(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, known: Known) -> None:
+    """Warn of a valid call that is probably a mistake."""
+    _of_layout(arguments, tensors, spec, known.num_rows)
+    _of_offset(arguments, tensors, spec, known.lengths)
+    _of_table(tensors, spec, known.num_rows)
+
+
 def _doubt(about: str, text: str) -> None:
-    warn_once(about, text, LEVELS + 1, UserWarning)
+    warn_once(about, text, LEVELS, UserWarning)
+
+
+def with_advice(check: Callable[[Arguments], tuple[AttentionTensors, AttentionSpec, Known]]) -> Resolve:
+    """Wrap a check so that its errors say what to do, if the call passes the check once that is done, and that a call which
+    passes it warns of doubts."""
+
+    @functools.wraps(check)
+    def run(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
+        try:
+            tensors, spec, known = check(arguments)
+        except (TypeError, ValueError) as error:
+            for cure, changes in () if torch.compiler.is_compiling() else _perhaps_meant(arguments.by_name()):
+                try:
+                    check(arguments.replaced(**changes))
+                except (TypeError, ValueError):
+                    continue
+                error.args = (f"{error}; {cure}",)
+                break
+            raise
+        if not torch.compiler.is_compiling():
+            _warn_of_doubts(arguments, tensors, spec, known)
+        return tensors, spec
+
+    return run

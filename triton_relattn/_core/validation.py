@@ -15,7 +15,7 @@ import torch
 
 from ..positions import LARGEST_POSITION, RelativePositions
 from .arguments import Arguments
-from .doubts import warn_of_doubts, with_cures
+from .doubts import Known, with_advice
 from .spec import AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -272,10 +272,10 @@ def refuse_tracing() -> None:
         )
 
 
-@with_cures
-def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
+@with_advice
+def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Known]:
     """Check one call and return its tensors and its scalars, with every default filled in. Tensors of a packed batch are returned
-    as (1, heads, total, width) views.
+    as (1, heads, total, width) views. (What with_advice needs to know is returned to it alone.)
 
     Raises:
         ValueError: wrong rank, shape, device or value; the message names the argument, what is wanted and what was got.
@@ -324,7 +324,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
                 raise ValueError(f"key_lengths must lie in [0, {key.shape[2]}], got values from {low} to {high}")
         tensors = tensors._replace(key_lengths=key_lengths)
     offsets: list[int] | None
-    has_offset, query_offset = query_offset is not None, 0 if query_offset is None else query_offset
+    query_offset = 0 if query_offset is None else query_offset
     if isinstance(query_offset, torch.Tensor):
         query_offset, offsets = _check_integers("query_offset", query_offset, query, batch, "batch")
         for offset in offsets or ():
@@ -360,9 +360,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     )
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)
-    if not torch.compiler.is_compiling():
-        warn_of_doubts(tensors, spec, num_rows if centred else None, has_offset, lengths)
-    return tensors, spec
+    return tensors, spec, Known(num_rows if centred else None, lengths)
 
 
 def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> int:
