@@ -141,7 +141,8 @@ def fused_relative_attention(
         positions: the relative positions that the rows of the tables stand for. By default they are centred,
             ``RelativePositions(-(R - 1) / 2, (R - 1) / 2, outside="clamp")``, which needs an odd R. A short table that does
             not cover a call is clipped without a warning, as by Shaw et al. A table of more than 1025 rows gets one, since no
-            model clips at distances beyond 512. Give positions to say that it is meant; ``outside="error"`` refuses such calls.
+            model clips at distances beyond 512, and so does one in a causal call that it would cover if all rows were of the
+            past. Give positions to say that it is meant; ``outside="error"`` refuses such calls.
         attn_mask: broadcasts to (B, Hq, Nq, Nk), without being expanded. Bool: True where a query may attend. Numbers, in
             query's dtype or float32, are added to the logits; they have no gradient. Three dimensions are (Hq, Nq, Nk): one
             mask per batch entry is ``attn_mask[:, None]``.
@@ -194,7 +195,8 @@ def fused_relative_attention(
         RuntimeWarning: once, a GPU gets "blockwise" by default, or kernels by default that nobody has checked there
             (``python -m triton_relattn check``).
         UserWarning: once for each reason, the call is probably a mistake. A causal call has fewer queries than keys, but no
-            query_offset. A long table does not cover the call (see positions). Dimensions seem to be in the order (B, N, H,
+            query_offset. A table does not cover the call (see positions), or is_causal hides all of its rows but the first.
+            Dimensions seem to be in the order (B, N, H,
             D): there are more heads than positions, and either more than 256 heads, or as many as the positions that the
             table covers, or at least 32, more than twice the positions, with a table that heads share.
 

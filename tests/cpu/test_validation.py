@@ -339,6 +339,14 @@ CURES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["got (32, 3)", "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T"],
     ),
+    "half_of_the_rows": (
+        {"positions": RelativePositions.centred(5)},
+        ValueError,
+        [
+            "R = 9 rows, but positions from -2 to 2 need 5",
+            "centred takes the number of rows: positions=RelativePositions.centred(9)",
+        ],
+    ),
     "mask_per_batch_entry": (
         {"attn_mask": zeros(2, 1, 7, dtype=torch.bool)},
         ValueError,
@@ -474,6 +482,18 @@ DOUBTS: dict[str, tuple[dict[str, Any], str]] = {
         {"query": zeros(2, 3, 1027, 8), "rel_key": zeros(1027, 8), "is_causal": True},
         "if the last row stands for the query's own position, positions=RelativePositions(-1026, 0)",
     ),
+    "odd_table_of_the_past": (
+        {"query": zeros(2, 3, 9, 8), "key": zeros(2, 3, 9, 8), "value": zeros(2, 3, 9, 4), "is_causal": True},
+        "stand for distances up to 4.*centred(9) says.*the query's own position, positions=RelativePositions(-8, 0)",
+    ),
+    "odd_table_of_a_past_that_a_window_limits": (
+        {"query": zeros(2, 3, 50, 8), "window_size": (8, 0)},
+        "stand for distances up to 4.*positions=RelativePositions(-8, 0)",
+    ),
+    "table_of_the_future": (
+        {"positions": RelativePositions(0, 8), "is_causal": True, "query_offset": 2},
+        "from 0 to 8, but is_causal or window_size hides those above 0.*RelativePositions(-8, 0); if the first row does, tables.",
+    ),
     "mask_per_head_or_batch_entry": (
         {**TWO_OF_TWO, "attn_mask": torch.ones(2, 1, 7, dtype=torch.bool)},
         "attn_mask (2, 1, 7) is taken as (heads, Nq, Nk).*attn_mask[:, None] is one mask per batch entry; attn_mask[None] says",
@@ -548,6 +568,15 @@ NO_DOUBTS: dict[str, dict[str, Any]] = {
     "an_offset_of_each": {"is_causal": True, "query_offset": lengths([0, 0])},
     "a_window": {"window_size": (2, 2)},
     "fewer_keys": {"query": zeros(2, 3, 9, 8), "is_causal": True, "positions": RelativePositions.centred(9)},
+    "a_causal_call_of_a_full_table": {"query": zeros(2, 3, 7, 8), "rel_key": zeros(13, 8), "is_causal": True},
+    "a_causal_call_of_a_short_table": {"query": zeros(2, 3, 50, 8), "is_causal": True},
+    "a_first_token": {
+        **{name: each[:, :, :1] for name, each in TWO_OF_TWO.items()},
+        "is_causal": True,
+        "positions": RelativePositions(-8, 0),
+    },
+    "one_row": {"query": zeros(2, 3, 9, 8), "rel_key": zeros(1, 8), "positions": RelativePositions(0, 0), "is_causal": True},
+    "rows_of_the_future_that_are_seen": {"positions": RelativePositions(0, 8)},
     "a_mask_per_head": {**TWO_OF_TWO, "attn_mask": torch.ones(1, 2, 1, 7, dtype=torch.bool)},
     "a_mask_per_head_of_another_batch": {"attn_mask": torch.ones(3, 1, 7, dtype=torch.bool)},
     "a_mask_per_batch_entry": {**TWO_OF_TWO, "attn_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)},

@@ -2,7 +2,8 @@
 the call, a step of decoding without its position.
 
 If such a call is wrong, its error says what to do. If it is valid, a warning says so once, unless it is a common thing to do:
-short tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means.
+short tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means, as long as it uses
+more than one of the rows.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         first, last = (positions[0], positions[-1])
         if isinstance(first, int) and isinstance(last, int) and first <= last:
             yield f"positions=RelativePositions({first}, {last})", {"positions": RelativePositions(first, last)}
+    if isinstance(positions, RelativePositions) and positions.first == -positions.last:
+        rows = 2 * positions.num_rows - 1
+        cure = f"RelativePositions.centred takes the number of rows: positions=RelativePositions.centred({rows})"
+        yield cure, {"positions": RelativePositions.centred(rows)}
     yield from _other_masks(given)
     yield from _other_tables(given)
     if given.get("rel_key") is not None and given.get("attn_mask") is None and not packed:
@@ -169,9 +174,19 @@ def _of_offset(arguments: Arguments, tensors: AttentionTensors, spec: AttentionS
 
 
 def _of_table(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> None:
+    first, last = spec.first, spec.last
+    if first >= spec.window_right >= 0 and last > first:
+        _doubt(
+            "rows of the future",
+            f"the rows of the table stand for relative positions j - i from {first} to {last}, but is_causal or window_size "
+            f"hides those above {spec.window_right}, so that only the first row is used: if the last row stands for the query's "
+            f"own position, positions=RelativePositions({first - last}, 0); if the first row does, tables.from_future_first "
+            "reverses them first",
+        )
     if num_rows is None or tensors.query_offsets is not None or spec.coverage() != "clamp":
         return
-    if num_rows > 2 * LARGEST_CLIP + 1:
+    # A table of the past that covers this call, if it is causal; a longer one than anybody clips at.
+    if num_rows > 2 * LARGEST_CLIP + 1 or (spec.window_right == 0 and -spec.farthest()[0] < num_rows):
         _doubt(
             f"table of {num_rows} rows",
             f"the {num_rows} rows of a table stand for distances up to {num_rows // 2}, and this call has longer ones, "
