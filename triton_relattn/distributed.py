@@ -231,7 +231,7 @@ def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[
             raise ValueError(
                 f"attn_mask must have a row for each of the rank's {num_queries} queries, or one, got {own.shape[-2]}"
             )
-        stand_in = own.new_empty(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
+        stand_in = own.new_ones(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
         whole["attn_mask"] = stand_in.requires_grad_(own.requires_grad)
     tensors, spec = validation.resolve(arguments.replaced(**whole))
     local = {name: given[name] for name in totals if given.get(name) is not None}
@@ -253,10 +253,10 @@ def _attend(
     """out and lse of a call by its arguments. others: method, layout and return_lse."""
     if others["method"] not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {others['method']!r}")
-    arguments = arguments.autocast()
+    arguments = arguments.autocast().replaced(return_lse=others["return_lse"])
     is_spread = isinstance(arguments.query, DTensor)
     if is_spread:
-        tensors, spec = validation.resolve(arguments.replaced(return_lse=others["return_lse"]))
+        tensors, spec = validation.resolve(arguments)
     else:
         process_group, _, _ = _of_group(group)
         dim = 2 if arguments.cu_seqlens is None else 0

@@ -195,8 +195,10 @@ def fused_relative_attention(
         RuntimeWarning: once, a GPU gets "blockwise" by default, or kernels by default that nobody has checked there
             (``python -m triton_relattn check``).
         UserWarning: once for each reason, the call is probably a mistake. A causal call has fewer queries than keys, but no
-            query_offset. A table does not cover the call (see positions), or is_causal hides all of its rows but the first.
-            Dimensions seem to be in the order (B, N, H,
+            query_offset. A table does not cover the call (see positions), or is_causal hides all of its rows but the first. A
+            mask of three dimensions has the batch's size, too (or one of two dimensions that is not square): four say what is
+            meant. No query sees a key, by query_offset or by attn_mask (whose values are looked at on the CPU only);
+            ``return_lse=True`` says that this is meant. Dimensions seem to be in the order (B, N, H,
             D): there are more heads than positions, and either more than 256 heads, or as many as the positions that the
             table covers, or at least 32, more than twice the positions, with a table that heads share.
 

@@ -113,6 +113,7 @@ RAISES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "too_few_rows": ({"positions": RelativePositions(-5, 5)}, ValueError, ["R = 9 rows", "from -5 to 5 need 11"]),
     "too_many_rows": ({"positions": RelativePositions(-7, 0)}, ValueError, ["R = 9 rows", "from -7 to 0 need 8"]),
+    "positions_of_all": ({"positions": RelativePositions(-(2**29), 2**29)}, ValueError, ["R = 9 rows, but positions from"]),
     "positions_without_table": (
         {"rel_key": None, "positions": RelativePositions(-4, 4)},
         ValueError,
@@ -442,6 +443,13 @@ def test_packed_calls_say_where_masks_are_taken() -> None:
         call_varlen(max_seqlen=3)
 
 
+def test_a_cure_is_tried_without_a_warning() -> None:
+    """A call that is probably a mistake even once it is cured raises, and does no more."""
+    with warnings.catch_warnings(), pytest.raises(TypeError, match=re.escape("attn_mask.bool()")):
+        warnings.simplefilter("error")
+        call(attn_mask=zeros(2, 1, 5, 7, dtype=torch.int64))
+
+
 def test_no_cure_is_named_that_is_none() -> None:
     """Forgotten enable_gqa, of heads fewer than positions; a wrong table; a mask that has its name."""
     for changes in (
@@ -501,6 +509,27 @@ DOUBTS: dict[str, tuple[dict[str, Any], str]] = {
     "mask_per_query_or_batch_entry": (
         {**TWO_OF_TWO, "attn_mask": torch.ones(2, 7, dtype=torch.bool)},
         "attn_mask (2, 7) is taken as (Nq, Nk).*attn_mask[:, None, None] is one mask per batch entry; attn_mask[None, None] says",
+    ),
+    "opposite_offset": (
+        {"query": zeros(2, 3, 1, 8), "is_causal": True, "query_offset": -6},
+        "no query sees a key: with query_offset=-6.*from 6 to 12.*keys before the first query, perhaps 6; return_lse=True",
+    ),
+    "opposite_offset_of_each": (
+        {"query": zeros(2, 3, 1, 8), "is_causal": True, "query_offset": lengths([-6, -2])},
+        "no query sees a key: with query_offset=-6",
+    ),
+    "offset_beyond_the_window": ({"window_size": (2, 0), "query_offset": 9}, "no query sees a key: with query_offset=9"),
+    "opposite_offset_of_packed_steps": (
+        {"max_seqlen_q": 3, "is_causal": True, "query_offset": -4},
+        "no query sees a key: with query_offset=-4",
+    ),
+    "opposite_mask": (
+        {"attn_mask": zeros(2, 1, 1, 7, dtype=torch.bool)},
+        "hides every key of every query: a bool mask is True where a query may attend (~attn_mask.*return_lse=True",
+    ),
+    "mask_of_lowest_numbers": (
+        {"attn_mask": torch.full((5, 7), torch.finfo(torch.float32).min)},
+        "hides every key of every query",
     ),
     "layout": (
         {"query": zeros(1, 300, 2, 8), "key": zeros(1, 300, 2, 8), "value": zeros(1, 300, 2, 4)},
@@ -585,6 +614,12 @@ NO_DOUBTS: dict[str, dict[str, Any]] = {
         **{name: each[:, :, :2] for name, each in TWO_OF_TWO.items()},
         "attn_mask": torch.ones(2, 2, dtype=torch.bool),
     },
+    "a_mask_that_shows_one_pair": {"attn_mask": (torch.arange(35) == 9).view(5, 7)},
+    "numbers_that_hide_some_keys": {"attn_mask": torch.arange(7) * -1e9},
+    "an_offset_that_shows_one_pair": {"is_causal": True, "query_offset": -4},
+    "offsets_one_of_which_shows_a_pair": {"query": zeros(2, 3, 1, 8), "is_causal": True, "query_offset": lengths([-6, 0])},
+    "a_part_of_the_future": {"is_causal": True, "query_offset": -6, "return_lse": True},
+    "a_mask_that_hides_a_part": {"attn_mask": zeros(5, 7, dtype=torch.bool), "return_lse": True},
     "a_cache_that_is_not_full": {"is_causal": True, "key_lengths": lengths([5, 3])},
     "no_queries": {"query": zeros(2, 3, 0, 8), "is_causal": True},
     "packed_alike": {"is_causal": True, "max_seqlen_q": 4},

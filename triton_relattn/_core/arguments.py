@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,17 @@ import torch
 
 from ..positions import RelativePositions
 from .dtypes import autocast_dtype, cast
+
+CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether values can be read: now, and without waiting for a GPU, unless the user asks for that."""
+    # A subclass (FakeTensor, ...) may have no values.
+    readable = tensor.device.type == "cpu" or os.environ.get(CHECK_VALUES_VARIABLE) == "1"
+    if not readable or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 class Terms(NamedTuple):

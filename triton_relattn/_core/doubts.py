@@ -1,5 +1,5 @@
 """Likely mistakes: a mask where the table belongs or of another layout, dimensions in another order, a table that does not fit
-the call, a step of decoding without its position.
+the call, a step of decoding without its position, nothing to be seen.
 
 If such a call is wrong, its error says what to do. If it is valid, a warning says so once, unless it is a common thing to do:
 short tables are clipped on purpose, as by Shaw et al., and a call with positions says what its table means, as long as it uses
@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..positions import RelativePositions
-from .arguments import Arguments
+from ..positions import LARGEST_POSITION, RelativePositions
+from .arguments import Arguments, has_values
 from .spec import AttentionSpec, AttentionTensors
 from .warn import warn_once
 
 LARGEST_CLIP = 512  # tables are clipped at 16 (Shaw), 64 (Wav2Vec2-BERT), 256 (DeBERTa)
 MANY_HEADS = 256
 SOME_HEADS = 32  # models with a table that the heads share have up to 24
+HIDING = -1e4  # BERT's number for hidden keys; others take the lowest of the dtype, or -inf
 LEVELS = 6  # of the stack from a warning to the caller of a public function
 Resolve = Callable[[Arguments], tuple[AttentionTensors, AttentionSpec]]
 
@@ -33,6 +34,8 @@ class Known(NamedTuple):
     """Rows of the tables if the call was given no positions; else None."""
     lengths: list[int] | None
     """Values of key_lengths; None if there are none, or they are not known."""
+    offsets: list[int] | None
+    """Values of query_offset; None if they are not known."""
 
 
 def _other_layout(packed: bool) -> str:
@@ -56,7 +59,7 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         first, last = (positions[0], positions[-1])
         if isinstance(first, int) and isinstance(last, int) and first <= last:
             yield f"positions=RelativePositions({first}, {last})", {"positions": RelativePositions(first, last)}
-    if isinstance(positions, RelativePositions) and positions.first == -positions.last:
+    if isinstance(positions, RelativePositions) and -positions.first == positions.last <= LARGEST_POSITION // 2:
         rows = 2 * positions.num_rows - 1
         cure = f"RelativePositions.centred takes the number of rows: positions=RelativePositions.centred({rows})"
         yield cure, {"positions": RelativePositions.centred(rows)}
@@ -195,11 +198,44 @@ def _of_table(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | No
         )
 
 
+def _of_hidden_keys(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, offsets: list[int] | None) -> None:
+    """A caller who asks for lse can tell that nothing is seen: parts of sequences are attended to so, and merged."""
+    if arguments.return_lse or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
+        return
+    meant = "return_lse=True, whose lse is -inf there, says that this is meant"
+    if offsets and (spec.window_left >= 0 or spec.window_right >= 0) and all(_sees_nothing(spec, each) for each in offsets):
+        behind = f", perhaps {-offsets[0]}" if offsets[0] < 0 else ""
+        _doubt(
+            "hidden by position",
+            f"no query sees a key: with query_offset={offsets[0]} the relative positions of keys go from "
+            f"{1 - spec.max_seqlen_q - offsets[0]} to {spec.max_seqlen_k - 1 - offsets[0]}, and is_causal or window_size hides "
+            f"all of them; query_offset is the number of keys before the first query{behind}; {meant}",
+        )
+    mask = tensors.attn_mask
+    # The last query sees most in usual masks: the others are looked at only if it sees nothing.
+    if mask is not None and mask.numel() and has_values(mask) and _hides(mask[-1, -1, -1]) and _hides(mask):
+        _doubt(
+            "hidden by the mask",
+            "attn_mask hides every key of every query: a bool mask is True where a query may attend (~attn_mask has the opposite "
+            f"meaning), and numbers are added to the logits; {meant}",
+        )
+
+
+def _sees_nothing(spec: AttentionSpec, offset: int) -> bool:
+    past, future = (spec if offset == spec.query_offset else spec._replace(query_offset=offset)).farthest()
+    return past > future
+
+
+def _hides(mask: torch.Tensor) -> bool:
+    return not mask.any() if mask.dtype == torch.bool else bool(mask.amax() <= HIDING)
+
+
 def _warn_of_doubts(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, known: Known) -> None:
     """Warn of a valid call that is probably a mistake."""
     _of_layout(arguments, tensors, spec, known.num_rows)
     _of_offset(arguments, tensors, spec, known.lengths)
     _of_table(tensors, spec, known.num_rows)
+    _of_hidden_keys(arguments, tensors, spec, known.offsets)
 
 
 def _doubt(about: str, text: str) -> None:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import itertools
 import numbers
-import os
 from typing import Any
 
 import torch
 
 from ..positions import LARGEST_POSITION, RelativePositions
-from .arguments import Arguments
+from .arguments import Arguments, has_values
 from .doubts import Known, with_advice
 from .spec import AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
 NO_TABLE = RelativePositions(0, 0, "zero")
 LEARNED = {
     "scale": "multiply query by it, with rel_query and rel_p2c if they are given, and pass scale=1.0",
@@ -66,11 +64,7 @@ def _check_integers(
     if tensor.dim() == 0:
         tensor = tensor.expand(length)
     _require_shape(name, tensor, (length,), f"({meaning},)")
-    # A subclass (FakeTensor, ...) may have no values.
-    readable = tensor.device.type == "cpu" or os.environ.get(CHECK_VALUES_VARIABLE) == "1"
-    if not readable or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
-        return tensor, None
-    return tensor, None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.tolist()
+    return tensor, tensor.tolist() if has_values(tensor) else None
 
 
 def _check_shapes(tensors: AttentionTensors, packed: bool, enable_gqa: bool) -> None:
@@ -360,7 +354,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Know
     )
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)
-    return tensors, spec, Known(num_rows if centred else None, lengths)
+    return tensors, spec, Known(num_rows if centred else None, lengths, offsets)
 
 
 def _check_packing(which: str, cu_seqlens: torch.Tensor, max_seqlen: int, query: torch.Tensor, total: int) -> int:
