@@ -16,7 +16,9 @@ import argparse
 import base64
 import hashlib
 import json
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +27,6 @@ NAME, VERSION, LICENSE = "triton-relattn", 0, "Apache-2.0"
 """Version 0: the hub's for kernels that may change."""
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]}}
 LEFT_OUT = (
-    "__pycache__",
     "plots.py",
     "__main__.py",
     "transformers",
@@ -40,10 +41,32 @@ LEFT_OUT = (
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hub", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub", help="the folder, which is made anew")
-    parser.add_argument("--repo", default=f"OWNER/{NAME}", help="the repository on the hub, for build.toml and the card")
+    parser.add_argument(
+        "--repo", type=repository, default=f"OWNER/{NAME}", help="the repository on the hub, for build.toml and the card"
+    )
     arguments = parser.parse_args()
+    if changed := git("status", "--porcelain", "--", PACKAGE.name, "hub"):
+        parser.error(f"commit or stash the changes first: {'; '.join(changed.splitlines())}")
     export(arguments.out, arguments.repo)
     print(arguments.out)
+
+
+def repository(name: str) -> str:
+    """Return the name of a repository if it is owner/name.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be owner/name, got {name!r}")
+    return name
+
+
+def git(*arguments: str) -> str:
+    """Return what git says of this repository; exit if that is no checkout: only what git tracks is to be published."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        raise SystemExit(f"python -m hub: error: only files that git tracks are exported, and {ROOT} is not a git checkout")
+    return subprocess.run(["git", "-C", ROOT, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def export(out: Path, repo: str) -> None:
@@ -74,8 +97,15 @@ def export(out: Path, repo: str) -> None:
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy the part of the package that imports nothing but torch and triton, and say in it what is public."""
-    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns(*LEFT_OUT, "*.md"))
+    """Copy the part of the package that imports nothing but torch and triton, and say in it what is public.
+
+    Only files that git tracks are copied, and no others that lie there, such as .env.
+    """
+    for name in git("ls-files", "-z", "--", PACKAGE.name).split("\0")[:-1]:
+        path = Path(name).relative_to(PACKAGE.name)
+        if path.suffix != ".md" and not set(path.parts) & set(LEFT_OUT):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / path)
     for path in (folder / "integrations" / "espnet").glob("*.py"):
         if path.name != "attention.py":
             path.unlink()

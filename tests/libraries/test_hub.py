@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hub.__main__ import BACKENDS, digest, export
+from hub.__main__ import BACKENDS, digest, repository
 from tests.libraries.standins import is_installed
 
 ROOT = Path(__file__).parents[2]
@@ -20,10 +22,62 @@ needs_kernels = pytest.mark.skipif(not is_installed("kernels"), reason="kernels 
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("hub")
-    export(out, REPO)
-    return out
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the package as it is here, and files beside it that git ignores."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("triton_relattn", "hub"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    (root / ".gitignore").write_text("__pycache__/\n.env\n*.token\n/build/\n")
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "All")):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    for name in ("triton_relattn/.env", "triton_relattn/kernels/hub.token", "hub/files/.env"):
+        (root / name).write_text("secret")
+    return root
+
+
+def run_hub(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hub", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": ""}, check=False)
+
+
+@pytest.fixture(scope="module")
+def exported(checkout: Path) -> Path:
+    done = run_hub(checkout, "--repo", REPO)
+    assert done.returncode == 0, done.stderr
+    return checkout / "build" / "hub"
+
+
+def test_only_what_git_tracks(exported: Path) -> None:
+    """No file that git ignores is published."""
+    names = {path.name for path in exported.rglob("*")}
+    assert "layers.py" in names and not {".env", "hub.token", "__pycache__"} & names
+
+
+@pytest.mark.parametrize("change", ["triton_relattn/new.py", "triton_relattn/tables.py", "hub/files/CARD.md"])
+def test_what_is_not_committed_is_refused(change: str, checkout: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(checkout, tmp_path / "copy")
+    with (root / change).open("a") as file:
+        file.write("\n")
+    done = run_hub(root, "--out", str(tmp_path / "out"))
+    assert (
+        done.returncode == 2 and f"commit or stash the changes first: {'??' if 'new' in change else ' M'} {change}" in done.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_checkout_is_refused(checkout: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(checkout, checkout / "build" / "copy", ignore=shutil.ignore_patterns(".git", "build"))
+    done = run_hub(root, "--out", str(tmp_path / "out"))
+    assert done.returncode == 1 and done.stderr.endswith("copy is not a git checkout\n") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "../../x/y", "../x", "", "/", "a/", "/b", "a b/c", "a/b\n"])
+def test_a_repository_has_an_owner_and_a_name(name: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be owner/name"):
+        repository(name)
+    assert repository("some-one/triton_relattn.2") == "some-one/triton_relattn.2"
 
 
 def test_only_torch_and_triton_are_imported(exported: Path) -> None:
