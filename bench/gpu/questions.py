@@ -24,7 +24,6 @@ from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn import fused_relative_attention_varlen
 from triton_relattn._core import residual
-from triton_relattn.kernels import forward
 from triton_relattn.kernels.introspect import TileConfig, launching, selection
 
 from .kernels import Group, case_of, measure_groups, selected
@@ -32,6 +31,7 @@ from .report import Report
 from .rest import host_time
 
 ROUNDS = 10
+SPLITS = "triton_relattn.kernels.forward.number_of_splits"
 Change = Callable[[], AbstractContextManager[Any]]
 
 
@@ -115,7 +115,7 @@ def of_decoding() -> Iterator[Question]:
     """One query and many keys, by several programs for each head or by one."""
     for length in (4096, 16384):
         case = Case(1, 8, length, 64, num_queries=1)
-        alone = Way("one program", lambda: mock.patch.object(forward, "number_of_splits", lambda *_, **__: 1))
+        alone = Way("one program", lambda: mock.patch(SPLITS, lambda *_, **__: 1))
         text = f"Do splits of the keys pay for decoding? N {length}"
         yield Question(text, case, alone, Way("splits"), 1.3, "yes: splits.py stays", "no: splits.py goes (144 lines)", "forward")
 

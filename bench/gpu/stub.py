@@ -28,7 +28,7 @@ from bench.measure import timing
 from tools.stub_gpu import stub_gpu
 from triton_relattn import _implementations as implementations
 from triton_relattn import grids
-from triton_relattn.kernels import launching
+from triton_relattn.kernels.introspect import launching
 
 from . import checks
 
