@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
 import re
@@ -38,13 +39,21 @@ LONGEST_CHECKED = 1040
 
 @contextmanager
 def launched() -> Iterator[set[str]]:
-    """Collect the kernels that run within, by name and by the key that stands for all that they were compiled for."""
+    """Collect the kernels that run within, by name and by all that they are compiled for."""
     found, compiled = set[str](), dict[Any, Any]()
     with mock.patch.object(launching, "_compiled", compiled):
         try:
             yield found
         finally:
-            found |= {f"{kernel.name} {kernel.hash}" for kernel in compiled.values()}
+            found |= {identity(kernel) for kernel in compiled.values()}
+
+
+def identity(kernel: Any) -> str:
+    """Return a text for what a kernel was compiled for. (Triton's own key of it can be another one in another process.)"""
+    source, metadata = kernel.src, kernel.metadata
+    parts = [source.signature, *(sorted(map(str, each.items())) for each in (source.attrs, source.constants))]
+    parts += [metadata.num_warps, metadata.num_stages, metadata.maxnreg]
+    return f"{kernel.name} {hashlib.sha256(str(parts).encode()).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True)
