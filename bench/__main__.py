@@ -40,6 +40,8 @@ VERBS = {
     "verify": "verbs.verify",
 }
 """Verb -> its module, which has add_arguments(parser) and run(options)."""
+OF_SOME_VERBS = ("matplotlib", "transformers", "triton")
+"""Packages that some verbs need; main says so where one is missing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,11 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("verb", choices=VERBS)
     verb = parser.parse_args(words[:1]).verb
-    module = importlib.import_module(f"bench.{VERBS[verb]}")
-    of_verb = argparse.ArgumentParser(prog=f"python -m bench {verb}", description=module.__doc__)
-    module.add_arguments(of_verb)
-    status: int = module.run(of_verb.parse_args(words[1:]))
-    return status
+    try:
+        module = importlib.import_module(f"bench.{VERBS[verb]}")
+        of_verb = argparse.ArgumentParser(prog=f"python -m bench {verb}", description=module.__doc__)
+        module.add_arguments(of_verb)
+        status: int = module.run(of_verb.parse_args(words[1:]))
+        return status
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in OF_SOME_VERBS:
+            raise
+        print(f"this needs the package {package}: pip install {package}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

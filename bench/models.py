@@ -285,6 +285,8 @@ def run(options: argparse.Namespace) -> int:
         for row in measure(FAMILIES[options.families[0]], options):
             print(json.dumps(row), flush=True)
         return 0
+    import transformers  # noqa: F401 - each family has a process of its own, which would end without a reason
+
     table = Table(COLUMNS, stamp(options.device), options.csv, options.json, append=options.append)
     try:
         for name in options.families:

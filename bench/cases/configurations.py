@@ -54,7 +54,7 @@ def kernels_of(
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:
     """Return the configurations of the kernels that run, first to last; "blockwise" where no kernels do."""
     inputs = case.empty(device)
-    if device != "cuda" or not can_run_triton(inputs.query, inputs.value):
+    if not can_run_triton(inputs.query, inputs.value):
         return "blockwise"
     tensors, spec = case.resolved(inputs, has_table)
     call = Call(tensors, spec)

@@ -1,10 +1,11 @@
-"""Progress on stderr: a bar in a terminal, a short line for each finished step in a log."""
+"""Progress on stderr: a bar in a terminal that has tqdm, a short line for each finished step elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -21,7 +22,7 @@ def progress(
     outcome: asked for a finished item; what it says stands in a log in place of the time: that it was skipped.
     """
     items = list(items)
-    return _bar(items, label, work) if sys.stderr.isatty() else _lines(items, label, outcome)
+    return _bar(items, label, work) if sys.stderr.isatty() and find_spec("tqdm") else _lines(items, label, outcome)
 
 
 def _bar(items: Sequence[Item], label: Callable[[Item], str], work: Callable[[Item], float]) -> Iterator[Item]:

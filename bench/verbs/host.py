@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import triton  # noqa: F401 - measure imports the rest, from the checkout that it measures
+
 KINDS = ("plain", "full", "clamp")
 COLUMNS = ("first kernel", "forward", "first of backward", "backward", "both")
 ROOT = Path(__file__).parents[2]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 
 import torch
 
-from triton_relattn.kernels.introspect import selection
-
 from ..cases import attention as cases
-from ..cases.configurations import shown
 from ..cases.methods import METHODS
 from ..report.text import table as text_table
 
@@ -26,6 +24,13 @@ def run(options: argparse.Namespace) -> int:
     probe = cases.GROUPS["cpu"][0]
     body = [(name, method.kind, method.what, method.why_not(probe, device) or "yes") for name, method in METHODS.items()]
     print(text_table(("method", "kind", "what", "runs here"), body))
+    if not options.configs and find_spec("triton") is None:
+        print("\nConfigurations of the kernels need the package triton: pip install triton")
+        return 0
+    from triton_relattn.kernels.introspect import selection
+
+    from ..cases.configurations import shown
+
     target = options.configs or "sm_90"
     body = []
     for kernel in selection.KERNELS:

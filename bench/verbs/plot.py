@@ -37,13 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-    except ImportError:
-        print("plotting needs matplotlib: pip install matplotlib")
-        return 2
+    matplotlib.use("Agg")
     rows = [row for path in options.csv for row in read(path)]
     options.out.mkdir(parents=True, exist_ok=True)
     for verb, draw_rows in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from ..cases import attention as cases
 from ..cases.attention import Case
-from ..cases.configurations import used_configurations
 from ..cases.methods import METHODS, OF_OURS
 from ..measure import timing
 from ..measure.memory import limit_memory
@@ -38,8 +38,17 @@ def new_row(verb: str, case: Case, method: str, direction: str, options: argpars
     row = {"verb": verb, **case.columns(), "method": method, "direction": direction}
     row["verified"] = "no" if options.no_verify else "yes"
     if method in OF_OURS:
-        row["config"] = used_configurations(case, direction, options.device, METHODS[method].has_table)
+        row["config"] = config_of(case, direction, options.device, METHODS[method].has_table)
     return row
+
+
+def config_of(case: Case, direction: str, device: str, has_table: bool) -> str:
+    """Return the configurations of our kernels; "blockwise" where none run, as on a CPU or without triton."""
+    if device == "cpu" or find_spec("triton") is None:
+        return "blockwise"
+    from ..cases.configurations import used_configurations
+
+    return used_configurations(case, direction, device, has_table)
 
 
 def measure(case: Case, options: argparse.Namespace, not_tried: dict[str, str]) -> list[dict[str, Any]]:

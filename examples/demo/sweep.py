@@ -8,11 +8,10 @@ from typing import Any
 
 from bench.cases.attention import Case
 from bench.cases.baselines import BASELINES
-from bench.cases.configurations import used_configurations
 from bench.cases.methods import OURS
 from bench.measure import point
 from bench.report.progress import progress
-from bench.verbs.speed import Failures
+from bench.verbs.speed import Failures, config_of
 
 # One sequence through a layer of width 512, as in the Music Transformer and the base Transformer.
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
@@ -63,7 +62,7 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
         case = case_of(length, dtype)
         row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
         if method == OURS:
-            row["config"] = used_configurations(case, DIRECTION, device, has_table=True)
+            row["config"] = config_of(case, DIRECTION, device, has_table=True)
         seconds_left = end - time.monotonic()
         not_tried = failures.of(case).get(method) or why_skip(last.get(method), length, memory_limit, seconds_left)
         if not_tried is not None:
