@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for path in options.csv for row in read(path)]
     options.out.mkdir(parents=True, exist_ok=True)
     for verb, draw_rows in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):
-        of_verb = [row for row in rows if row["verb"] == verb and (verb != "models" or summary.is_single(row))]
+        of_verb = [row for row in rows if row["verb"] == verb and (verb != "models" or is_drawn(row))]
         if of_verb:
             draw_rows(of_verb, options.out / f"{verb}.png")
             print(options.out / f"{verb}.png")
@@ -52,6 +52,11 @@ def run(options: argparse.Namespace) -> int:
     for of_kind in kinds([row for row in rows if row["verb"] in ("speed", "memory")]):
         print(f"\n{title_of(of_kind[0])}\n\n{summary.markdown(of_kind)}")
     return 0
+
+
+def is_drawn(row: Row) -> bool:
+    """Whether a row of models is a point of their figure."""
+    return summary.is_single(row) and (row["status"], row["direction"]) == ("ok", "forward+backward")
 
 
 def speed_up(times: dict[str, Points]) -> dict[str, Points]:
@@ -92,10 +97,9 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
     """Peak memory and time of forward and backward, a line for each model, at the longest length with a stock method."""
     import matplotlib.pyplot as plt
 
-    measured = [row for row in rows if row["status"] == "ok" and row["direction"] == "forward+backward"]
-    names = list(dict.fromkeys(row["case"] for row in measured))
-    lengths = {name: _longest_compared([row for row in measured if row["case"] == name]) for name in names}
-    names.sort(key=lambda name: -_saved([row for row in measured if row["case"] == name and int(row["seqlen"]) == lengths[name]]))
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    lengths = {name: _longest_compared([row for row in rows if row["case"] == name]) for name in names}
+    names.sort(key=lambda name: -_saved([row for row in rows if row["case"] == name and int(row["seqlen"]) == lengths[name]]))
     with plt.rc_context({"font.size": 9, "font.family": "DejaVu Sans", "text.color": INK}):
         height = 0.26 * len(names) + 1.9
         figure, panels = plt.subplots(1, 2, figsize=(11, height), sharey=True)
@@ -103,7 +107,7 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
             (panels[0], "peak_bytes", "bytes", "Peak memory"),
             (panels[1], "p50_ms", "time", "Time"),
         ):
-            compared = [row for row in measured if int(row["seqlen"]) == lengths[row["case"]] and row[column]]
+            compared = [row for row in rows if int(row["seqlen"]) == lengths[row["case"]] and row[column]]
             for method, look in reversed(MODEL_STYLES.items()):
                 points = [(float(row[column]), names.index(row["case"])) for row in compared if row["method"] == method]
                 if points:
@@ -117,8 +121,8 @@ def draw_models(rows: Sequence[Row], path: Path) -> None:
             style(axis, title, "")
         panels[0].set_yticks(range(len(names)), [f"{name}, {lengths[name]}" for name in names])
         panels[0].set_ylim(len(names) - 0.5, -0.5)
-        what = f"Forward and backward, {measured[0]['layers']} layer of real width, one sequence of the length beside the name."
-        below = caption(measured, what, 2)
+        what = f"Forward and backward, {rows[0]['layers']} layer of real width, one sequence of the length beside the name."
+        below = caption(rows, what, 2)
         figure.tight_layout(rect=(0.01, (0.35 + 0.15 * len(below.splitlines())) / height, 0.99, 1 - 0.35 / height))
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="upper left", ncols=3, frameon=False)

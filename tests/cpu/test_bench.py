@@ -330,6 +330,18 @@ def test_committed_results_of_models(tmp_path: Path) -> None:
     assert summary.ratios(read(path.with_name("models_bf16.csv"))) in page
 
 
+def test_models_of_which_nothing_can_be_drawn(tmp_path: Path) -> None:
+    """Forward alone is in the table and in no figure."""
+    rows = read(Path(__file__).parents[2] / "bench" / "results" / "cpu" / "models.csv")
+    path = tmp_path / "models.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerow(rows[0] | {"direction": "forward"})
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["models.csv"]
+
+
 def test_committed_results_in_bfloat16() -> None:
     """The table of docs/benchmarks.md; at every size ours take at most 2.8 times as long as SDPA without a term."""
     rows = read(Path(__file__).parents[2] / "bench" / "results" / "cpu" / "short_bf16.csv")
