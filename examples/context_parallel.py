@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import parallelize_module
 
+from examples.music.chorales import IGNORED, load, training_batch
+from examples.music_transformer import MusicTransformer, Settings, token_losses
 from triton_relattn import RelativePositions, distributed, tables
 from triton_relattn.nn import parallel
-
-from .music.chorales import IGNORED, load, training_batch
-from .music_transformer import MusicTransformer, Settings, token_losses
 
 STEPS = 3
 

@@ -30,13 +30,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from examples.music import chorales, report
+from examples.music.chorales import EDGE, IGNORED, Chorale, Split
+from examples.music.ngram import Ngram
+from examples.music.tokens import VOCABULARY, VOICES
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.tables import sinusoids
-
-from .music import chorales, report
-from .music.chorales import EDGE, IGNORED, Chorale, Split
-from .music.ngram import Ngram
-from .music.tokens import VOCABULARY, VOICES
 
 CHECKPOINT = "checkpoint.pt"
 

@@ -107,3 +107,13 @@ from examples.demo.__main__ import arguments_of
 sys.stderr.isatty = lambda: True
 print(*progress("ab", str))
 """
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["context_parallel", "music_transformer", "sam"])
+def test_examples_run_as_files(name: str) -> None:
+    pytest.importorskip("tqdm")
+    words = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
