@@ -23,6 +23,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from triton_relattn._core.sizes import Parser
+
 VERBS = {
     "list": "verbs.listing",
     "speed": "verbs.speed",
@@ -51,10 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = parser.parse_args(words[:1]).verb
     try:
         module = importlib.import_module(f"bench.{VERBS[verb]}")
-        of_verb = argparse.ArgumentParser(prog=f"python -m bench {verb}", description=module.__doc__)
+        of_verb = Parser(prog=f"python -m bench {verb}", description=module.__doc__)
         module.add_arguments(of_verb)
-        status: int = module.run(of_verb.parse_args(words[1:]))
-        return status
+        options = of_verb.parse_args(words[1:])
+        try:
+            status: int = module.run(options)
+            return status
+        except argparse.ArgumentError as error:  # of arguments that do not go together
+            of_verb.error(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in OF_SOME_VERBS:

@@ -27,7 +27,7 @@ from .report import summary
 from .report.progress import progress
 from .report.rows import ROOT, Table, stamp
 from .report.text import short_bytes
-from .verbs.options import add_files, add_list, add_machine, positive_numbers
+from .verbs.options import add_files, add_list, add_machine, positive, positive_numbers, seconds
 
 COLUMNS = (
     *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "methods", (*METHODS, STOCK), METHODS)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the models (%(default)s)")
-    parser.add_argument("--layers", type=int, default=1, help="layers of each model (%(default)s)")
+    parser.add_argument("--layers", type=positive, default=1, help="layers of each model (%(default)s)")
     parser.add_argument("--small", action="store_true", help="small models, to try it out")
-    parser.add_argument("--seconds", type=float, default=10.0, help="timing of one model at one size (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="timed at least so often (%(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=10.0, help="timing of one model at one size (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=1, help="timed at least so often (%(default)s)")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peaks, each a further, slow pass")
     add_machine(parser)
     add_files(parser)

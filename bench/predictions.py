@@ -38,7 +38,7 @@ from .measure import timing
 from .measure.processes import processes
 from .report.progress import progress
 from .report.rows import ROOT, in_one_line, read
-from .verbs.options import add_jobs
+from .verbs.options import add_jobs, new_file
 
 GPUS = {"sm_90": replace(MACHINES["sm_90"], l2_terabytes=5.5), "sm_80": MACHINES["sm_80"]}
 PATH = ROOT / "bench" / "predictions.csv"
@@ -226,7 +226,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path = PATH) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_jobs(parser)
     parser.add_argument("--target", choices=tuple(GPUS), help="GPU whose rows are written anew (all)")
-    parser.add_argument("--out", type=Path, default=PATH, metavar="FILE", help="file to write (bench/predictions.csv)")
+    parser.add_argument("--out", type=new_file, default=PATH, metavar="FILE", help="file to write (bench/predictions.csv)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from tools.cycles.predict import near_share, predict
 from triton_relattn._core import residual
+from triton_relattn._core.sizes import bounded
 from triton_relattn.kernels.introspect import (
     ARCHITECTURES,
     Call,
@@ -42,7 +43,7 @@ from .report.progress import progress
 from .report.rows import STAMP, Table, in_one_line, stamp
 from .report.text import table as text_table
 from .verbs import verify
-from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device
+from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_verify, available_device, new_file, positive, seconds
 
 COLUMNS = (
     *("arch", *profiles.Conditions._fields, "case", "status"),
@@ -217,12 +218,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
     parser.add_argument("--target", choices=ARCHITECTURES, help="without a GPU, or instead: what to compile for (default: sm_90)")
     parser.add_argument(
-        "--reach", type=int, default=3, help="how many steps from the default configuration to look (%(default)s)"
+        "--reach", type=bounded(int, 0), default=3, help="how many steps from the default configuration to look (%(default)s)"
     )
-    parser.add_argument("--timed", type=int, default=8, help="how many configurations of a kernel to time (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="timing of one kernel (%(default)s)")
-    parser.add_argument("--total-seconds", type=float, help="begin no kernel after so long")
-    parser.add_argument("--profile", type=Path, help="the file to write (default: the user's, which the package reads)")
+    parser.add_argument("--timed", type=positive, default=8, help="how many configurations of a kernel to time (%(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=2.0, help="timing of one kernel (%(default)s)")
+    parser.add_argument("--total-seconds", type=seconds, help="begin no kernel after so long")
+    parser.add_argument("--profile", type=new_file, help="the file to write (default: the user's, which the package reads)")
     parser.add_argument("--again", action="store_true", help="also what the profile has already")
     add_jobs(parser)
     add_no_verify(parser)

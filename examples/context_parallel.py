@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import parallelize_module
 
+from bench.verbs.options import positive
 from examples.music.chorales import IGNORED, load, training_batch
+from examples.music.tokens import VOICES
 from examples.music_transformer import MusicTransformer, Settings, token_losses
 from triton_relattn import RelativePositions, distributed, tables
+from triton_relattn._core.sizes import Parser
 from triton_relattn.nn import parallel
 
 STEPS = 3
+EDGE = 4  # positions that Parakeet's convolution takes of either neighbour
 
 
 class Counted:
@@ -135,7 +139,7 @@ def parakeet(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], t
 
     from triton_relattn.integrations.transformers import enable
 
-    config = ParakeetEncoderConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48, conv_kernel_size=9)
+    config = ParakeetEncoderConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48, conv_kernel_size=2 * EDGE + 1)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     layer = stock.ParakeetEncoderBlock(config, 0).double().eval()
@@ -179,13 +183,16 @@ def worker(rank: int, ranks: int, length: int, folder: str) -> None:
     os._exit(0)  # at once: threads of torch now and then abort a process that ends by itself
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (%(default)s)")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=positive, default=2, help="processes (%(default)s)")
     parser.add_argument(
-        "--length", type=int, default=256, help="positions of all, a multiple of 4 and of the ranks (%(default)s)"
+        "--length", type=positive, default=256, help="positions of all, a multiple of 4 and of the ranks (%(default)s)"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.length % VOICES or options.length % options.ranks or options.length < EDGE * options.ranks:
+        must = f"a multiple of {VOICES} and of the ranks, and at least {EDGE} for each"
+        parser.error(f"--length must be {must}, got {options.length}")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (options.ranks, options.length, folder), options.ranks)
 

@@ -21,7 +21,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from bench.verbs.options import existing_device, new_file, new_folder, positive
 from examples.music import chorales, report
 from examples.music.chorales import EDGE, IGNORED, Chorale, Split
 from examples.music.ngram import Ngram
 from examples.music.tokens import VOCABULARY, VOICES
+from triton_relattn._core.sizes import Parser, bounded
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.tables import sinusoids
 
@@ -65,6 +67,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.length % VOICES:
             raise ValueError(f"length must be a multiple of {VOICES}, the tokens of an eighth note, got {self.length}")
+        if self.width % 2 or self.width % self.heads:
+            raise ValueError(f"width must be even and a multiple of the {self.heads} heads, got {self.width}")
+        if self.dropout > 1:
+            raise ValueError(f"dropout must be a probability, got {self.dropout}")
 
 
 class Block(nn.Module):
@@ -268,6 +274,8 @@ def generate(model: nn.Module, prompt: Sequence[int], count: int, length: int, t
 def train(options: argparse.Namespace) -> int:
     """Train, evaluate, and let the model write two pieces."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if options.resume and not (options.out / CHECKPOINT).is_file():
+        raise argparse.ArgumentError(None, f"--resume: {options.out} has no {CHECKPOINT}")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -275,11 +283,17 @@ def train(options: argparse.Namespace) -> int:
         run = Run.load(options.out, device)
     else:
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
-        run = Run(Settings(**given), options.out, device)
+        try:
+            settings = Settings(**given)
+        except ValueError as error:
+            raise argparse.ArgumentError(None, str(error)) from error
+        run = Run(settings, options.out, device)
         (options.out / report.RESULT).unlink(missing_ok=True)
     settings = run.settings
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     split = chorales.split(chorales.load(settings.chorales))
+    if any(all(len(each.tokens) <= settings.length for each in part) for part in (split.validation, split.test)):
+        raise argparse.ArgumentError(None, "no chorale for validation, or none for test, is longer than --length")
     print(f"{settings}\n{parameters:,} parameters on {device}")
     for name, part in dataclasses.asdict(split).items():
         print(f"{name}: {len(part)} chorales, {sum(len(chorale['tokens']) for chorale in part):,} tokens")
@@ -330,48 +344,71 @@ def compose_more(options: argparse.Namespace) -> int:
 
 def summarise(options: argparse.Namespace) -> int:
     """The verb summary."""
-    print(report.table(options.runs))
+    try:
+        print(report.table(options.runs))
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from error
     options.figure.parent.mkdir(parents=True, exist_ok=True)
     report.draw_summary(options.runs, options.figure)
     print(f"\n{options.figure}")
     return 0
 
 
+def folder_with(name: str) -> Callable[[str], Path]:
+    """A parser of the folder of a run that has a file."""
+
+    def parse(text: str) -> Path:
+        if not (Path(text) / name).is_file():
+            raise argparse.ArgumentTypeError(f"{text} has no {name}")
+        return Path(text)
+
+    return parse
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
 
     verb = verbs.add_parser("train", help="train a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     verb.set_defaults(run_verb=train)
     for field in dataclasses.fields(Settings):
-        kind = type(field.default)
+        kind: Any = type(field.default)
+        if kind is not str and "choices" not in field.metadata:
+            kind = bounded(kind, 1 if kind is int and field.default else 0)
         verb.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, **field.metadata)
-    verb.add_argument("--out", type=Path, default=Path("out/music/run"), help="folder for all that is written")
+    verb.add_argument("--out", type=new_folder, default=Path("out/music/run"), help="folder for all that is written")
     verb.add_argument("--resume", action="store_true", help="go on from the checkpoint in that folder, with its settings")
-    verb.add_argument("--device", help="cuda if there is one, else cpu")
+    verb.add_argument("--device", type=existing_device, help="cuda if there is one, else cpu")
 
     verb = verbs.add_parser("generate", help="let a model write", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     verb.set_defaults(run_verb=compose_more)
-    verb.add_argument("run", type=Path, help="folder of a run")
-    verb.add_argument("--midi", type=Path, help="file to write; by default in that folder")
-    verb.add_argument("--prompt", type=int, default=64, help="tokens of a held-out chorale to begin with; 0: from nothing")
-    verb.add_argument("--chorale", type=int, default=0, help="which of the held-out ones")
-    verb.add_argument("--tokens", type=int, default=256, help="tokens in all, four to an eighth note")
-    verb.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens")
-    verb.add_argument("--top-p", type=float, default=0.95, help="draw from the likeliest tokens of this probability")
+    verb.add_argument("run", type=folder_with(CHECKPOINT), help="folder of a run")
+    verb.add_argument("--midi", type=new_file, help="file to write; by default in that folder")
+    verb.add_argument(
+        "--prompt", type=bounded(int, 0), default=64, help="tokens of a held-out chorale to begin with; 0: from nothing"
+    )
+    verb.add_argument("--chorale", type=bounded(int, 0), default=0, help="which of the held-out ones")
+    verb.add_argument("--tokens", type=positive, default=256, help="tokens in all, four to an eighth note")
+    verb.add_argument("--temperature", type=bounded(float, 0.01), default=1.0, help="below 1: likelier tokens")
+    verb.add_argument(
+        "--top-p", type=bounded(float, 1e-6, 1), default=0.95, help="draw from the likeliest tokens of this probability"
+    )
     verb.add_argument("--seed", type=int, default=0, help="seed of what is drawn")
 
     verb = verbs.add_parser("summary", help="table and figure of several runs")
     verb.set_defaults(run_verb=summarise)
     verb.add_argument("runs", type=Path, nargs="+", help="folders")
-    verb.add_argument("--figure", type=Path, default=Path("out/music/summary.png"), help="file to write (%(default)s)")
+    verb.add_argument("--figure", type=new_file, default=Path("out/music/summary.png"), help="file to write (%(default)s)")
 
     verb = verbs.add_parser("difference", help="how far the losses of two runs are apart")
     verb.set_defaults(run_verb=lambda options: print(report.difference(*options.runs)) or 0)
-    verb.add_argument("runs", type=Path, nargs=2, help="folders")
+    verb.add_argument("runs", type=folder_with(report.CURVE), nargs=2, help="folders")
 
     options = parser.parse_args(arguments)
-    return options.run_verb(options)
+    try:
+        return options.run_verb(options)
+    except argparse.ArgumentError as error:  # of arguments that do not go together
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

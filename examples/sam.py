@@ -13,7 +13,8 @@ from bench.__main__ import main as bench
 from bench.families import FAMILIES
 from bench.report.rows import read
 from bench.report.text import short_bytes, short_time, table
-from bench.verbs.options import positive_numbers
+from bench.verbs.options import new_folder, positive_numbers, seconds
+from triton_relattn._core.sizes import Parser
 from triton_relattn.integrations.transformers import enable
 
 PATCH = 16
@@ -21,17 +22,25 @@ DIRECTIONS = ("forward", "forward+backward")
 TURNS = 4
 
 
+def sides(text: str) -> list[int]:
+    """A parser of the sides of images, which are cut into patches."""
+    found = positive_numbers(text)
+    if any(side % PATCH for side in found):
+        raise argparse.ArgumentTypeError(f"must be multiples of {PATCH}, got {text}")
+    return found
+
+
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.sam", description=__doc__)
+    parser = Parser(prog="python -m examples.sam", description=__doc__)
     parser.add_argument(
         "--sides",
-        type=positive_numbers,
+        type=sides,
         default="512,768,1024",
         metavar="A,B",
-        help="sides of the images, in pixels (%(default)s)",
+        help=f"sides of the images in pixels, multiples of {PATCH} (%(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for sam.csv and sam.png (default: out)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="timing of one size (%(default)s)")
+    parser.add_argument("--out", type=new_folder, default=Path("out"), help="folder for sam.csv and sam.png (default: out)")
+    parser.add_argument("--seconds", type=seconds, default=20.0, help="timing of one size (%(default)s)")
     parser.add_argument("--processor-time", action="store_true", help="only that, which other processes change little")
     parser.add_argument("--small", action="store_true", help="a small model, to try it out")
     return parser.parse_args(argv)

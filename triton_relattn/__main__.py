@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import __version__, check
-from ._core.sizes import rows, sizes
+from ._core.sizes import Parser, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.every import enable
 from .integrations.transformers import families
@@ -128,14 +128,16 @@ def tune(options: argparse.Namespace, device: str = "cuda") -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m triton_relattn", description=__doc__)
+    parser = Parser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
     verbs = parser.add_subparsers(dest="verb", metavar="enable, check, tune")
     verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, proven and saved")
     verb.add_argument(
         "--model", required=True, metavar="PACKAGE:FACTORY", help="a function without arguments that returns a model"
     )
-    verb.add_argument("--lengths", type=int, nargs="+", default=[4096], help="positions to count memory for (%(default)s)")
+    verb.add_argument(
+        "--lengths", type=bounded(int, 1), nargs="+", default=[4096], help="positions to count memory for (%(default)s)"
+    )
     verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a minute")
     verb = verbs.add_parser("tune", help="time configurations of the kernels on this machine's GPU, and keep the fastest ones")
     verb.add_argument(

@@ -18,7 +18,7 @@ from ..cases.baselines import BASELINES
 from ..cases.methods import OURS
 from ..report.progress import progress
 from ..report.rows import Table, in_one_line, stamp
-from .options import add_files, add_list, add_machine
+from .options import add_files, add_list, add_machine, positive
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation", choices=("triton", "blockwise"), help="implementation of this package (default: the device's)"
     )
-    parser.add_argument("--length", type=int, default=LENGTH, help="length of the sequences (%(default)s)")
+    parser.add_argument("--length", type=positive, default=LENGTH, help="length of the sequences (%(default)s)")
     add_machine(parser)
     add_files(parser)
     parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..report.rows import ROOT, read
 from ..report.text import table as text_table
+from .options import positive
 
 LINKS = {"NVLink": 450e9, "400 Gb/s": 50e9}
 """Bytes a second, each way."""
@@ -87,14 +88,16 @@ def rates() -> tuple[float, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", type=int, default=16, help="heads of query (%(default)s)")
-    parser.add_argument("--key-heads", type=int, default=16, help="heads of key and value (%(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="width of a head (%(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="lengths of the sequence (%(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="GPUs (%(default)s)")
+    parser.add_argument("--heads", type=positive, default=16, help="heads of query (%(default)s)")
+    parser.add_argument("--key-heads", type=positive, default=16, help="heads of key and value (%(default)s)")
+    parser.add_argument("--width", type=positive, default=64, help="width of a head (%(default)s)")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS, help="lengths of the sequence (%(default)s)")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=RANKS, help="GPUs (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.heads % options.key_heads:
+        raise argparse.ArgumentError(None, f"--key-heads must divide the {options.heads} heads, got {options.key_heads}")
     found = rates()
     print(f"{options.heads} heads of {options.width}, {options.key_heads} of the keys; forward and backward of one layer\n")
     head = (

@@ -61,7 +61,7 @@ def measure(kind: str, calls: int) -> dict[str, float]:
 
 def in_checkout(folder: Path, kind: str, calls: int) -> dict[str, float]:
     """The same of another checkout of the package, in a process of its own."""
-    command = [sys.executable, __file__, "--calls", str(calls), "--kind", kind]
+    command = [sys.executable, __file__, kind, str(calls)]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -69,20 +69,25 @@ def in_checkout(folder: Path, kind: str, calls: int) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calls", type=int, default=300, help="calls in each round (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each kind and checkout, interleaved (%(default)s)")
-    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout, to compare with")
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)  # one measurement in a process of its own
+    from .options import positive
+
+    parser.add_argument("--calls", type=positive, default=300, help="calls in each round (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds of each kind and checkout, interleaved (%(default)s)")
+    parser.add_argument("--beside", type=checkout, metavar="FOLDER", help="another checkout, to compare with")
+
+
+def checkout(text: str) -> Path:
+    """A parser of a folder that has the package."""
+    if not (Path(text) / "triton_relattn").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of triton_relattn")
+    return Path(text).resolve()
 
 
 def run(options: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return 2
-    if options.kind:
-        print(json.dumps(measure(options.kind, options.calls)))
-        return 0
-    folders = [ROOT, *([options.beside.resolve()] if options.beside else [])]
+    folders = [ROOT, *([options.beside] if options.beside else [])]
     least: dict[tuple[str, Path], dict[str, float]] = {}
     for _ in range(options.rounds):
         for kind in KINDS:
@@ -98,6 +103,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    of_kind = argparse.ArgumentParser()
-    add_arguments(of_kind)
-    raise SystemExit(run(of_kind.parse_args()))
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))

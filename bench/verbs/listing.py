@@ -13,7 +13,16 @@ from ..report.text import table as text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", metavar="TARGET", help='all valid configurations for one, such as "sm_90"')
+    parser.add_argument("--configs", type=architecture, metavar="TARGET", help="all valid configurations for one, such as sm_90")
+
+
+def architecture(name: str) -> str:
+    """A parser of an architecture that there are configurations for."""
+    from triton_relattn.kernels.introspect import ARCHITECTURES
+
+    if name not in ARCHITECTURES:
+        raise argparse.ArgumentTypeError(f"unknown: {name}; there are {', '.join(ARCHITECTURES)}")
+    return name
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     probe = cases.GROUPS["cpu"][0]
     body = [(name, method.kind, method.what, method.why_not(probe, device) or "yes") for name, method in METHODS.items()]
     print(text_table(("method", "kind", "what", "runs here"), body))
-    if not options.configs and find_spec("triton") is None:
+    if find_spec("triton") is None:
         print("\nConfigurations of the kernels need the package triton: pip install triton")
         return 0
     from triton_relattn.kernels.introspect import selection

@@ -34,10 +34,10 @@ def measure(case: Case, method: str, direction: str, options: argparse.Namespace
 
 
 def run(options: argparse.Namespace) -> int:
+    chosen = chosen_cases(options, ["cpu" if options.device == "cpu" else "memory"])
     if not options.no_verify and verify.gate(options.device) != 0:
         print("The tests fail: nothing is measured.")
         return 1
-    chosen = chosen_cases(options, ["cpu" if options.device == "cpu" else "memory"])
     table = Table(COLUMNS, stamp(options.device), options.csv, options.json)
     failures = {direction: Failures() for direction in DIRECTIONS}
     points = [

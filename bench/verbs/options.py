@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from triton_relattn._core.sizes import rows, sizes
+from triton_relattn._core.sizes import bounded, rows, sizes
 
 from ..cases import attention as cases
 from ..cases.methods import METHODS
@@ -55,24 +55,44 @@ def existing_device(name: str) -> str:
     return name
 
 
+positive = bounded(int, 1)
+seconds = bounded(float, 0)
+
+
 def positive_numbers(text: str) -> list[int]:
-    numbers = [int(number) for number in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return numbers
+    return [positive(each) for each in text.split(",")]
 
 
 def gibibytes(text: str) -> int:
-    return int(float(text) * 2**30)
+    return int(bounded(float, 0.001)(text) * 2**30)
+
+
+def new_folder(text: str) -> Path:
+    """A parser of a folder to write to, which need not be there yet."""
+    path = Path(text)
+    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is no folder that can be written to: see {above}")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """A parser of a file to write; one that is there is replaced."""
+    path = Path(text)
+    new_folder(str(path.parent))
+    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{text} is no file that can be written")
+    return path
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="file for the rows, written as they come")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="the same as JSON")
+    parser.add_argument("--csv", type=new_file, metavar="PATH", help="file for the rows, written as they come")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="the same as JSON")
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile (default: one per core)")
+    usual = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=positive, default=usual, help="processes that compile (default: one per core)")
 
 
 def add_no_verify(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +128,9 @@ def chosen_cases(options: argparse.Namespace, default: Sequence[str]) -> list[ca
         dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
         common = {"rows": options.table, "dtype": dtype, "is_causal": options.causal, "group": "yours"}
         return [cases.Case(**each, **common) for each in options.shape]
-    return cases.choose(options.cases or default, options.lengths)
+    if not (chosen := cases.choose(options.cases or default, options.lengths)):
+        raise argparse.ArgumentError(None, f"no case of {', '.join(options.cases or default)} has one of these lengths")
+    return chosen
 
 
 def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:

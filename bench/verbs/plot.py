@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ..cases.methods import OURS
 from ..report import summary
 from ..report.figures import (
     INK,
+    KIND,
     MUTED,
     STYLES,
     Points,
@@ -25,22 +27,41 @@ from ..report.figures import (
     ticks_of,
     title_of,
 )
-from ..report.rows import read
+from ..report.rows import STAMP, read
+from .options import new_folder
 
 MODEL_STYLES = {OURS: STYLES[OURS], "eager": STYLES["gather"], "sdpa": STYLES["dense_bias"]}
+COMMON = (*("verb", "case", "method", "direction", "status", "batch", "seqlen", "p50_ms", "peak_bytes"), *STAMP)
+OF_CALLS = (*COMMON, *KIND, "heads", "key_heads")
+COLUMNS = {"memory": OF_CALLS, "speed": OF_CALLS, "models": (*COMMON, "layers")}
+"""Columns that figures and tables are made of, by verb."""
 WORDS = {"forward": "Forward", "forward+backward": "Forward + backward"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("csv", type=Path, nargs="+", help="files that speed, memory and models have written")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figures, VERB.png (%(default)s)")
+    parser.add_argument("csv", type=results, nargs="+", help="files that speed, memory and models have written")
+    parser.add_argument("--out", type=new_folder, default=Path("out"), help="folder for the figures, VERB.png (%(default)s)")
+
+
+def results(text: str) -> list[Row]:
+    """A parser of a file of results: its rows."""
+    try:
+        rows = read(Path(text))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error}") from error
+    verbs = COLUMNS.keys() & {row.get("verb") for row in rows}
+    if not verbs:
+        raise argparse.ArgumentTypeError(f"{text} has no rows of {', '.join(COLUMNS)}")
+    if lacking := set[str]().union(*(COLUMNS[verb] for verb in verbs)) - rows[0].keys():
+        raise argparse.ArgumentTypeError(f"{text} lacks the columns {', '.join(sorted(lacking))}")
+    return rows
 
 
 def run(options: argparse.Namespace) -> int:
     import matplotlib
 
     matplotlib.use("Agg")
-    rows = [row for path in options.csv for row in read(path)]
+    rows = [row for file in options.csv for row in file]
     options.out.mkdir(parents=True, exist_ok=True)
     for verb, draw_rows in (("memory", draw_memory), ("speed", draw_speed), ("models", draw_models)):
         of_verb = [row for row in rows if row["verb"] == verb and (verb != "models" or is_drawn(row))]

@@ -16,7 +16,7 @@ from ..report import summary
 from ..report.progress import progress
 from ..report.rows import Table, stamp
 from . import verify
-from .options import add_list, add_measured, chosen_cases
+from .options import add_list, add_measured, chosen_cases, seconds
 
 COLUMNS = (
     *("verb", "group", "case", "method", "direction", "status", "batch", "heads", "key_heads", "seqlen", "head_dim", "rel_dim"),
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measured(parser, None)
     usual = f"default: {', '.join(timing.DIRECTIONS)}, on a CPU without backward"
     add_list(parser, "directions", (*timing.DIRECTIONS, *timing.PARTS), None, usual)
-    parser.add_argument("--seconds", type=float, default=SECONDS_A_CASE, help="timing of one case (%(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=SECONDS_A_CASE, help="timing of one case (%(default)s)")
 
 
 def new_row(verb: str, case: Case, method: str, direction: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from bench.measure.memory import SHARE, available_bytes
 from bench.report import figures, summary
 from bench.report.rows import Table, stamp
 from bench.report.text import short_bytes, table
-from bench.verbs.options import available_device, existing_device, gibibytes
+from bench.verbs.options import available_device, existing_device, gibibytes, new_folder, seconds
 from bench.verbs.speed import COLUMNS
 from triton_relattn.__main__ import environment
+from triton_relattn._core.sizes import Parser, bounded
 
 from ..music.tokens import chorales
 from . import layer
@@ -33,17 +34,17 @@ MOST_MEMORY = 10 << 30  # so much that a vector for every pair fits at 4096; les
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.csv and demo.png (default: out)")
-    parser.add_argument("--max-length", type=int, default=LONGEST, help=f"longest sequence measured (default: {LONGEST})")
+    parser = Parser(prog="python -m examples.demo", description=__doc__)
+    parser.add_argument("--out", type=new_folder, default=Path("out"), help="folder for demo.csv and demo.png (default: out)")
+    parser.add_argument(
+        "--max-length", type=bounded(int, 2), default=LONGEST, help=f"longest sequence measured (default: {LONGEST})"
+    )
     parser.add_argument("--quick", action="store_true", help=f"only lengths up to {LONGEST_QUICK}")
     parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=BUDGET, help=f"time for the measurements (default: {BUDGET:.0f})")
+    parser.add_argument("--seconds", type=seconds, default=BUDGET, help=f"time for the measurements (default: {BUDGET:.0f})")
     usual = f"of a CPU for each measurement (default: {MOST_MEMORY >> 30}, or most of what is free)"
     parser.add_argument("--memory-limit", type=gibibytes, default=None, metavar="GiB", help=usual)
     arguments = parser.parse_args(argv)
-    if arguments.max_length < 2:
-        parser.error(f"--max-length must be at least 2, got {arguments.max_length}")
     if arguments.memory_limit is None:
         arguments.memory_limit = min(MOST_MEMORY, int(SHARE * available_bytes()))
     if arguments.device == "cuda":

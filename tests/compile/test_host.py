@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.thorough
-def test_two_checkouts_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_checkouts_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "triton_relattn").mkdir()
     asked, inner = [], host.in_checkout
 
     def in_checkout(folder: Path, kind: str, calls: int) -> dict[str, float]:
@@ -22,8 +23,8 @@ def test_two_checkouts_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return inner(folder, kind, calls) if len(asked) == 1 else dict.fromkeys(host.COLUMNS, 100.0 - len(asked))
 
     monkeypatch.setattr(host, "in_checkout", in_checkout)
-    assert main(["host", "--calls", "2", "--rounds", "2", "--beside", str(ROOT / "tests")]) == 0
-    assert asked == [(kind, folder) for kind in host.KINDS for folder in (ROOT.name, "tests")] * 2
+    assert main(["host", "--calls", "2", "--rounds", "2", "--beside", str(tmp_path)]) == 0
+    assert asked == [(kind, folder) for kind in host.KINDS for folder in (ROOT.name, tmp_path.name)] * 2
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 6 and lines[-1].split()[-1] == "88"  # the least of both rounds
 

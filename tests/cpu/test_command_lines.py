@@ -1,15 +1,20 @@
-"""Command lines: those of the pages run where triton is not installed."""
+"""Command lines: those of the pages run where triton is not installed; odd ones end at once, with a line and status 2."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bench.report.rows import STAMP
+from bench.verbs import verify
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,6 +112,95 @@ from examples.demo.__main__ import arguments_of
 sys.stderr.isatty = lambda: True
 print(*progress("ab", str))
 """
+
+
+ODD = """
+    bench speed --shape b1,h3,kv2,n8
+    bench speed --shape n8,q9
+    bench speed --cases small --lengths 512
+    bench speed --seconds -1
+    bench speed --seconds nan
+    bench speed --seconds inf
+    bench speed --memory-limit -1
+    bench speed --csv {file}/rows.csv
+    bench speed --csv {folder}
+    bench memory --json {file}/new/rows.json
+    bench memory --memory-limit nan
+    bench memory --shape h3,kv2,n8
+    bench accuracy --length 0
+    bench accuracy --length -3
+    bench models --lengths 0
+    bench models --batches x
+    bench models --layers 0
+    bench compile --jobs 0
+    bench cycles --jobs 0
+    bench predictions --jobs 0
+    bench predictions --out {folder}
+    bench tune --jobs 0
+    bench tune --timed 0
+    bench tune --profile {file}/profile.csv
+    bench host --calls 0
+    bench host --rounds 0
+    bench host --beside /nonexistent
+    bench context --lengths 0
+    bench context --ranks 0
+    bench context --heads 0
+    bench context --width -1
+    bench context --heads 8 --key-heads 5
+    bench list --configs nothing
+    bench plot {folder}/missing.csv
+    bench plot {folder}
+    bench plot {file}
+    bench plot {others}
+    bench plot {lacking}
+    bench plot bench/results/cpu/accuracy.csv
+    bench plot bench/results/cpu/speed.csv --out {file}
+    triton_relattn enable --model torch.nn:Identity --lengths -5
+    triton_relattn enable --model torch.nn:Identity --lengths 0
+    triton_relattn tune --shape h3,kv2,n8
+    examples.demo --out {file}
+    examples.demo --max-length 1
+    examples.demo --seconds -1
+    examples.sam --small --sides 8
+    examples.sam --out {file}/figures
+    examples.context_parallel --length 31
+    examples.context_parallel --length 1
+    examples.context_parallel --length -1
+    examples.context_parallel --length 4 --ranks 2
+    examples.context_parallel --ranks 0
+    examples.music_transformer train --length 31
+    examples.music_transformer train --heads 3
+    examples.music_transformer train --steps 0
+    examples.music_transformer train --dropout 2
+    examples.music_transformer train --device nothing
+    examples.music_transformer train --out {file}
+    examples.music_transformer train --resume --out {folder}
+    examples.music_transformer generate {folder}
+    examples.music_transformer difference {folder} {folder}
+    examples.music_transformer summary {folder}/nothing
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("command", [line.strip() for line in ODD])
+def test_odd_arguments_end_with_a_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything long begins."""
+    for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
+        pytest.importorskip(package)
+    monkeypatch.setattr(verify, "gate", lambda _: pytest.fail("the tests of what is measured begin"))
+    monkeypatch.chdir(ROOT)
+    contents = {"file": "", "others": "a,b\n1,2\n", "lacking": f"verb,{','.join(STAMP)}\nspeed{',' * len(STAMP)}\n"}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    paths = {name: tmp_path / name for name in contents}
+    program, *words = shlex.split(command.format(folder=tmp_path, **paths))
+    main = importlib.import_module(program if program.count(".") and program != "examples.demo" else f"{program}.__main__").main
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert re.fullmatch(r".*: error: .*\n", capsys.readouterr().err)
+    assert {path.name for path in tmp_path.iterdir()} == set(contents)
 
 
 @pytest.mark.thorough

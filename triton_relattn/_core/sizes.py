@@ -1,11 +1,37 @@
-"""Sizes of a call in words, for command lines: ``b4,h12,n1500,d80`` and a table of 33 rows."""
+"""Words of command lines: numbers, sizes of a call as in ``b4,h12,n1500,d80``, a table of 33 rows."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 SIZES = {"b": "batch", "h": "heads", "n": "length", "d": "head_dim", "kv": "key_heads", "q": "num_queries"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def bounded(kind: type[Number], least: float, most: float = math.inf) -> Callable[[str], Number]:
+    """A parser of a finite number, int or float, from least to most."""
+    what = f"{'a whole number' if kind is int else 'a number'} from {least:g} {'on' if most == math.inf else f'to {most:g}'}"
+
+    def parse(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if least <= (found := kind(text)) <= most and found != math.inf:
+                return found
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+
+    return parse
 
 
 def sizes(text: str) -> dict[str, int]:
@@ -21,6 +47,10 @@ def sizes(text: str) -> dict[str, int]:
         found[SIZES[match[1]]] = int(match[2])
     if "length" not in found:
         raise argparse.ArgumentTypeError(f"{text!r} has no length: b4,h12,n1500,d80")
+    if found["heads"] % found.get("key_heads", 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: kv must divide h, {found['heads']}")
+    if found.get("num_queries", 1) > found["length"]:
+        raise argparse.ArgumentTypeError(f"{text!r}: q must be at most n, {found['length']}")
     return found
 
 
