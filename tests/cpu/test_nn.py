@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -389,6 +391,54 @@ def test_a_projection_that_is_wrapped() -> None:
     with torch.no_grad():
         merged.attention.encoding.linear_pos.weight.add_(adapter.change)  # type: ignore[union-attr, operator]
     assert_same("output", out, merged(x, x, x)[0])
+
+
+class Quantised(nn.Module):
+    """A projection whose weight is whole numbers and a factor, as weight-only quantisation stores it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.factor = base.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((base.weight.detach() / self.factor).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(self.factor.dtype), self.weight * self.factor)
+
+
+class Closed(nn.Module):
+    """A wrapper that shows nothing of what it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x)
+
+
+def quantised_by_torch(attention: nn.Module) -> Any:
+    """The module with all projections quantised as ``torch.ao`` does it."""
+    return pytest.importorskip("torch.ao.quantization").quantize_dynamic(attention, {nn.Linear}, dtype=torch.qint8)
+
+
+def with_linear_pos(change: Callable[[Any], nn.Module], attention: nn.Module) -> nn.Module:
+    name = "attention.encoding.linear_pos"
+    attention.set_submodule(name, change(attention.get_submodule(name)))
+    return attention
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "change", [functools.partial(with_linear_pos, Quantised), functools.partial(with_linear_pos, Closed), quantised_by_torch]
+)
+def test_a_projection_of_another_kind(change: Callable[[nn.Module], Any]) -> None:
+    """Whatever linear_pos is, and whatever its weight, it is called with the sinusoids, in the dtype of the other parameters."""
+    attention, x = change(module("transformer_xl").float()), inputs().float()
+    encoding = attention.attention.encoding
+    _, terms = encoding(x.unflatten(-1, (HEADS, -1)).transpose(1, 2), LENGTH)
+    projected = encoding.linear_pos(tables.sinusoids(1 - LENGTH, LENGTH - 1, WIDTH))
+    assert torch.equal(terms["rel_key"].transpose(0, 1).flatten(1), projected)
+    assert attention(x, x, x)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

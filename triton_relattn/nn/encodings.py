@@ -17,7 +17,7 @@ from torch import nn
 from .. import tables
 from .._core.dtypes import compute_dtype
 from ..positions import RelativePositions
-from .parallel import local
+from .parallel import beside, local
 from .table import RelativePositionTable
 
 Terms = tuple[torch.Tensor, dict[str, Any]]
@@ -105,12 +105,10 @@ class TransformerXLEncoding(nn.Module):
             positions.last,
             self.embed_dim,
             self.order,
-            dtype=self.linear_pos.weight.dtype,
+            dtype=self.pos_bias_u.dtype,  # not of linear_pos, which may be wrapped or quantised: it is called and no more
             device=query.device,
         )
-        weight = local(self.linear_pos.weight)
-        is_whole = weight is self.linear_pos.weight  # then linear_pos is called, which may be wrapped, or have hooks
-        projected = self.linear_pos(sinusoids) if is_whole else nn.functional.linear(sinusoids, weight)
+        projected = local(self.linear_pos(beside(self.pos_bias_u, sinusoids)))
         rel_key = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1).to(query.dtype)
         query, rel_bias = tables.fold_transformer_xl(query, rel_key, local(self.pos_bias_u), local(self.pos_bias_v), scale)
         return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": positions}

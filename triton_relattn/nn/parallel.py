@@ -14,7 +14,7 @@ from torch import nn
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this device's shard of a parameter. Gradients of a replicated parameter are partial sums, which are added up."""
+    """Return this device's shard of a tensor. Gradients of a replicated one are partial sums, which are added up."""
     if not _is_distributed(tensor):
         return tensor
     from torch.distributed.tensor import Partial, Replicate
@@ -23,6 +23,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     placements = [Partial() if isinstance(each, Replicate) else each for each in distributed.placements]
     replicated: torch.Tensor = distributed.redistribute(placements=distributed.placements).to_local(grad_placements=placements)
     return replicated
+
+
+def beside(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all devices have, as an input of modules whose parameters are distributed if this one is."""
+    if not _is_distributed(parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
