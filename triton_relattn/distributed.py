@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from ._core import validation
 from ._core.arguments import Arguments
 from ._core.dropout import draw_seed
-from ._core.dtypes import compute_dtype
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
+from ._distributed.collectives import SummedGradients, name_of
 from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
@@ -272,28 +272,10 @@ def _attend(
     return attend(tensors, spec, chosen, process_group, sizes=sizes, **others)
 
 
-class _SummedGradients(torch.autograd.Function):
-    """Tables as they are; in the backward the sums of their gradients over all ranks, in one message."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        return tuple(table.view_as(table) for table in tables)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        from torch.distributed._functional_collectives import all_reduce, wait_tensor
-
-        dtype = compute_dtype(gradients[0].dtype)
-        message = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
-        sums = wait_tensor(all_reduce(message, "sum", ctx.group)).split([gradient.numel() for gradient in gradients])
-        return None, *(each.view(gradient.shape).to(gradient.dtype) for each, gradient in zip(sums, gradients, strict=True))
-
-
 def _with_summed_gradients(tensors: AttentionTensors, group: Any) -> AttentionTensors:
     learned = {name: getattr(tensors, name) for name in TABLES if getattr(tensors, name) is not None}
     learned = {name: table for name, table in learned.items() if table.requires_grad}
     if not learned or not torch.is_grad_enabled():
         return tensors
-    summed = _SummedGradients.apply(group, *learned.values())
+    summed = SummedGradients.apply(name_of(group), *learned.values())
     return tensors._replace(**dict(zip(learned, summed, strict=True)))

@@ -28,7 +28,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
 from triton_relattn import distributed
-from triton_relattn._distributed import exchange
+from triton_relattn._distributed import collectives
 from triton_relattn._distributed.sharding import Sharding
 from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
@@ -221,7 +221,7 @@ def check_cases(groups: dict[int, dist.ProcessGroup]) -> None:
 def counted() -> Iterator[list[int]]:
     """Bytes of each message that the rank sends to another within the context, and of what it exchanges with all at once."""
     sent: list[int] = []
-    before, before_all = dist.batch_isend_irecv, exchange.all_to_all_single_autograd
+    before, before_all = dist.batch_isend_irecv, collectives.all_to_all_single
 
     def count(operations: list[Any]) -> Any:
         sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
@@ -231,11 +231,11 @@ def counted() -> Iterator[list[int]]:
         sent.append(tensor.nbytes)
         return before_all(tensor, *arguments)
 
-    dist.batch_isend_irecv, exchange.all_to_all_single_autograd = count, count_all  # type: ignore[assignment]
+    dist.batch_isend_irecv, collectives.all_to_all_single = count, count_all  # type: ignore[assignment]
     try:
         yield sent
     finally:
-        dist.batch_isend_irecv, exchange.all_to_all_single_autograd = before, before_all
+        dist.batch_isend_irecv, collectives.all_to_all_single = before, before_all
 
 
 def check_messages(groups: dict[int, dist.ProcessGroup]) -> None:
@@ -425,6 +425,42 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         for actual, exact in zip(*(torch.autograd.grad(each(x, table), (x, table)) for each in (compiled, run)), strict=True):
             close(actual, exact, method)
+
+
+def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
+    """All-to-all under torch.func, and batched gradients: messages have arrived when they are read."""
+    tensors, rank, sizes = CASES["full"][0], dist.get_rank(), [6, 6, 6, 5]
+    query, key, value = (own(tensors[name], 2, "contiguous", rank, sizes) for name in BY_POSITION[:3])
+    tables = torch.stack([scale * tensors["rel_key"] for scale in (1, -1, 2)])
+    queries, whole_queries = (torch.stack([each, 2 * each]) for each in (query, tensors["query"]))
+
+    def spread(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return distributed.fused_relative_attention(query, key, value, table, method="all_to_all")  # type: ignore[no-any-return]
+
+    def alone(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return triton_relattn.fused_relative_attention(query, tensors["key"], tensors["value"], table)
+
+    def mine(results: torch.Tensor) -> torch.Tensor:
+        return own(results, results.dim() - 2, "contiguous", rank, sizes)
+
+    def gradients(attend: Callable[..., torch.Tensor], query: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return torch.func.grad(lambda table: attend(query, table).square().sum())
+
+    for _ in range(3):  # what is read too early may be right by chance
+        close(
+            torch.vmap(spread, (None, 0))(query, tables), mine(torch.vmap(alone, (None, 0))(tensors["query"], tables)), "tables"
+        )
+        close(torch.vmap(spread, (0, None))(queries, tables[0]), mine(torch.vmap(alone, (0, None))(whole_queries, tables[0])))
+        exact = torch.vmap(gradients(alone, tensors["query"]))(tables)
+        close(torch.vmap(gradients(spread, query))(tables), exact, "gradients of each table")
+        found = []
+        for attend, of_call, cut in ((spread, query, mine), (alone, tensors["query"], lambda whole: whole)):
+            leaves = of_call.clone().requires_grad_(), tables[0].clone().requires_grad_()
+            d_outs = cut(normal(3, *tensors["query"].shape[:3], WIDTH + 1))
+            found.append(torch.autograd.grad(attend(*leaves), leaves, d_outs, is_grads_batched=True))
+        (d_query, d_table), (exact_d_query, exact_d_table) = found
+        close(d_query, mine(exact_d_query), "batched gradients")
+        close(d_table, exact_d_table, "batched gradients of a table")
 
 
 def check_half_precision(groups: dict[int, dist.ProcessGroup]) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .._implementations import Implementation
 from .._operators import ops
+from .collectives import Exchange, name_of
 from .sharding import Sharding
 
 
@@ -25,7 +25,7 @@ def heads_for_positions(tensors: list[torch.Tensor], shardings: list[Sharding], 
         sizes.append([batch * (heads // size) * sharding.size(source) * width for source in range(size)])
     sent = torch.cat(messages, 1)
     arriving = [sum(each) for each in zip(*sizes, strict=True)]
-    received = all_to_all_single_autograd(sent.flatten(), arriving, [sent.shape[1]] * size, group)
+    received = Exchange.apply(sent.flatten(), arriving, [sent.shape[1]] * size, name_of(group))
     by_source = [part.split(list(each)) for part, *each in zip(received.split(arriving), *sizes, strict=True)]
     found = []
     for number, (tensor, sharding) in enumerate(zip(tensors, shardings, strict=True)):
@@ -43,7 +43,7 @@ def positions_for_heads(tensor: torch.Tensor, sharding: Sharding, rank: int, gro
     per_rank = len(sharding.pieces[0])
     shards = [torch.cat(messages[each * per_rank : (each + 1) * per_rank], 2).flatten() for each in range(size)]
     arriving = batch * heads * sharding.size(rank) * width
-    received = all_to_all_single_autograd(torch.cat(shards), [arriving] * size, [each.numel() for each in shards], group)
+    received = Exchange.apply(torch.cat(shards), [arriving] * size, [each.numel() for each in shards], name_of(group))
     return received.view(size, batch, heads, sharding.size(rank), width).transpose(0, 1).flatten(1, 2)
 
 

@@ -7,18 +7,13 @@ from typing import Any
 import torch
 
 from .._core.spec import AttentionSpec, AttentionTensors
-from .._core.untraced import untraced
 from .._implementations import Implementation
+from .collectives import name_of
 from .exchange import all_to_all_attention
 from .ops import RingCall, ring_attention
 from .sharding import Sharding
 
 METHODS = ("ring", "all_to_all")
-
-
-@untraced
-def _name_of(group: Any) -> str:
-    return group.group_name  # type: ignore[no-any-return]
 
 
 def attend(
@@ -46,4 +41,4 @@ def attend(
         return all_to_all_attention(tensors, spec, implementation, group, queries, keys, return_lse)
     if implementation.is_dense:
         raise NotImplementedError('implementation="reference" computes with all keys at once; method="all_to_all" has it')
-    return ring_attention(tensors, spec, RingCall(implementation.name, _name_of(group), layout, *sizes))
+    return ring_attention(tensors, spec, RingCall(implementation.name, name_of(group), layout, *sizes))
