@@ -31,6 +31,7 @@ from bench.gpu.rest import verdict_of_tests
 from bench.gpu.speed import measure_case, speed_cases, table_of
 from bench.gpu.workers import MOST_OUTPUT, Lost, spread, watch
 from bench.measure import timing
+from triton_relattn._core.within import assert_near
 from triton_relattn.kernels.introspect import TileConfig
 
 
@@ -71,8 +72,8 @@ def test_workers() -> None:
 @pytest.mark.thorough
 def test_workers_that_hang_and_those_at_the_deadline() -> None:
     """An item is given up after a while, the rest is done; at the deadline work in progress is ended, and nothing else begins."""
-    found = dict(spread(act, ["hang", "one"], 1, soon(), patience=12.0))
-    assert found["hang"] == Lost("no result after 12 s") and not isinstance(found["one"], Lost)
+    found = dict(spread(act, ["hang", "one"], 1, soon(), patience=30.0))
+    assert found["hang"] == Lost("no result after 30 s") and not isinstance(found["one"], Lost)
     began = time.monotonic()
     assert list(spread(act, ["hang", "one"], 1, soon(3.0))) == []
     assert time.monotonic() - began < 30
@@ -319,7 +320,8 @@ def test_one_head_of_two_sequences(case: Case) -> None:
     inputs, d_out = case.inputs("cpu")
     whole, _ = timing.golden(case, inputs, d_out, "cpu", True)
     expected = timing.expected_of_heads(case, inputs, d_out, True)
-    assert timing.distance([expected.of(result) for result in whole[:4]], expected.results) < 1e-14
+    for result, each in zip(whole[:4], expected.results, strict=True):
+        assert_near("a head", expected.of(result), each)
     assert expected.results[0].shape[:2] == (min(case.batch, 2), case.heads // (case.key_heads or case.heads))
     wrong = [result.clone() for result in whole]
     wrong[2][-1, 0] *= 1.5
@@ -337,7 +339,9 @@ def test_the_ways_of_a_question_compute_the_same() -> None:
     ):
         inputs, d_out = case.inputs("cpu")
         one, other = (timing.steps(way(case), inputs, d_out, True)["forward+backward"].run() for way in (ours, make))
-        assert len(one) == 5 and timing.distance(one, other) < 1e-5
+        assert len(one) == 5
+        for result, each in zip(one, other, strict=True):
+            assert_near("the other way", each, result)
 
 
 def test_a_question_is_answered_by_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
