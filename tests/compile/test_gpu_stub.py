@@ -43,13 +43,8 @@ def run(script: str, folder: Path, parts: str = "", **environment: str) -> subpr
         "RELATTN_STATE": str(folder / "state"),
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache")),
     }
-    command = [
-        "bash",
-        str(ROOT / "bench" / "gpu" / f"{script}.sh"),
-        str(folder / script),
-        str(int(10 * PATIENCE)),
-        parts,
-    ]  # shares that no busy machine uses up
+    seconds = str(int(10 * PATIENCE))  # of which no part needs more than its share on a busy machine
+    command = ["bash", str(ROOT / "bench" / "gpu" / f"{script}.sh"), str(folder / script), seconds, parts]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
     )
