@@ -137,7 +137,7 @@ gpu: ## correctness and speed on a GPU; RESULTS=out/gpu PARTS=smoke,speed SECOND
 	$(PYTHON) -m bench.gpu --results $(or $(RESULTS),out/gpu) $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 # The kernels that bench/gpu/check.sh and measure.sh need, compiled here for an H100 there: bench/gpu/README.md.
-gpu-cache: .venv-gpu/installed ## compile all that is measured on a GPU, into .gpu/kernels.tar.xz (4.5 GB, a quarter of an hour)
+gpu-cache: .venv-gpu/installed ## compile all that is measured on a GPU, into .gpu/kernels.tar.xz (4.5 GB, half an hour)
 	PYTHON=.venv-gpu/bin/python bash bench/gpu/cache.sh
 
 .venv-gpu/installed:

@@ -2,7 +2,7 @@
 
 A row has the milliseconds and TFLOP/s of a kernel or call on an H100 (sm_90) or an A100 (sm_80), the configurations, and the
 version of Triton that has compiled them. This writes the file; it takes ten minutes. With ``--target`` only the rows of one GPU
-are written anew.
+are written again.
 
 In a prediction are: the loops' cycles with as many programs at once as there are; the parts of a workspace, each with its waves
 of programs, the last of which may leave multiprocessors idle; tiles that are partly empty; dS, which goes to memory once and
@@ -66,7 +66,7 @@ class Kernel:
         if case.key_heads is None:
             case = replace(case, heads=REPRESENTATIVE.heads)
         if not self.has_table:
-            case = replace(case, rows=None, rel_dim=None, outside="clamp", p2c=False)
+            case = case.without_table()
         elif case.rows is not None and case.outside == "clamp":
             case = replace(case, rows=CLIPPED)
         return replace(self, case=case)

@@ -84,6 +84,10 @@ class Case:
         odd = (self.key_heads, self.rel_dim, self.num_queries, self.outside, self.p2c, self.bias)
         return odd == (None, None, None, "clamp", False, False)
 
+    def without_table(self) -> Case:
+        """Return the case that plain attention sees."""
+        return replace(self, rows=None, rel_dim=None, outside="clamp", p2c=False, bias=False)
+
     def resized(self, length: int, **changes: Any) -> Case:
         return replace(self, length=length, **changes)
 

@@ -56,7 +56,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "smoke": (kernels.smoke, 25),
     "repeats": (checks.repeats, 10),
     "questions": (questions.measure_questions, 30),
-    "roofs": (partial(rest.measure, rest.roofs), 8),
+    "roofs": (rest.measure_roofs, 8),
     "correctness": (checks.correctness, 60),
     "diagnosis": (diagnosis.diagnose, 60),
     "speed": (speed.measure_speed, 110),
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--state", type=Path, help="folder of what a later run wants to know (default: state, in results)")
     parser.add_argument("--parts", type=some_of(tuple(PARTS)), default=list(DEFAULT), help=f"some of {','.join(PARTS)} (all)")
     parser.add_argument("--seconds", type=float, default=750.0, help="time of all parts, which share it (%(default)s)")
-    parser.add_argument("--jobs", type=int, help="processes that compile (as many as processors, at most 12)")
+    parser.add_argument("--jobs", type=int, help="processes that compile (one per processor, at most 12)")
     parser.add_argument("--most", type=int, help="of each part's cases only so many, to try it out")
     parser.add_argument("--stub", action="store_true", help="without a GPU, on a stub of its driver, with made-up times")
     # Of a part in a process of its own, whose imports count: time.monotonic() is the same in all processes.
@@ -187,7 +187,7 @@ class Run:
                 self.diagnose(part, seconds)
 
     def diagnose(self, part: str, seconds: float) -> None:
-        """Look for the wrong kernel; if something mends it, the part that failed begins anew with that."""
+        """Look for the wrong kernel; if something mends it, run the part that failed again with that."""
         self.run("diagnosis", self.left() / 2 if self.options.stub else min(FOR_DIAGNOSIS, self.left()))
         finding = self.state.get("finding")
         if finding and finding["mended"]:
@@ -241,7 +241,7 @@ class Run:
 
 
 def draw(results: Path) -> str:
-    """Figures of what was measured, one for each width, and one of memory; return what is to be said of them."""
+    """Draw what was measured, a figure per width and one of memory; return what to say of them."""
     path = results / "results.csv"
     if not path.exists():
         return ""

@@ -28,7 +28,7 @@ from triton_relattn.check import judge
 from triton_relattn.kernels.introspect import Call, backward, forward, launching, planning, tuning
 from triton_relattn.testing import Inputs
 
-from .report import Report, kind_of, synchronize, without_table
+from .report import Report, kind_of, synchronize
 from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
@@ -109,7 +109,7 @@ def standing_for(case: Case, has_table: bool = True) -> Iterator[Checked]:
     """Calls that launch every kernel that a case of bench may launch at any length, in as few numbers as that takes: below and
     above FEWEST_QUERIES; with a workspace of all pairs, in parts of whole heads, whose sums are added up, and in parts of a
     head; with several programs that share sums of a table, and with one."""
-    case = case if has_table else without_table(case)
+    case = case if has_table else case.without_table()
     group, dtype = case.heads // (case.key_heads or case.heads), DTYPES[case.dtype]
     heads = group * math.gcd(case.heads // group, 16)  # whose strides are multiples of 16 where those of all heads are
     has_bias = has_table and case.bias

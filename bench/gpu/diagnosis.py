@@ -1,4 +1,4 @@
-"""Which kernel is wrong, and what mends it: each kernel alone, as it is and changed, a process for each.
+"""Which kernel is wrong, and what mends it: each kernel alone, as it is and changed, in a process of its own.
 
 Run when a check has failed. The forward comes first, since the others go on from its results: what mends it is in the profile
 when they run. compute-sanitizer then looks at the kernels that nothing mended.

@@ -64,7 +64,7 @@ def from_ds(queries: int) -> Change:
 
 
 def written_out(case: Case) -> Function:
-    """The same with a clipped table that is written out, a row for each distance, as the way from dS needs it so far."""
+    """The same with a clipped table that is written out, one row per distance, as the way from dS needs it so far."""
     full = replace(case, rows=None)
 
     def run(inputs: CaseTensors) -> torch.Tensor:
@@ -112,7 +112,7 @@ def of_the_query() -> Iterator[Question]:
 
 
 def of_decoding() -> Iterator[Question]:
-    """One query and many keys, by several programs for each head or by one."""
+    """One query and many keys, by several programs per head or by one."""
     for length in (4096, 16384):
         case = Case(1, 8, length, 64, num_queries=1)
         alone = Way("one program", lambda: mock.patch(SPLITS, lambda *_, **__: 1))

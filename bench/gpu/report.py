@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +121,10 @@ class State:
         return self.folder / "profiles"
 
 
-def without_table(case: Case) -> Case:
-    """The case that plain attention sees."""
-    return replace(case, rows=None, rel_dim=None, outside="clamp", p2c=False, bias=False)
-
-
 def kind_of(case: Case, has_table: bool = True) -> str:
     """Return what calls whose kernels are alike but for lengths have in common."""
     one = case.resized(1, batch=1, heads=1, key_heads=case.key_heads and 1, num_queries=None)
-    return str(one) if has_table else f"{without_table(one)} plain"
+    return str(one) if has_table else f"{one.without_table()} plain"
 
 
 class Report:
@@ -185,7 +180,7 @@ class Report:
         self._judge("failed", {"": text})
 
     def run(self, command: Sequence[str], seconds: float, **environment: str) -> tuple[int | None, list[str]]:
-        """Exit status, as of watch, and lines of a program; they are printed, too."""
+        """Return the exit status, as of watch, and the lines of a program, and print these."""
         lines: list[str] = []
 
         def hear(line: str) -> None:

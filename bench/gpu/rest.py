@@ -50,7 +50,7 @@ class Figure:
 
 
 def measure(figures: Callable[[bool], Iterator[Figure]], options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """A row for each figure of a function, which is told whether this is only a try."""
+    """A row per figure of a function, whose argument says whether this is only a try."""
     for figure in list(figures(options.most is not None))[: options.most]:
         row: dict[str, Any] = {name: getattr(figure, name) for name in ("case", "variant", "direction", "unit")}
         if time.monotonic() > deadline:
@@ -58,8 +58,6 @@ def measure(figures: Callable[[bool], Iterator[Figure]], options: argparse.Names
             continue
         try:
             row |= {"value": figure.work(), "status": "ok"}
-            if figure.case == PRODUCTS:
-                report.state.put("matrix_peak", row["value"])
         except Exception as error:
             row |= {"status": "failed", "message": in_one_line(error)}
         report.add(**row)
@@ -89,6 +87,14 @@ def read_kernel(source, sums, blocks, passes, BLOCK: tl.constexpr):  # type: ign
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             total += tl.load(source + block * BLOCK + place, cache_modifier=".cg")
     tl.store(sums + tl.program_id(0) * BLOCK + place, total)
+
+
+def measure_roofs(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Rates of the GPU; that of products is kept, for shares of it."""
+    measure(roofs, options, report, deadline)
+    for row in report.checks.rows:
+        if (row["case"], row["status"]) == (PRODUCTS, "ok"):
+            report.state.put("matrix_peak", float(row["value"]))
 
 
 def roofs(is_try: bool) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""Time of whole calls, ours beside lower bounds and beside what people use today; a table and a figure for each width."""
+"""Time of whole calls, ours beside lower bounds and beside what people use today; a table and a figure per width."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def baseline_cases() -> list[Case]:
 
 
 def flex_cases() -> list[Case]:
-    """FlexAttention captures Q E^T: of 4,096 positions with a row for each distance no more than 64 heads, or it has over 2^31
+    """FlexAttention captures Q E^T: of 4,096 positions with a row per distance no more than 64 heads, or it has over 2^31
     elements."""
     return [Case(4, 16, 4096, 128), Case(4, 32, 4096, 64, False, CLIPPED), Case(8, 32, 2048, 64, bias=True)]
 
@@ -173,7 +173,7 @@ def _compile(case: Case) -> str:
 
 
 def table_of(rows: Sequence[dict[str, Any]], width: int) -> str:
-    """A line for each case and direction of a width: time, TFLOP/s as FlashAttention counts them, their share of the measured
+    """A line per case and direction of a width: time, TFLOP/s as FlashAttention counts them, their share of the measured
     peak of matrix products, and how many times as long ours takes as the lower bounds."""
     times = {
         (row["case"], row["direction"], row["method"]): row

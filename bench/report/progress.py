@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal that has tqdm, a short line for each finished step elsewhere."""
+"""Progress on stderr: a bar in a terminal that has tqdm, a short line per finished step elsewhere."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from ..cases.methods import METHODS, OURS
@@ -123,7 +124,7 @@ def ratios(rows: Sequence[Row]) -> str:
             found += [stock / ours] if stock and ours else []
         if cells != ["-"] * len(columns):
             lines.append([case, method, *cells])
-    means = [f"{math.exp(sum(map(math.log, each)) / len(each)):.2f}" if each else "-" for each in every]
+    means = [f"{geometric_mean(each):.2f}" if each else "-" for each in every]
     lines.append(["geometric mean", "", *means])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\nTime of the stock model over ours, medians.\n"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from ..cases.methods import OURS
@@ -53,10 +53,6 @@ def speedups_of_models(length: int) -> list[float]:
         if wanted and row["p50_ms"]:
             times.setdefault(row["case"], {})[row["method"]] = float(row["p50_ms"])
     return [min(t for method, t in each.items() if method != OURS) / each[OURS] for each in times.values() if len(each) > 1]
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def text() -> str:

@@ -18,7 +18,7 @@ TESTS = [f"tests/cpu/test_{name}.py" for name in ("blockwise", "identities", "de
 def command(device: str, folder: str) -> list[str]:
     """Runs the tests; its exit status is 0 if all pass."""
     if device == "cuda":
-        return [sys.executable, "-m", "bench.gpu", "--parts", "correctness", "--seconds", "120", "--results", folder]
+        return [sys.executable, "-m", "bench.gpu", "--parts", "correctness", "--seconds", "300", "--results", folder]
     return [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *TESTS]
 
 

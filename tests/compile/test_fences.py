@@ -38,7 +38,7 @@ def products(launch: Launch) -> list[str]:
 
 
 def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the same kernel without it has another key in Triton's caches, on disk, too."""
+    """The same kernel without it has another key in Triton's caches, also on disk."""
     launches = launches_for("sm_90")
     before = {launch.name: products(launch) for launch in launches}
     assert set(before) == {"forward", "dq", "dkv", "dtable"} and all(before.values())
@@ -53,14 +53,14 @@ def test_kernels_of_others_and_other_gpus_are_left_alone() -> None:
     q = torch.zeros(64, 64, dtype=torch.bfloat16)
     with recorded_launches("sm_90") as launches:
         small.attention[(1,)](q, q, q, q, 64, D=64, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-        assert fences.compile_options() == {"ptx_options": fences.MARK}
+        assert fences.compile_options(small.attention) == {"ptx_options": fences.MARK}
     assert launches[0].kernel.metadata.ptx_options is None
     for target in ("sm_80", "sm_100", "gfx942"):
         with recorded_launches(target):
-            assert fences.compile_options() == {}
+            assert fences.compile_options(small.attention) == {}
 
 
 def test_options_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.nvidia, "ptxas_options", "--verbose")
     with recorded_launches("sm_90"):
-        assert fences.compile_options() == {"ptx_options": f"--verbose {fences.MARK}"}
+        assert fences.compile_options(small.attention) == {"ptx_options": f"--verbose {fences.MARK}"}

@@ -299,15 +299,6 @@ def test_expected_times_on_an_a100() -> None:
 RESULTS = ROOT / "bench" / "results" / "cpu"
 
 
-def measured(file: str, direction: str, column: str) -> dict[int, dict[str, float]]:
-    """What methods took at each length, those that could be measured."""
-    found: dict[int, dict[str, float]] = {}
-    for row in read(RESULTS / file):
-        if row["direction"] == direction and row[column]:
-            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row[column])
-    return found
-
-
 def test_readme_figures() -> None:
     """README's claims are those of the rows, all lengths among them."""
     assert readme.BEGIN + readme.text() + readme.END in README
@@ -319,7 +310,7 @@ OF_THE_PAPER = {650: ("108 + 1.7", "0.17 + 1.7"), 2048: ("1,100 + 16", "0.52 + 1
 
 def test_the_table_of_huang() -> None:
     """The paper's figures, beside the bytes of a row for each distance to the past, and the peak above plain attention's."""
-    peaks = measured("huang.csv", "forward", "peak_bytes")
+    peaks = readme.measured("huang.csv", "forward", "peak_bytes")
     assert set(peaks) == set(OF_THE_PAPER)
     benchmarks = [cells_of(line) for line in BENCHMARKS.splitlines()]
     for length, each in peaks.items():

@@ -148,7 +148,7 @@ def leaves(outcome: Outcome, state: Path, then: str = "pass") -> list[str]:
 def test_parts_are_judged_one_by_one(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A crash, a hang, and a part that had no time: the others go on, and each is told; at most thirty lines in the end."""
+    """A crash, a hang, and a part that had no time: the others go on, and each is listed; at most thirty lines in the end."""
     monkeypatch.setattr(gpu, "GRACE", 0.0)
     run = Run(options)
     fine: dict[str, Any] = {"rows": 3, "is_done": True}

@@ -27,7 +27,7 @@ from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .bands import Packed
 from .partition import FEWEST_QUERIES, Block, BlockwiseCall, matrices, of_heads, stacked
-from .products import fill_product, has_fast_fused_attention, multiply
+from .products import has_fast_fused_attention, multiply, product_into
 
 SHORT_ROW = 16
 """Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
@@ -45,7 +45,7 @@ def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
 def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
     """Compute the masked logits, in place of the block's scores; return the derivative of softcap, None without softcap."""
     spec = block.call.spec
-    fill_product(block.scores, query.to(block.call.dtype), block.wide_key.mT, spec.scale)
+    product_into(block.scores, query.to(block.call.dtype), block.wide_key.mT, spec.scale)
     add_terms(block, packed)
     slope = None
     if spec.softcap is not None:

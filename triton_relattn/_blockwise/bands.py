@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from .frame import Frame
-from .products import fill_product, multiply
+from .products import multiply, product_into
 
 FEWEST_ROWS = 64
 """Fewest rows of a product with a window: with fewer it is slow."""
@@ -207,7 +207,7 @@ class Band:
             pairs.view(-1, num_near).addmm_(panels[0], self.windows(panels.dtype)[0], alpha=self.scale)
         elif num_near:
             band, skewed = self.views(panels.dtype)
-            fill_product(band, panels, self.windows(panels.dtype), self.scale)
+            product_into(band, panels, self.windows(panels.dtype), self.scale)
             if is_shifted:
                 band = band.view(*self.sizes, self.width)
                 self.scores[0].add_(band.gather(-1, frame.shifted_near.expand(*self.sizes, num_near)))

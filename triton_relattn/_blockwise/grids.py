@@ -20,7 +20,7 @@ from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
 from . import partition
 from .attention import softmax_backward
-from .products import fill_product, multiply, product_dtype
+from .products import multiply, product_dtype, product_into
 
 
 class Block(NamedTuple):
@@ -100,10 +100,7 @@ class GridCall:
             of_columns = torch.einsum("gyxd,xkd->gyxk", by_place, self.rel_w[block.columns]).flatten(1, 2)
             scores[:, :, : self.tensors.prefix] = 0
             torch.add(of_rows[..., None], of_columns[:, :, None], out=self.on_grid(scores))
-        if has_terms:
-            scores.baddbmm_(query, key.mT, alpha=self.scale)
-        else:
-            fill_product(scores, query, key.mT, self.scale)
+        product_into(scores, query, key.mT, self.scale, beta=int(has_terms))
         return torch.softmax(scores, -1, out=self.buffer("probs", block))
 
     def dropout(self, block: Block) -> torch.Tensor | None:

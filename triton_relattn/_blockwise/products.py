@@ -56,12 +56,12 @@ def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     return compute_dtype(query.dtype)
 
 
-def fill_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Compute out = scale * left @ right, whatever is in out, and return it.
+def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, beta: int = 0) -> torch.Tensor:
+    """Compute beta * out + scale * left @ right in place of out, and return it. With beta = 0 what is in out does not matter.
 
     torch's baddbmm with alpha = beta = 0 does not write its result in 16 bits on some processors (torch 2.13, AVX512-BF16).
     """
-    return out.baddbmm_(left, right, beta=0, alpha=scale) if scale else out.zero_()
+    return out.baddbmm_(left, right, beta=beta, alpha=scale) if scale or beta else out.zero_()
 
 
 def multiply(
@@ -76,10 +76,7 @@ def multiply(
     """
     shape = (left.shape[0], left.shape[1], right.shape[2])
     if out.dtype == left.dtype and out.is_contiguous():
-        if beta:
-            out.view(shape).baddbmm_(left, right, alpha=scale)
-        else:
-            fill_product(out.view(shape), left, right, scale)
+        product_into(out.view(shape), left, right, scale, beta)
         return out
-    product = fill_product(buffers("product", shape, left.dtype), left, right, scale).view(out.shape)
+    product = product_into(buffers("product", shape, left.dtype), left, right, scale).view(out.shape)
     return out.add_(product) if beta else out.copy_(product)

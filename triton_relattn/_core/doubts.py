@@ -155,7 +155,7 @@ def _of_layout(arguments: Arguments, tensors: AttentionTensors, spec: AttentionS
         return
     _doubt(
         f"{mask.dim()}-d mask",
-        f"attn_mask {tuple(mask.shape)} is taken as {taken}, but there are {mask.shape[0]} batch entries, too: "
+        f"attn_mask {tuple(mask.shape)} is taken as {taken}, but there are also {mask.shape[0]} batch entries: "
         f"attn_mask{per_entry} is one mask per batch entry; attn_mask{meant} says that {taken} is meant",
     )
 

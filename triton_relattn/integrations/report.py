@@ -48,7 +48,7 @@ class Report(dict[str, str]):
         return {each.name: each.reason for each in self.rows if each.reason}
 
     def reasons(self) -> list[str]:
-        """Return a text for each group of modules that stay stock."""
+        """Return a text per group of modules that stay stock."""
         left = _grouped([each for each in self.rows if each.reason])
         return [f"{names} ({row.stock}, {row.kind}): {row.reason}" for names, row in left]
 

@@ -14,6 +14,7 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 LACKS_FENCES = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) < (3, 7, 1)
 MARK = "--warn-on-spills"
@@ -27,9 +28,9 @@ def with_fences(ptx: str) -> str:
     return ptx.replace(WGMMA, f"fence.proxy.async.shared::cta;\n\t{WGMMA}")
 
 
-def compile_options() -> dict[str, str]:
+def compile_options(kernel: Any) -> dict[str, str]:
     """Return options to compile a kernel with: those that make sure of its fences where Triton does not, else none."""
-    if not LACKS_FENCES:
+    if not LACKS_FENCES or not isinstance(kernel, JITFunction):  # an interpreted kernel has no GPU
         return {}
     target = driver.active.get_current_target()
     if (target.backend, target.arch) != ("cuda", 90):

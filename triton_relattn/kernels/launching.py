@@ -111,8 +111,7 @@ def launch(
         and knobs.runtime.add_stages_inspection_hook is None
     )
     if not is_usual:
-        of_compiler = compile_options() if isinstance(kernel, JITFunction) else {}
-        kernel[programs](**of_call, **arguments, **options, **of_compiler, **LAUNCH_OPTIONS)
+        kernel[programs](**of_call, **arguments, **options, **compile_options(kernel), **LAUNCH_OPTIONS)
         return
     device = driver.active.get_current_device()
     key = kernel.fn, device, cache_key, *options.items(), *_cache_key(kernel, arguments)
@@ -121,6 +120,6 @@ def launch(
         stream, every = driver.active.get_current_stream(device), arguments | of_call
         compiled[(*programs, 1, 1)](*[every[name] for name in kernel.arg_names], stream=stream)
         return
-    compiled = kernel[programs](**of_call, **arguments, **options, **compile_options(), **LAUNCH_OPTIONS)
+    compiled = kernel[programs](**of_call, **arguments, **options, **compile_options(kernel), **LAUNCH_OPTIONS)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # AMD's are compiled for the sizes of tensors, too
         _compiled[key] = compiled
