@@ -89,9 +89,9 @@ def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: i
         if dropout_origins is None:
             keep = keep_mask(dropout_seed, dropout_p, index, head, i, slice(0, num_keys))
         else:
-            of_entries = zip(index, dropout_origins.tolist(), strict=True)
             masks = [
-                keep_mask(dropout_seed, dropout_p, b, head + h, i + q, slice(k, k + num_keys)) for b, (h, q, k) in of_entries
+                keep_mask(dropout_seed, dropout_p, sequence, head + h, i + q, slice(k, k + num_keys))
+                for sequence, h, q, k in dropout_origins[:, :1].sum(1).tolist()
             ]
             keep = torch.stack(masks) if masks else torch.ones_like(probs, dtype=torch.bool)
         probs = torch.where(keep, probs, 0) * keep_scale(dropout_p)

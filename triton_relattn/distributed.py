@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from ._core import validation
 from ._core.arguments import Arguments
-from ._core.dropout import draw_seed
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.collectives import SummedGradients, name_of
 from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
 from ._implementations import choose_implementation
+from ._operators.sharding import draw_dropout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -264,7 +264,7 @@ def _attend(
         tensors, spec = _resolved(arguments, *(Sharding.of(others["layout"], each) for each in sizes))
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
-        tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
+        tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
     if is_spread:
         return attend_dtensors(tensors, spec, chosen, **others)
     if reduce_tables:

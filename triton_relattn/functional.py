@@ -9,12 +9,11 @@ import torch
 from . import _implementations
 from ._core import validation
 from ._core.arguments import Arguments, Terms
-from ._core.dropout import draw_seed
 from ._core.names import refuse_unknown
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._jagged import attend_jagged, is_jagged
 from ._operators import ops
-from ._operators.sharding import shards_positions
+from ._operators.sharding import draw_dropout, shards_positions
 from .positions import RelativePositions
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     implementation = _implementations.choose_implementation(name, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
-        tensors = tensors._replace(dropout_seed=draw_seed(tensors.query.device))
+        tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
     if type(tensors.query) is not torch.Tensor and shards_positions(tensors.query):
         from ._distributed.dtensors import attend_dtensors
 

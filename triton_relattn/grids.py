@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from ._core.dropout import draw_seed, keep_mask, keep_scale
+from ._core.dropout import keep_mask, keep_scale
 from ._core.dtypes import autocast_dtype, cast, compute_dtype, without_autocast
 from ._core.grids import GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._core.warn import warn_once
 from ._implementations import choose_implementation
 from ._operators.grids import grid_attention
+from ._operators.sharding import draw_dropout
 
 Grid = tuple[int, int]
 """Height and width."""
@@ -91,12 +92,13 @@ def decomposed_relative_attention(
     grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
     dropout_p = check_probability("dropout_p", dropout_p)
     chosen = choose_implementation(implementation, query, value)
-    seed = draw_seed(query.device) if dropout_p > 0 else None
     if not chosen.is_dense:
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.
         rel_pos_h, rel_pos_w = (each.to(compute_dtype(query.dtype)) for each in (rel_pos_h, rel_pos_w))
     with without_autocast(query.device):
-        tensors = GridTensors(query, key, value, *_tables(rel_pos_h, rel_pos_w, grid, key_grid), seed)
+        tensors = GridTensors(query, key, value, *_tables(rel_pos_h, rel_pos_w, grid, key_grid))
+        if dropout_p > 0:
+            tensors = tensors._replace(**draw_dropout(query, query.shape[0]))
         if chosen.is_dense:
             return _reference(tensors, scale, dropout_p)
         return grid_attention(tensors, scale, dropout_p, chosen)
@@ -174,7 +176,7 @@ def _of_pairs(table: torch.Tensor, query_side: int, key_side: int) -> torch.Tens
 
 def _reference(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
     """out as :func:`decomposed_relative_attention` defines it, densely."""
-    query, key, value, rel_h, rel_w, seed = tensors
+    query, key, value, rel_h, rel_w, seed, _ = tensors
     prefix, batch, num_heads = tensors.prefix, *query.shape[:2]
     of_rows, of_columns = grid_terms(tensors.by_place(query), rel_h, rel_w)
     terms = (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4, 5).flatten(2, 3)

@@ -109,7 +109,8 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
             **arguments,
         )
     )
-    return tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64)), spec
+    seed, origins = (torch.zeros(shape, dtype=torch.int64) for shape in ((1,), (BATCH, HEADS, 4)))
+    return tensors._replace(dropout_seed=seed, dropout_origins=origins), spec
 
 
 def launches(target: str, outside: Any, packed: bool) -> list[Launch]:

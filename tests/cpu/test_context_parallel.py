@@ -328,6 +328,64 @@ def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
         triton_relattn.fused_relative_attention(both, both, both)
 
 
+def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
+    """Whatever the placement, what one process drops is dropped if all ranks' generators are in the same state, also if compiled;
+    replicas are equal in any case."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    attend, on_grid = triton_relattn.fused_relative_attention, triton_relattn.decomposed_relative_attention
+    tables = {"rel_key": normal(9, WIDTH), "rel_value": normal(HEADS, 9, WIDTH + 1), "rel_bias": normal(HEADS, 9)}
+    tensors = {**operands(9, 11, key_heads=4), **tables}
+    of_thirds = {**tensors, **{name: tensors[name][:, :3] for name in ("key", "value")}}  # heads of the key that no ranks divide
+    of_grid = {**operands(12), "rel_pos_h": normal(5, WIDTH), "rel_pos_w": normal(7, WIDTH)}
+    options: dict[str, Any] = {"positions": SHORT, "enable_gqa": True}
+    calls: list[tuple[Callable[..., Any], dict[str, torch.Tensor], dict[str, Any]]] = [
+        (attend, tensors, options),
+        (attend, of_thirds, options),
+        (functools.partial(distributed.fused_relative_attention, method="all_to_all"), tensors, options),
+        (on_grid, of_grid, {"grid": (3, 4)}),
+    ]
+
+    def run(call: Callable[..., Any], leaves: dict[str, Any], d_out: torch.Tensor, options: dict[str, Any]) -> list[Any]:
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+        out = call(**leaves, **options, dropout_p=0.4)
+        return [out, *torch.autograd.grad(out, list(leaves.values()), d_out)]
+
+    for call, leaves, others in calls:
+        d_out = normal(*leaves["query"].shape[:3], WIDTH + 1, seed=4)
+        torch.manual_seed(7)
+        expected = run(on_grid if call is on_grid else attend, leaves, d_out, others)
+        for mesh in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))):
+            for placements in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=mesh.ndim):
+                of_positions = placements.count(Shard(2))
+                if of_positions > (call is not on_grid) or (isinstance(call, functools.partial) and not of_positions):
+                    continue
+                per_head = [Shard(0) if each == Shard(1) else Replicate() for each in placements]
+                kinds = dict.fromkeys(("rel_value", "rel_bias"), per_head) | dict.fromkeys(BY_POSITION, placements)
+                spread: Any = {
+                    name: distribute_tensor(tensor, mesh, kinds.get(name, [Replicate()] * mesh.ndim))
+                    for name, tensor in leaves.items()
+                }
+                torch.manual_seed(7)
+                results = run(call, spread, distribute_tensor(d_out, mesh, placements), others)
+                for result, exact in zip(results, expected, strict=True):
+                    close(result.full_tensor(), exact, (call, placements))
+                torch.manual_seed(dist.get_rank())
+                out = call(**spread, **others, dropout_p=0.4).full_tensor()
+                of_first = out.clone()
+                dist.broadcast(of_first, 0)
+                assert torch.equal(out, of_first), (call, placements)
+
+    eager: Any = functools.partial(attend, enable_gqa=True, dropout_p=0.4)
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    whole, mesh = [tensors[name] for name in BY_POSITION[:3]], init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(7)
+    exact = eager(*whole)
+    torch.manual_seed(7)
+    close(compiled(*(distribute_tensor(each, mesh, [Shard(1), Shard(2)]) for each in whole)).full_tensor(), exact, "compiled")
+
+
 def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
     """Heads over one or two dimensions of a mesh, positions over another: each rank finds the keys that its heads share, where
     the ranks divide the heads of the key, and where they do not."""

@@ -18,6 +18,7 @@ from tests.conftest import cut_blocks
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._blockwise import products
 from triton_relattn._core import warn
+from triton_relattn._core.dropout import origins_of
 from triton_relattn._core.within import assert_near, tolerance_of, within
 from triton_relattn.testing import assert_within_budget
 
@@ -250,8 +251,12 @@ def test_the_operator() -> None:
     query, key, value, *_ = tensors(case, torch.float32)
     rel_h, rel_w = torch.randn(4, 2, 6), torch.randn(6, 3, 6)
     leaves = [each.requires_grad_() for each in (query, key, value, rel_h, rel_w)]
-    for seed, dropout_p in ((None, 0.0), (torch.tensor([5]), 0.3)):
-        torch.library.opcheck(getattr(torch.ops.triton_relattn, FORWARD).default, (*leaves, seed, 0.3, dropout_p, "blockwise"))
+    origins, operator = (
+        origins_of(query.shape[0], query.shape[1], query.device),
+        getattr(torch.ops.triton_relattn, FORWARD).default,
+    )
+    for of_dropout in ((None, None, 0.3, 0.0), (torch.tensor([5]), origins, 0.3, 0.3)):
+        torch.library.opcheck(operator, (*leaves, *of_dropout, "blockwise"))
 
 
 def test_torch() -> None:

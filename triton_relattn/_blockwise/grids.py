@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.dropout import keep_mask, keep_scale
+from .._core.dropout import keep_mask, keep_scale, origins_of
 from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
 from . import partition
@@ -66,7 +66,8 @@ class GridCall:
         batch, heads, num_queries, _ = tensors.query.shape
         self.dtype = compute_dtype(tensors.query.dtype)
         self.product_dtype = product_dtype(tensors.query, batch * heads * num_queries * tensors.key.shape[2])
-        self.num_heads = tensors.query.shape[1]
+        origins = tensors.dropout_origins
+        self.origins = (origins_of(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
         self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
         self.grid = tensors.rel_h.shape[1], tensors.rel_w.shape[1]
@@ -108,10 +109,9 @@ class GridCall:
         seed = self.tensors.dropout_seed
         if seed is None:
             return None
-        heads = torch.arange(block.heads.start, block.heads.stop, device=seed.device).view(-1, 1, 1)
         queries = torch.arange(block.queries.start, block.queries.stop, device=seed.device)[:, None]
-        keys, sequence = slice(0, self.key.shape[1]), heads // self.num_heads
-        keep = keep_mask(seed, self.dropout_p, sequence, heads % self.num_heads, queries, keys)
+        sequence, head = self.origins[block.heads, :2, None, None].unbind(1)
+        keep = keep_mask(seed, self.dropout_p, sequence, head, queries, slice(0, self.key.shape[1]))
         return keep.to(self.dtype).mul_(keep_scale(self.dropout_p))
 
 

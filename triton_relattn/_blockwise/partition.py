@@ -381,8 +381,8 @@ class Block:
         if seed is None:
             return None
         head, query = (torch.arange(part.start, part.stop, device=seed.device) for part in (self.group.heads, self.queries))
-        sequence = torch.tensor(list(sequences.batch), device=seed.device)
-        first_head, first_query, first_key = sequences.origin
+        first_sequence, first_head, first_query, first_key = sequences.origin
+        sequence = torch.tensor(list(sequences.batch), device=seed.device) + first_sequence
         indices = sequence[:, None, None, None], head[:, None, None] + first_head, query[:, None] + first_query
         keep = keep_mask(seed, dropout_p, *indices, slice(self.keys.start + first_key, self.keys.stop + first_key))
         return matrices(keep, self.group.sharing, self.call.dtype).mul_(keep_scale(dropout_p))

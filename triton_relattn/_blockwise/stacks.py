@@ -48,8 +48,8 @@ class Stack(NamedTuple):
     """By how much the query_offset of each sequence is less than the largest; None: it is not."""
     starts: list[tuple[int, int]] | None = None
     """The first query and the first key of each sequence, if the batch is packed."""
-    origin: tuple[int, int, int] = (0, 0, 0)
-    """Head, query and key that dropout counts the first ones as."""
+    origin: tuple[int, ...] = (0, 0, 0, 0)
+    """By how much dropout counts sequences, heads, queries and keys from others than the first."""
 
     @property
     def is_mixed(self) -> bool:
@@ -166,7 +166,10 @@ def stacks(tensors: AttentionTensors, spec: AttentionSpec, most: int) -> Iterato
         yield Stack(batch, num_queries, num_keys, spec.query_offset, keys).part(slice(0, len(batch)))
         return
     offsets = [spec.query_offset] * len(batch) if tensors.query_offsets is None else tensors.query_offsets.tolist()
-    origins = [(0, 0, 0)] * len(batch) if tensors.dropout_origins is None else list(map(tuple, tensors.dropout_origins.tolist()))
+    origins: list[tuple[int, ...]] = [(0, 0, 0, 0)] * len(batch)
+    if tensors.dropout_origins is not None:
+        of_first_heads = tensors.dropout_origins[:, :1].sum(1).tolist()  # zeros if there are no heads
+        origins = [(sequence - number, *others) for number, (sequence, *others) in enumerate(of_first_heads)]
     starts: list[Any] = [None] * len(batch)
     counts, lengths = [num_queries] * len(batch), lengths or [num_keys] * len(batch)
     is_packed = tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None

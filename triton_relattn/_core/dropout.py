@@ -21,6 +21,13 @@ def draw_seed(device: torch.device | str | None = None) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+def origins_of(num_sequences: int, num_heads: int, device: torch.device) -> torch.Tensor:
+    """Return as what dropout counts sequence, head, first query and first key in a whole call: AttentionTensors.dropout_origins.
+    A part of it, with what belongs to it, is dropped as in the whole."""
+    numbers = torch.cartesian_prod(*(torch.arange(count, device=device) for count in (num_sequences, num_heads)))
+    return torch.nn.functional.pad(numbers.view(num_sequences, num_heads, 2), (0, 2))
+
+
 def largest_dropped(dropout_p: float) -> int:
     """Return the largest word that drops its probability. dropout_p is positive."""
     return max(round(dropout_p * 2**32), 1) - 1

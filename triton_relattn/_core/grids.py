@@ -16,6 +16,7 @@ class GridTensors(NamedTuple):
     rel_h: torch.Tensor  # (query height, key height, D), also in the compute dtype
     rel_w: torch.Tensor  # (query width, key width, D), also in the compute dtype
     dropout_seed: torch.Tensor | None = None
+    dropout_origins: torch.Tensor | None = None  # as those of AttentionTensors
 
     @property
     def prefix(self) -> int:

@@ -28,7 +28,7 @@ class AttentionTensors(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None  # (B + 1,)
     cu_seqlens_k: torch.Tensor | None = None  # (B + 1,)
     dropout_seed: torch.Tensor | None = None  # (1,) int64
-    dropout_origins: torch.Tensor | None = None  # (B, 3) int64: head, query and key that each sequence's first ones count as
+    dropout_origins: torch.Tensor | None = None  # (B, Hq, 4) int64: sequence, head, first query and first key as dropout counts
 
     @property
     def has_table(self) -> bool:

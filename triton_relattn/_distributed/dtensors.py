@@ -16,6 +16,7 @@ from .methods import attend
 
 DIMS: dict[str, tuple[int | None, int | None, int | None]] = {
     **dict.fromkeys(("query", "key", "value", "rel_query"), (0, 1, 2)),
+    "dropout_origins": (0, 1, None),
     **dict.fromkeys(("key_lengths", "query_offsets"), (0, None, None)),
 }
 """Which dimension of a tensor counts the batch, which the heads, and which the queries (or keys) that are sharded."""
@@ -61,7 +62,7 @@ def attend_dtensors(
         )
     heads, key_heads = tensors.query.shape[1], tensors.key.shape[1]
     by_heads = [dim for dim, placement in enumerate(placements) if placement == Shard(1)]
-    ranks_of_heads = math.prod(map(mesh.size, by_heads))
+    ranks_of_heads = math.prod([mesh.size(dim) for dim in by_heads])
     if method == "all_to_all":  # here, since some ranks may have heads that theirs divide
         check_heads(heads, key_heads, ranks_of_heads * mesh.size(*sharded))
     gathers_keys = not keeps_groups(heads, key_heads, ranks_of_heads)
@@ -72,7 +73,7 @@ def attend_dtensors(
             is_learned = name in DIFFERENTIABLE
             if is_learned and any(dims.get(each) is not None for each in placements):
                 raise TypeError(f"{name} must be a DTensor as query is, got {type(tensor).__name__}")
-            if is_learned or name == "dropout_seed":
+            if is_learned:
                 return tensor
             tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
         if name in ("key", "value") and gathers_keys:

@@ -88,9 +88,8 @@ def all_to_all_attention(
             changed[name] = table[own]
     if mask is not None and mask.shape[1] > 1:
         changed["attn_mask"] = mask[:, own]
-    if tensors.dropout_seed is not None:
-        origin = torch.full((tensors.num_sequences, 1), own.start, device=tensors.query.device)
-        changed["dropout_origins"] = torch.nn.functional.pad(origin, (0, 2))
+    if tensors.dropout_origins is not None:
+        changed["dropout_origins"] = tensors.dropout_origins[:, own]
     out, lse = ops.relative_attention(tensors._replace(**changed), spec, implementation)
     out = positions_for_heads(out, queries, rank, group)
     return out, positions_for_heads(lse[..., None], queries, rank, group)[..., 0] if return_lse else lse

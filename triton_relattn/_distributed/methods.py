@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._core.dropout import origins_of
 from .._core.spec import AttentionSpec, AttentionTensors
 from .._implementations import Implementation
 from .collectives import name_of
@@ -36,6 +37,9 @@ def attend(
     Raises:
         NotImplementedError: a ring of "reference".
     """
+    if tensors.dropout_seed is not None and tensors.dropout_origins is None:
+        origins = origins_of(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
+        tensors = tensors._replace(dropout_origins=origins)
     if method == "all_to_all":
         queries, keys = (Sharding.of(layout, each) for each in sizes)
         return all_to_all_attention(tensors, spec, implementation, group, queries, keys, return_lse)

@@ -148,9 +148,9 @@ class Meeting(NamedTuple):
                 cu_seqlens_k=starts_k.clamp(keys.start, keys.stop) - keys.start,
             )
             spec = spec._replace(query_offset=0)
-        if tensors.dropout_seed is not None:
-            origins = torch.stack(torch.broadcast_tensors(torch.zeros_like(first_query), first_query, first_key), -1)
-            parts = parts._replace(dropout_origins=origins.to(torch.int64).expand(tensors.num_sequences, 3))
+        if tensors.dropout_origins is not None:
+            firsts = torch.nn.functional.pad(torch.stack((first_query, first_key), -1), (2, 0))
+            parts = parts._replace(dropout_origins=tensors.dropout_origins + firsts.unsqueeze(-2))
         return parts, spec
 
 

@@ -12,8 +12,8 @@ from .._implementations import IMPLEMENTATIONS, Implementation
 from . import OPERATORS
 from .ops import Operator, define, refusal, register, register_elsewhere, save_nothing
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor rel_h, Tensor rel_w, Tensor? dropout_seed"
-_NUM_TENSORS, _NUM_GRADIENTS = 6, 5
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor rel_h, Tensor rel_w, Tensor? dropout_seed, Tensor? dropout_origins"
+_NUM_TENSORS, _NUM_GRADIENTS = len(GridTensors._fields), 5
 
 define(f"grid_attention_forward({_TENSORS}, float scale, float dropout_p, str implementation) -> (Tensor, Tensor)")
 define(
@@ -55,7 +55,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 
 def _differentiate(ctx: Any, d_out: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
-    others = (None,) * (1 + len(ctx.scalars))
+    others = (None,) * (_NUM_TENSORS - _NUM_GRADIENTS + len(ctx.scalars))
     if d_out is None:
         return (None,) * _NUM_GRADIENTS + others
     wanted = ctx.needs_input_grad[:_NUM_GRADIENTS]

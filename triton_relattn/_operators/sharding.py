@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._core.dropout import draw_seed, origins_of
 from .._core.grids import GridTensors
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors, is_per_head
 from .._implementations import IMPLEMENTATIONS
@@ -26,12 +27,33 @@ def keeps_groups(heads: int, key_heads: int, size: int) -> bool:
     return heads == key_heads or key_heads % size == 0
 
 
+def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Tensor]:
+    """Draw dropout_seed for a call; of DTensors also return dropout_origins, to be cut as query is.
+
+    All ranks of a mesh have the largest of their seeds, so that replicas stay replicas; it is that of one process if their
+    generators are in the same state.
+    """
+    seed = draw_seed(query.device)
+    if not hasattr(query, "placements"):
+        return {"dropout_seed": seed}
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh: Any = query.device_mesh  # type: ignore[attr-defined]
+    alike = [Replicate()] * mesh.ndim
+    for dim in range(mesh.ndim):  # distribute_tensor, which sends what the first rank has, cannot be traced (torch 2.13)
+        differs = [*alike[:dim], Partial("max"), *alike[dim + 1 :]]
+        spread: Any = DTensor.from_local(seed, mesh, differs, run_check=False).redistribute(placements=alike)
+        seed = spread.to_local()
+    origins = origins_of(num_sequences, query.shape[1], seed.device)
+    seed, origins = (DTensor.from_local(each, mesh, alike, run_check=False) for each in (seed, origins))
+    return {"dropout_seed": seed, "dropout_origins": origins}
+
+
 def register() -> None:
     """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
 
     Gradients of tables that the shards share are partial sums, which DTensor adds up. Packed batches are sharded by heads only.
     Grouped heads are sharded only if the mesh divides the heads of the key, so that these stay with their heads of the query.
-    Dropout counts sequences and heads within a shard, so shards with the same seed drop the same weights.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
@@ -49,7 +71,7 @@ def register() -> None:
     def by_heads(tensors: AttentionTensors) -> dict[str, Any]:
         """Return the placement of each tensor if the heads are sharded."""
         placements: dict[str, Any] = dict.fromkeys(AttentionTensors._fields, Replicate())
-        placements |= dict.fromkeys(("query", "key", "value", "rel_query"), Shard(1))
+        placements |= dict.fromkeys(("query", "key", "value", "rel_query", "dropout_origins"), Shard(1))
         for name in TABLES:
             table = getattr(tensors, name)
             if table is not None and is_per_head(name, table):
@@ -100,8 +122,10 @@ def register() -> None:
 
     def on_grid(tensors: GridTensors) -> list[tuple[Any, list[Any]]]:
         """Return the placement of results and those of the tensors, for each way to distribute a call on a grid."""
-        seed = None if tensors.dropout_seed is None else Replicate()
-        return [(way, [way, way, way, Replicate(), Replicate(), seed]) for way in (Replicate(), Shard(0), Shard(1))]
+        ways: list[Any] = [Replicate(), Shard(0), Shard(1)]
+        if tensors.dropout_seed is None:
+            return [(way, [way, way, way, Replicate(), Replicate(), None, None]) for way in ways]
+        return [(way, [way, way, way, *[Replicate()] * 3, way]) for way in ways]
 
     def grid_forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         tensors, others = GridTensors(*arguments[:_GRID_TENSORS]), arguments[_GRID_TENSORS:]

@@ -128,7 +128,7 @@ class Dropout(NamedTuple):
     seed: torch.Tensor | None = None
     largest_dropped: int | None = None
     keep_scale: float | None = None
-    origins: torch.Tensor | None = None  # (B, 3): what counts are added to head, query and key
+    origins: torch.Tensor | None = None  # (B, 1, 4): as what sequence, first head, first query and first key count
 
 
 def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
@@ -323,7 +323,8 @@ class Call:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
         vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
         of_sequences = [contiguous(vector) for vector in vectors]
-        of_dropout = contiguous(tensors.dropout_seed), contiguous(tensors.dropout_origins)
+        origins = None if tensors.dropout_origins is None else tensors.dropout_origins[:, :1]
+        of_dropout = contiguous(tensors.dropout_seed), contiguous(origins)
         operands = (*tensors[:6], rel_bias, mask, tensors.rel_p2c)
         of_call = fixed(
             spec,

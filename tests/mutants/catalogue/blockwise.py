@@ -161,7 +161,7 @@ BLOCKWISE = (
         "ring-dropout-by-rank",
         "dropout counts queries and keys from the first of each part",
         ("tests/cpu/test_context_parallel.py::test_context_parallel[cases]",),
-        (Change("triton_relattn/_distributed/sharding.py", "if tensors.dropout_seed is not None:", "if False:"),),
+        (Change("triton_relattn/_distributed/sharding.py", "if tensors.dropout_origins is not None:", "if False:"),),
     ),
     Fault(
         "ring-gradients-go-to-the-neighbour",

@@ -48,9 +48,10 @@ class GridCall(Call):
         arch: str | None = None,
     ) -> None:
         """Collect the arguments of a call, as Call does, and compute the terms: in float32, whatever the inputs."""
-        query, key, value, rel_h, rel_w, seed = tensors
+        query, key, value, rel_h, rel_w, seed, origins = tensors
         spec = AttentionSpec(scale, 1.0, 0, 0, False, -1, -1, 0, query.shape[2], key.shape[2], dropout_p=dropout_p)
-        operands, spec = with_positive_scale(AttentionTensors(query, key, value, dropout_seed=seed), spec)
+        operands = AttentionTensors(query, key, value, dropout_seed=seed, dropout_origins=origins)
+        operands, spec = with_positive_scale(operands, spec)
         super().__init__(with_aligned_operands(operands), spec, others, arch)
         self.kind, self.limits = self.kind._replace(term_set="grid"), {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]

@@ -13,10 +13,11 @@ def keep_mask(dropout, batch, head, offs_m, offs_n):
     """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: call.Dropout."""
     seed = tl.load(dropout.seed)
     if dropout.origins is not None:
-        origins = dropout.origins + batch * 3
-        head += tl.load(origins).to(tl.int32)
-        offs_m += tl.load(origins + 1).to(tl.int32)
-        offs_n += tl.load(origins + 2).to(tl.int32)
+        origins = dropout.origins + batch * 4
+        batch = tl.load(origins).to(tl.int32)
+        head += tl.load(origins + 1).to(tl.int32)
+        offs_m += tl.load(origins + 2).to(tl.int32)
+        offs_n += tl.load(origins + 3).to(tl.int32)
     word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, NUM_ROUNDS)
     even = tl.where(offs_n & 2 == 0, word_0, word_2)
     odd = tl.where(offs_n & 2 == 0, word_1, word_3)
