@@ -187,11 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=positive, default=2, help="processes (%(default)s)")
     parser.add_argument(
-        "--length", type=positive, default=256, help="positions of all, a multiple of 4 and of the ranks (%(default)s)"
+        "--length", type=positive, default=256, help="positions of all: a multiple of 4; of the ranks, or one less (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    if options.length % VOICES or options.length % options.ranks or options.length < EDGE * options.ranks:
-        must = f"a multiple of {VOICES} and of the ranks, and at least {EDGE} for each"
+    missing = -options.length % options.ranks
+    if options.length % VOICES or missing > 1 or options.length < EDGE * options.ranks:
+        must = f"a multiple of {VOICES}, of the ranks or one less, and at least {EDGE} times the ranks"
         parser.error(f"--length must be {must}, got {options.length}")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (options.ranks, options.length, folder), options.ranks)

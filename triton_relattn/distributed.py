@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ._core import validation
 from ._core.arguments import Arguments
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
-from ._distributed.collectives import SummedGradients, name_of
+from ._distributed.collectives import SummedGradients, gathered, name_of
 from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
@@ -149,7 +149,7 @@ def unshard(
     """Return the whole of a tensor that :func:`shard` has cut, on every rank. Not differentiable."""
     process_group, _, size = _of_group(group)
     mine = tensor.detach().movedim(dim, 0).contiguous()
-    sizes = _gathered((mine.shape[0],), mine.device, process_group)
+    sizes = gathered((mine.shape[0],), mine.device, process_group)
     sharding = Sharding.of(layout, [each for (each,) in sizes])
     shards = [mine.new_empty(sharding.size(each), *mine.shape[1:]) for each in range(size)]
     # One broadcast each: gloo gathers only what is of one size.
@@ -182,14 +182,6 @@ def _of_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, i
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _gathered(numbers: Sequence[int], device: torch.device, group: Any) -> list[list[int]]:
-    """The numbers of every rank. The host waits for them."""
-    own = torch.tensor(numbers, device=device)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
-    return torch.stack(every).tolist()  # type: ignore[no-any-return]
-
-
 def _sizes(
     query: torch.Tensor, key: torch.Tensor, dim: int, group: Any, given: Sequence[int] | None, given_keys: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
@@ -199,8 +191,7 @@ def _sizes(
     if given is None and given_keys is not None:
         raise ValueError("key_shard_sizes needs shard_sizes, the number of queries of each rank")
     if given is None:
-        compiling = torch.compiler.is_compiling()
-        every = [rank_has] * size if compiling or size == 1 else _gathered(rank_has, query.device, group)
+        every = gathered(rank_has, query.device, group)
         queries, keys = ([each[which] for each in every] for which in (0, 1))
         return queries, keys
     queries, keys = list(given), list(given if given_keys is None else given_keys)

@@ -467,6 +467,28 @@ def check_modules(groups: dict[int, dist.ProcessGroup]) -> None:
                 close(actual.full_tensor() if isinstance(actual, DTensor) else actual, exact, (kind, mesh, name))
 
 
+def check_uneven_modules(groups: dict[int, dist.ProcessGroup]) -> None:
+    """The last rank may have fewer positions; if they are not as a DTensor's, all ranks say so."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    def module() -> RelativeMultiheadAttention:
+        torch.manual_seed(0)
+        return RelativeMultiheadAttention.t5(16, 4, 8, 20, batch_first=True, dtype=torch.float64)
+
+    alone, spread = module(), module()
+    parallelize_module(spread, init_device_mesh("cpu", (4,)), parallel.context_plan())
+    for length, others in ((23, 23), (7, 24), (3, 3)):
+        query, key = normal(2, length, 16), normal(2, others, 16, seed=1)
+        own_query, own_key = (distributed.shard(each, 1) for each in (query, key))
+        expected = alone(query, key, key, is_causal=True)[0]
+        close(spread(own_query, own_key, own_key, is_causal=True)[0], distributed.shard(expected, 1), (length, others))
+    for length in (6, 22):
+        own_query = distributed.shard(normal(2, length, 16), 1)
+        with pytest.raises(ValueError, match=f"of {length} positions the ranks must have"):
+            spread(own_query, own_query, own_query)
+
+
 def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
     """Both methods as one graph, forward and backward."""
     if dist.get_rank() >= 2:

@@ -1,4 +1,4 @@
-"""Messages between all ranks, as opaque operators: they have arrived when the operator returns.
+"""Messages between all ranks. Those of tensors are opaque operators: they have arrived when the operator returns.
 
 torch's own functional collectives return before that, and its fallback for vmap, or for batched gradients, reads what has not
 arrived (torch 2.13).
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single, wait_tensor
 
 from .._core.dtypes import compute_dtype
@@ -21,6 +22,17 @@ from .._operators import NAMESPACE, OPERATORS
 def name_of(group: Any) -> str:
     """Return the name by which operators know a process group."""
     return group.group_name  # type: ignore[no-any-return]
+
+
+def gathered(numbers: Sequence[int], device: torch.device, group: Any) -> list[list[int]]:
+    """Return the numbers of every rank, for which the host waits. In torch.compile all ranks are taken to have the same."""
+    size = dist.get_world_size(group)
+    if size == 1 or torch.compiler.is_compiling():
+        return [list(numbers)] * size
+    own = torch.tensor(numbers, device=device)
+    every = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(every, own, group=group)
+    return torch.stack(every).tolist()  # type: ignore[no-any-return]
 
 
 _EXCHANGE, _TOTAL = f"{NAMESPACE}::exchange", f"{NAMESPACE}::total"

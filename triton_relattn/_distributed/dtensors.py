@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .._implementations import Implementation
 from .._operators.sharding import keeps_groups
+from .collectives import gathered
 from .exchange import check_heads
 from .methods import attend
 
@@ -106,12 +108,33 @@ def attend_dtensors(
         return_lse=return_lse,
     )
     shape = (*query.shape[:3], tensors.value.shape[3])
+    spread_lse = _spread(lse, mesh, placements, shape[:3]) if return_lse else lse
+    return _spread(out, mesh, placements, shape), spread_lse
 
-    def spread(tensor: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-    return spread(out, shape), spread(lse, shape[:3]) if return_lse else lse
+def spread_positions(tensors: Sequence[torch.Tensor], mesh: Any) -> tuple[DTensor, ...]:
+    """Return (B, H, N, width) tensors, of which each rank has its positions, as DTensors.
+
+    Raises:
+        ValueError: on all ranks, if they have other numbers of positions than a DTensor's shards.
+    """
+    every = gathered([tensor.shape[2] for tensor in tensors], tensors[0].device, mesh.get_group())
+    found = []
+    for tensor, *sizes in zip(tensors, *every, strict=True):
+        total = sum(sizes)
+        if (expected := _chunks(total, mesh.size())) != sizes:
+            raise ValueError(
+                f"of {total} positions the ranks must have {expected}, as a DTensor is cut, got {sizes}; "
+                "distributed.fused_relative_attention takes any numbers"
+            )
+        found.append(_spread(tensor, mesh, (Shard(2),), (*tensor.shape[:2], total, tensor.shape[3])))
+    return tuple(found)
+
+
+def _spread(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> DTensor:
+    """The DTensor of this shape of which the rank has a tensor."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _with_keys_of(tensors: AttentionTensors, heads: range, sharing: int) -> AttentionTensors:

@@ -56,9 +56,10 @@ def plan() -> dict[str, Any]:
 def context_plan() -> dict[str, Any]:
     """Return the plan by which a RelativeMultiheadAttention attends over the positions of all ranks (context parallelism).
 
-    Inputs and outputs are plain tensors of the rank's positions, of which all ranks have as many; parameters stay as they are,
-    and their gradients are the rank's part: DDP or FSDP2 adds them up, as those of the other modules. Lengths, offsets and masks
-    are those of the whole sequence. Transformer-XL's encoding, which computes with the query, is not distributed.
+    Inputs and outputs are plain tensors of the rank's positions, cut as ``torch.chunk`` cuts; parameters stay as they are, and
+    their gradients are the rank's part: DDP or FSDP2 adds them up, as those of the other modules. Lengths, offsets and masks are
+    those of the whole sequence. At every call ranks tell each other how many positions they have, for which the host waits; other
+    numbers are a ValueError on all of them. Transformer-XL's encoding, which computes with the query, is not distributed.
 
     Example:
         >>> plan = {f"layers.*.{name}": style for name, style in context_plan().items()}
@@ -68,15 +69,16 @@ def context_plan() -> dict[str, Any]:
 
 
 def _context_parallel() -> Any:
-    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from .._distributed.dtensors import spread_positions
 
     class ContextParallel(ParallelStyle):
         """A RelativeAttention whose inputs are the rank's positions: DTensors within, so that lengths are those of all."""
 
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             def spread(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-                return tuple(DTensor.from_local(each, device_mesh, [Shard(2)], run_check=False) for each in inputs)
+                return spread_positions(inputs, device_mesh)
 
             def gathered(_: nn.Module, __: Any, outputs: Any) -> Any:
                 return tuple(each.to_local() for each in outputs) if isinstance(outputs, tuple) else outputs.to_local()
