@@ -38,6 +38,7 @@ def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: i
     """
     query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c, attn_mask, key_lengths, query_offsets, *_ = tensors
     softcap, dropout_p, dropout_seed, dropout_origins = spec.softcap, spec.dropout_p, *tensors[-2:]
+    rel_key, rel_value, rel_p2c = (None if each is None else each.to(query.dtype) for each in (rel_key, rel_value, rel_p2c))
     batch, heads, num_queries, _ = query.shape
     num_keys, device = key.shape[2], query.device
     if key.shape[1] != heads:

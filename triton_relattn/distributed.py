@@ -22,7 +22,7 @@ from ._distributed.dtensors import attend_dtensors
 from ._distributed.methods import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
 from ._implementations import choose_implementation
-from ._operators.sharding import draw_dropout
+from ._operators.sharding import draw_dropout, with_wide_tables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -257,7 +257,7 @@ def _attend(
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
     if is_spread:
-        return attend_dtensors(tensors, spec, chosen, **others)
+        return attend_dtensors(with_wide_tables(tensors), spec, chosen, **others)
     if reduce_tables:
         tensors = _with_summed_gradients(tensors, process_group)
     return attend(tensors, spec, chosen, process_group, sizes=sizes, **others)

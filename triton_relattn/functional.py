@@ -13,7 +13,7 @@ from ._core.names import refuse_unknown
 from ._core.spec import AttentionSpec, AttentionTensors
 from ._jagged import attend_jagged, is_jagged
 from ._operators import ops
-from ._operators.sharding import draw_dropout, shards_positions
+from ._operators.sharding import draw_dropout, shards_positions, with_wide_tables
 from .positions import RelativePositions
 
 if TYPE_CHECKING:
@@ -26,10 +26,12 @@ def _attend(
     implementation = _implementations.choose_implementation(name, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
-    if type(tensors.query) is not torch.Tensor and shards_positions(tensors.query):
-        from ._distributed.dtensors import attend_dtensors
+    if type(tensors.query) is not torch.Tensor:
+        tensors = with_wide_tables(tensors)
+        if shards_positions(tensors.query):
+            from ._distributed.dtensors import attend_dtensors
 
-        return attend_dtensors(tensors, spec, implementation)
+            return attend_dtensors(tensors, spec, implementation)
     return ops.relative_attention(tensors, spec, implementation, return_lse)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ._core.dropout import keep_mask, keep_scale
-from ._core.dtypes import autocast_dtype, cast, compute_dtype, without_autocast
+from ._core.dtypes import autocast_dtype, cast, without_autocast
 from ._core.grids import GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._core.warn import warn_once
 from ._implementations import choose_implementation
 from ._operators.grids import grid_attention
-from ._operators.sharding import draw_dropout
+from ._operators.sharding import draw_dropout, widened
 
 Grid = tuple[int, int]
 """Height and width."""
@@ -94,7 +94,7 @@ def decomposed_relative_attention(
     chosen = choose_implementation(implementation, query, value)
     if not chosen.is_dense:
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.
-        rel_pos_h, rel_pos_w = (each.to(compute_dtype(query.dtype)) for each in (rel_pos_h, rel_pos_w))
+        rel_pos_h, rel_pos_w = (widened(each, query) for each in (rel_pos_h, rel_pos_w))
     with without_autocast(query.device):
         tensors = GridTensors(query, key, value, *_tables(rel_pos_h, rel_pos_w, grid, key_grid))
         if dropout_p > 0:

@@ -568,6 +568,46 @@ def check_half_precision(groups: dict[int, dist.ProcessGroup]) -> None:
         assert_within_budget(name, result, golden, mine(name, one[name]), factor=2, exact_reference=True)
 
 
+def check_rounding_of_tables(groups: dict[int, dist.ProcessGroup]) -> None:
+    """Parts of a table's gradient are added up before they are rounded: where they cancel, bfloat16 errs no more than twice as in
+    one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    query, key, value, d_out = (normal(1, 1, 48, 8, seed=seed).expand(1, 8, 48, 8).bfloat16() for seed in range(4))
+    sign = torch.tensor([1, -1]).repeat_interleave(4)[
+        :, None, None
+    ]  # the second half of the heads takes back what the first adds
+    d_out = (sign * d_out.abs() + normal(1, 8, 48, 8, seed=4) / 50).bfloat16()
+    given = query, key, value, d_out
+    options: dict[str, Any] = {"positions": RelativePositions(-1, 1, "zero")}
+    attend = functools.partial(triton_relattn.fused_relative_attention, **options)
+    on_grid = functools.partial(triton_relattn.decomposed_relative_attention, grid=(6, 8))
+    tables = {"rel_key": normal(3, 8), "rel_value": normal(3, 8), "rel_bias": normal(3), "rel_p2c": normal(3, 8)}
+    tables_of_grid = {"rel_pos_h": normal(11, 8), "rel_pos_w": normal(15, 8)}
+
+    def run(call: Any, tensors: Sequence[torch.Tensor], tables: dict[str, Any]) -> list[Any]:
+        *tensors, d_out = tensors
+        tables = {name: table.detach().requires_grad_() for name, table in tables.items()}
+        return list(torch.autograd.grad(call(*tensors, **tables), list(tables.values()), d_out))
+
+    mesh, shards = init_device_mesh("cpu", (4,)), [distributed.shard(each, 2) for each in given]
+    for call, wide, dims in ((attend, tables, (1, 2)), (on_grid, tables_of_grid, (1,))):
+        rounded = {name: table.bfloat16() for name, table in wide.items()}
+        exact = run(call, [each.double() for each in given], {name: table.double() for name, table in rounded.items()})
+        replicated: Any = {name: distribute_tensor(table, mesh, [Replicate()]) for name, table in rounded.items()}
+        found = {"one process": run(call, given, rounded)}
+        for dim in dims:
+            results = run(call, [distribute_tensor(each, mesh, [Shard(dim)]) for each in given], replicated)
+            found[f"DTensor, {dim}"] = [each.full_tensor() for each in results]
+        if call is attend:
+            over_ranks = functools.partial(distributed.fused_relative_attention, method="all_to_all", **options)
+            found["all to all"] = run(over_ranks, shards, rounded)
+        for way, gradients in found.items():
+            for name, gradient, golden, alone in zip(wide, gradients, exact, found["one process"], strict=True):
+                assert_within_budget(f"{way} {name}", gradient, golden, alone, factor=2, exact_reference=True)
+
+
 def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
     """Every rank says what is wrong, before anything is sent."""
     x = normal(1, 6, 5, 4)

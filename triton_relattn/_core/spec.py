@@ -12,6 +12,8 @@ class AttentionTensors(NamedTuple):
 
     With cu_seqlens the batch is packed: query, key, value and rel_query hold all sequences one after the other in a single
     batch entry.
+
+    Tables may also be in the compute dtype, for gradients that are still to be added up; products take them in that of query.
     """
 
     query: torch.Tensor  # (B, Hq, Nq, D)

@@ -82,21 +82,23 @@ class Exchange(torch.autograd.Function):
 
 
 class SummedGradients(torch.autograd.Function):
-    """Tables as they are; in the backward the sums of their gradients over all ranks, in one message."""
+    """Tables in the compute dtype; in the backward the sums of their gradients over all ranks, in one message, rounded once."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(group: str, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(table.view_as(table) for table in tables)
+        return tuple(table.view_as(table).to(compute_dtype(table.dtype)) for table in tables)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.group = inputs[0]
+        ctx.group, *tables = inputs
+        ctx.dtypes = [table.dtype for table in tables]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        dtype = compute_dtype(gradients[0].dtype)
-        message = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
+        message = torch.cat([gradient.reshape(-1) for gradient in gradients])
         sums = OPERATORS.total(message, ctx.group).split([gradient.numel() for gradient in gradients])
-        return None, *(each.view(gradient.shape).to(gradient.dtype) for each, gradient in zip(sums, gradients, strict=True))
+        return None, *(
+            each.view(gradient.shape).to(dtype) for each, gradient, dtype in zip(sums, gradients, ctx.dtypes, strict=True)
+        )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._core.dropout import draw_seed, origins_of
+from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionTensors, is_per_head
 from .._implementations import IMPLEMENTATIONS
@@ -25,6 +26,21 @@ def shards_positions(query: torch.Tensor) -> bool:
 def keeps_groups(heads: int, key_heads: int, size: int) -> bool:
     """Return whether so many ranks that share the heads each have, as a DTensor is cut, the key heads of their query heads."""
     return heads == key_heads or key_heads % size == 0
+
+
+def widened(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a table in the compute dtype of query; the gradient of a DTensor is added up over shards before it is rounded."""
+    wide: Any = table.to(compute_dtype(query.dtype))
+    if wide is table or not hasattr(table, "placements"):
+        return wide  # type: ignore[no-any-return]
+    return wide.redistribute(placements=table.placements)  # type: ignore[no-any-return]
+
+
+def with_wide_tables(tensors: AttentionTensors) -> AttentionTensors:
+    """Return the tensors of a call with tables that are DTensors widened."""
+    given = {name: getattr(tensors, name) for name in TABLES}
+    tables = {name: widened(table, tensors.query) for name, table in given.items() if hasattr(table, "placements")}
+    return tensors._replace(**tables)
 
 
 def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Tensor]:

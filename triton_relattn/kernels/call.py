@@ -170,11 +170,11 @@ def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple
 
 
 def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
-    """Return the tensors of a call with the operands of its matrix products aligned."""
+    """Return the tensors of a call with the operands of its matrix products aligned, and in the dtype of query."""
     moved = {}
     for name in OPERANDS:
         operand = getattr(tensors, name)
-        if operand is not None and (new := aligned(operand)) is not operand:
+        if operand is not None and (new := aligned(operand.to(tensors.query.dtype))) is not operand:
             moved[name] = new
     return tensors._replace(**moved) if moved else tensors
 

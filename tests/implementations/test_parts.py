@@ -1,4 +1,4 @@
-"""A call may be a part of another: by its dropout_origins it drops what the whole drops there."""
+"""A call may be a part of another: it drops what the whole drops there, and gradients that will be added up are not rounded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.implementations.way import Way
+from triton_relattn import RelativePositions
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask, origins_of
 from triton_relattn._core.grids import GridTensors
+from triton_relattn._core.spec import TABLES
 from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import IMPLEMENTATIONS
 from triton_relattn._operators.grids import grid_attention
@@ -61,3 +63,19 @@ def test_a_part_on_a_grid(tiled: Way) -> None:
     (d_value,) = torch.autograd.grad(out, identity, identity.detach())
     expected = kept(batch, heads, 0, 0)
     assert torch.equal(out != 0, expected) and torch.equal(d_value.mT != 0, expected)
+
+
+def test_wide_tables(tiled: Way) -> None:
+    """Tables in float32 beside a query in float16: results are those of float16, and so are gradients, once they are rounded."""
+    query = normal(tiled, 1, 2, LENGTH, tiled.width).half()
+    widths = {name: () if name == "rel_bias" else (tiled.width,) for name in TABLES}
+    tables = {name: normal(tiled, 9, *width).half() for name, width in widths.items()}
+    call, spec = resolve(Arguments.of(query, query, query, **tables, positions=RelativePositions(-4, 4)))
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        leaves = {name: table.to(dtype).requires_grad_() for name, table in tables.items()}
+        out, _ = relative_attention(call._replace(**leaves), spec, IMPLEMENTATIONS[tiled.implementation])
+        results.append([out.detach(), *torch.autograd.grad(out, list(leaves.values()), query)])
+    for narrow, wide in zip(*results, strict=True):
+        assert wide.dtype == (torch.float16 if wide is results[1][0] else torch.float32)
+        assert torch.equal(wide.half(), narrow)
