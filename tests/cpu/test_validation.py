@@ -30,7 +30,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work began before the arguments were checked")
 
     monkeypatch.setattr(functional.ops, "relative_attention", launched)
-    monkeypatch.setattr(functional, "draw_seed", launched)
+    monkeypatch.setattr(functional, "draw_dropout", launched)
 
 
 def call(**changes: Any) -> Any:
