@@ -129,7 +129,7 @@ headroom: setup ## checks of numbers above half of their allowance, over seeds a
 
 # Faults, each put into a copy of the repository: which test notices it? Known ones, or so many drawn at random. JOBS=2.
 mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERATE=40 JOBS=1
-	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY)) $(if $(GENERATE),--generate $(GENERATE) --share 16)
+	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY)) $(if $(GENERATE),--generate $(GENERATE))
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=smoke,speed for some of it. Without make:
 # python3 -m bench.gpu --results DIR

@@ -1,147 +1,130 @@
 """``python -m tests.mutants``: which faults the tests notice.
 
-Each fault is put into a copy of the repository, whose tests are run: first those that are most likely to notice, then all of
-their folder. In the end the tests that noticed one are run without any. Exit status 1 if a known fault survives, no longer
-applies, or cannot be judged; 130 if interrupted, with the rows so far.
+faults.jsonl has the faults: some that people made or nearly made, and 60 of the 10,000 that tools.mutants.generate makes of the
+package, drawn with seed 61. caught.json has the test that noticed each, and the seconds it took. Each fault is put into a copy of
+the repository, in which that test runs first; if it passes, or is no longer there, the tests of the fault's area follow, for at
+most SECONDS of CPU time. Exit status 1 if a fault survives that was caught before.
 
---generate tries faults drawn at random from all that tools.mutants.generate makes of the package, and prints the share that the
-tests notice. It ends with status 0: some of those faults change nothing.
+--generate tries faults drawn at random instead, and prints which share the tests notice; some of those faults change nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from tests.witnesses import read_witnesses, write_witnesses
-from tools.mutants.fault import Fault
+from tools.mutants.fault import Change, Fault
 from tools.mutants.generate import faults as faults_of
-from tools.mutants.runner import BROKEN, CAUGHT, Outcome, Runner, source_files
+from tools.mutants.runner import CAUGHT, Outcome, Runner, source_files
 
-from .catalogue import FAULTS
-
-ROOT = Path(__file__).parents[2]
-PACKAGE = "triton_relattn"
-KERNELS, MAIN = "tests/interpreter tests/implementations", "tests/cpu tests/implementations"
+HERE = Path(__file__).parent
+ROOT, PACKAGE = HERE.parents[1], "triton_relattn"
+FAULTS, CAUGHT_BY = HERE / "faults.jsonl", HERE / "caught.json"
+SECONDS = 60
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-WITHOUT_KERNELS = ("_blockwise", "_distributed", "integrations", "nn", "_reference.py", "plots.py")
-"""Parts of the package that the tests of the kernels do not reach."""
-GENERATED_SECONDS = 900.0
-"""The longest that a folder's tests may take with a generated fault, which may be a loop without end."""
+AREAS = {
+    "": "cpu/test_random implementations cpu/test_masks cpu/test_products cpu/test_blockwise cpu/test_validation cpu/test_packed",
+    "__main__": "cpu/test_check",
+    "_distributed": "cpu/test_context_parallel cpu/test_distributed",
+    "_implementations": "cpu/test_validation cpu/test_random implementations",
+    "integrations": "cpu/test_structure cpu/test_structure_state cpu/test_proof",
+    "integrations/transformers": "cpu/test_transformers cpu/test_transformers_decoders cpu/test_transformers_whole",
+    "kernels": "implementations interpreter/test_tables fuzz/test_kernels interpreter/test_features interpreter/test_backward "
+    "interpreter/test_key_terms interpreter/test_workspace",
+    "kernels/config": "cpu/test_profiles compile/test_launches",
+    "kernels/grid": "interpreter/test_grids",
+    "nn": "cpu/test_nn cpu/test_tables",
+    "plots": "cpu/test_plots",
+    "tables": "cpu/test_nn cpu/test_tables",
+    "testing": "cpu/test_testing",
+}
+"""The tests of parts of the package, the best detectors first; the longest name that the fault's file begins with counts."""
 
 
-def runner_of(root: Path = ROOT) -> Runner:
-    return Runner(
-        root,
-        PACKAGE,
-        ignored=("tests/cpu/test_mutants.py",),
-        variables={"tests/interpreter": INTERPRETED, "[triton_in": INTERPRETED},
-    )
+def area_of(file: str) -> str:
+    name = file.removeprefix(f"{PACKAGE}/")
+    tests = AREAS[max((each for each in AREAS if name.startswith(each)), key=len)].split()
+    return " ".join(f"tests/{each}.py" if "/" in each else f"tests/{each}" for each in tests)
 
 
-def generated(root: Path, count: int, seed: int, below: str = PACKAGE) -> list[Fault]:
-    """Draw faults of the package, or of a folder or file of it, at random; the folders whose tests are run go with the file."""
-    files = [file for file in source_files(root) if file.startswith(below) and file.endswith(".py")]
-    drawn = [fault for file in files for fault in faults_of(root, file)]
-    chosen = random.Random(seed).sample(drawn, min(count, len(drawn)))
-    faults = []
-    for each in chosen:
-        part = each.edit.file.split("/")[1]
-        folders = (KERNELS, MAIN) if part == "kernels" else (MAIN,) if part in WITHOUT_KERNELS else (MAIN, KERNELS)
-        faults.append(Fault(str(each), "generated", (), (each.edit,), folders))
-    return faults
+def known(only: Sequence[str] | None) -> Iterator[Fault]:
+    """The faults of the list, each with the test that noticed it."""
+    caught: dict[str, Any] = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+    for line in FAULTS.read_text().splitlines():
+        row = json.loads(line)
+        if only is not None and row["name"] not in only:
+            continue
+        first = tuple(caught[row["name"]]["tests"]) if row["name"] in caught else tuple(row["tests"])
+        changes = tuple(Change(*change) for change in row["changes"])
+        yield Fault(row["name"], row["effect"], first, changes, (area_of(row["changes"][0][0]),))
 
 
-def row(outcome: Outcome, width: int) -> str:
-    what = f"{outcome.test}: {outcome.detail}" if outcome.test else outcome.detail
-    return f"{outcome.status:<8}  {outcome.seconds:6.1f} s  {outcome.fault.name:<{width}}  {what[:200]}"
+def generated(count: int, seed: int, below: str = PACKAGE) -> Iterator[Fault]:
+    """Faults of the package, or of a folder or file of it, drawn at random."""
+    files = [file for file in source_files(ROOT) if file.startswith(below) and file.endswith(".py")]
+    drawn = [fault for file in files for fault in faults_of(ROOT, file)]
+    for each in random.Random(seed).sample(drawn, min(count, len(drawn))):
+        yield Fault(str(each), "generated", (), (each.edit,), (area_of(each.edit.file),))
 
 
-def attempts(runner: Runner, faults: Sequence[Fault], jobs: int) -> tuple[list[Outcome], bool]:
-    """The outcomes, each shown when it is there, and whether all faults were tried."""
-    outcomes: list[Outcome] = []
+def outcomes_of(runner: Runner, faults: Sequence[Fault], jobs: int) -> Iterator[Outcome]:
+    """The outcomes, each as soon as it is there."""
     width = max((len(fault.name) for fault in faults), default=0)
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        futures = [pool.submit(runner.attempt, fault) for fault in faults]
-        for future in tqdm(futures, unit="fault"):
-            outcomes.append(future.result())
-            tqdm.write(row(outcomes[-1], width))
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        runner.stop()
-        return outcomes, False
-    pool.shutdown()
-    return outcomes, True
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for outcome in tqdm(pool.map(runner.attempt, faults), total=len(faults), unit="fault"):
+                what = f"{outcome.test}: {outcome.detail}" if outcome.test else outcome.detail
+                tqdm.write(f"{outcome.status:<8}  {outcome.seconds:6.1f} s  {outcome.fault.name:<{width}}  {what[:200]}")
+                yield outcome
+        except KeyboardInterrupt:
+            runner.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def confirmed(runner: Runner, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes; what was caught by a test that fails without a fault was not."""
-    failing = runner.failing_anyway({outcome.test for outcome in outcomes if outcome.status == CAUGHT and outcome.test})
-    return [
-        Outcome(outcome.fault, BROKEN, outcome.test, "fails without the fault, too", outcome.seconds)
-        if outcome.test in failing
-        else outcome
-        for outcome in outcomes
-    ]
-
-
-def main(arguments: Sequence[str] | None = None, runner: Runner | None = None, catalogue: Sequence[Fault] = FAULTS) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", metavar="NAME,...", help="these faults (default: all)")
-    parser.add_argument("--list", action="store_true", help="the faults, and what each does wrong")
-    parser.add_argument("--generate", metavar="N", type=int, help="try N generated faults instead of the known ones")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="which ones (%(default)s)")
+    parser.add_argument("--only", metavar="NAME,...", help="names of faults (default: all)")
+    parser.add_argument("--list", action="store_true", help="names of all faults, and what each does wrong")
+    parser.add_argument("--generate", metavar="N", type=int, help="number of generated faults to try instead of the known ones")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the generated faults (%(default)s)")
     parser.add_argument("--below", metavar="PATH", default=PACKAGE, help="folder or file whose faults are drawn (%(default)s)")
-    parser.add_argument(
-        "--jobs", metavar="N", type=int, default=1, help="number of faults that are tried at a time (%(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="only the tests most likely to notice")
-    parser.add_argument("--share", metavar="N", type=int, default=1, help="one in N of the cases of each test; make test has 16")
-    parser.add_argument("--record", action="store_true", help="add the tests that noticed to tests/witnesses.txt")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="faults tried at a time (%(default)s)")
+    parser.add_argument("--record", action="store_true", help="write the tests that noticed into caught.json")
     options = parser.parse_args(arguments)
-    runner = runner or runner_of()
     if options.generate is not None:
-        faults = generated(runner.root, options.generate, options.seed, options.below)
-        runner.folder_seconds = GENERATED_SECONDS
+        faults = list(generated(options.generate, options.seed, options.below))
     else:
-        names = [fault.name for fault in catalogue] if options.only is None else options.only.split(",")
-        if unknown := set(names) - {fault.name for fault in catalogue}:
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; --list shows all")
-        faults = [fault for fault in catalogue if fault.name in names]
+        faults = list(known(options.only and options.only.split(",")))
     if options.list:
         print("\n".join(f"{fault.name}: {fault.effect}" for fault in faults))
         return 0
-
-    runner.only_quick, runner.share = options.quick, options.share
+    variables = dict.fromkeys(("tests/interpreter", "tests/fuzz/test_kernels.py", "[triton_in"), INTERPRETED)
+    runner = Runner(ROOT, PACKAGE, variables=variables, cpu_seconds=SECONDS)
     runner.check_imports()
-    outcomes, complete = attempts(runner, faults, max(options.jobs, 1))
-    if complete:
-        checked = confirmed(runner, outcomes)
-        for outcome, before in zip(checked, outcomes, strict=True):
-            if outcome is not before:
-                print(row(outcome, len(outcome.fault.name)))
-        outcomes = checked
-    if options.record:
-        write_witnesses(read_witnesses() | {outcome.test for outcome in outcomes if outcome.status == CAUGHT and outcome.test})
-    caught = sum(outcome.status == CAUGHT for outcome in outcomes)
-    broken = sum(outcome.status == BROKEN for outcome in outcomes)
-    print(
-        f"{caught} of {len(faults)} caught"
-        + (f", {broken} without a verdict (no import, no end)" if broken else "")
-        + ("" if complete else ", interrupted")
-    )
-    if not complete:
-        return 130
-    return 0 if caught == len(faults) or options.generate is not None else 1
+    before = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+    lost, number = [], 0
+    for outcome in outcomes_of(runner, faults, max(options.jobs, 1)):
+        number += outcome.status == CAUGHT
+        if outcome.status == CAUGHT and options.record:
+            before[outcome.fault.name] = {"tests": [outcome.test], "seconds": round(outcome.seconds)}
+            CAUGHT_BY.write_text(json.dumps(before, indent=0, sort_keys=True) + "\n")
+        elif outcome.status != CAUGHT and outcome.fault.name in before:
+            lost.append(outcome.fault.name)
+    print(f"{number} of {len(faults)} caught" + (f"; no longer: {', '.join(lost)}" if lost else ""))
+    return 1 if lost else 0
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # kill does what Ctrl-C does
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     raise SystemExit(main())

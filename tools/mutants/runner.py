@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .fault import Fault, StaleFault, folder_of
+from .fault import Fault, StaleFault
 
 PYTEST = ("-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider")
 AS_NOBODY = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false")
@@ -23,6 +24,11 @@ QUICK_SECONDS, FOLDER_SECONDS = 300.0, 3600.0
 
 CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 """How a process ends whose kernels have written where they should not."""
+
+NO_SUCH_TEST, NOTHING_COLLECTED = 4, 5
+"""Exit statuses of pytest."""
+IMPORTS = 10
+"""Seconds of processor time that imports may take beside the tests."""
 
 CAUGHT, SURVIVED, STALE, BROKEN = "caught", "SURVIVED", "STALE", "BROKEN"
 
@@ -90,9 +96,8 @@ class Runner:
     """Variables of the environment that tests need whose names contain a text."""
     quick_seconds: float = QUICK_SECONDS
     folder_seconds: float = FOLDER_SECONDS
-    only_quick: bool = False
-    share: int = 1
-    """One in so many cases of each test, as make test has them."""
+    cpu_seconds: int | None = None
+    """The processor time that each run of pytest may take; a fault that nothing notices in that time survives."""
     alone: tuple[str, ...] = ("TRITON_INTERPRET", "PYTHONPATH")
     """Variables of this process that its children do not get."""
     processes: set[subprocess.Popen[str]] = field(default_factory=set)
@@ -116,6 +121,7 @@ class Runner:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=self.limit_time if self.cpu_seconds else None,
         )
         self.processes.add(process)
         if self.stopped:
@@ -128,6 +134,10 @@ class Runner:
         finally:
             end(process)
             self.processes.discard(process)
+
+    def limit_time(self) -> None:
+        assert self.cpu_seconds is not None
+        resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_seconds + IMPORTS, self.cpu_seconds + IMPORTS + 5))
 
     def stop(self) -> None:
         """End all tests under way, and begin no others."""
@@ -156,50 +166,33 @@ class Runner:
                 raise RuntimeError(f"a copy in {copy} imports {origin}")
 
     def attempt(self, fault: Fault) -> Outcome:
-        """Put a fault into a copy and run its tests there, and if they pass all of their folders.
-
-        Of a share of all cases the first tests are without the cases that they name, which may not be among them.
-        """
+        """Put a fault into a copy and run its tests there, and if they pass, or are not there, all of their folders."""
         started = time.monotonic()
-        options = ["-x"] + ([f"--share={self.share}"] if self.share > 1 else [])
-        stages = fault.stages[:1] if self.only_quick else fault.stages
         with copied(self.root) as copy:
             try:
                 fault.apply(copy)
             except StaleFault as error:
                 return Outcome(fault, STALE, detail=str(error))
-            for tests in stages:
+            for tests in fault.stages:
                 first = tests == fault.tests
-                chosen = dict.fromkeys(test.partition("[")[0] if self.share > 1 else test for test in tests)
-                limit = self.quick_seconds if first else self.folder_seconds
-                result = self.pytest((*options, *chosen), copy, tests, limit)
+                result = self.pytest(("-x", *tests), copy, tests, self.quick_seconds if first else self.folder_seconds)
                 seconds = time.monotonic() - started
                 if result.failures:
                     test, why = next(iter(result.failures.items()))
                     return Outcome(fault, CAUGHT, test, why, seconds)
-                if result.status is not None and result.status in CRASHES:
+                if result.status in CRASHES:
                     return Outcome(fault, CAUGHT, detail=f"ended by signal {-result.status}", seconds=seconds)
-                if result.status != 0:  # no such test, an error of the import, or no end
+                if result.status == -signal.SIGXCPU:
+                    detail = f"nothing in {self.cpu_seconds} CPU seconds of {' '.join(tests)}"
+                    if first:
+                        continue
+                    return Outcome(fault, SURVIVED, detail=detail, seconds=seconds)
+                if first and result.status in (NO_SUCH_TEST, NOTHING_COLLECTED):
+                    continue
+                if result.status != 0:  # an error of the import, or no end
                     return Outcome(fault, BROKEN, detail=result.last_line, seconds=seconds)
-        detail = (
-            "its first tests"
-            if self.only_quick
-            else f"all of {', '.join(test for tests in stages if tests != fault.tests for test in tests)}"
-        )
-        return Outcome(fault, SURVIVED, detail=detail, seconds=seconds)
-
-    def failing_anyway(self, tests: Collection[str]) -> set[str]:
-        """Return the tests, of those given, that fail in a copy without a fault."""
-        failing: set[str] = set()
-        processes: dict[tuple[str, ...], list[str]] = {}
-        for test in sorted(tests):
-            needed = (text for text in self.variables if text in test)
-            processes.setdefault((folder_of(test), *needed), []).append(test)
-        for chosen in processes.values():
-            with copied(self.root) as copy:
-                result = self.pytest(chosen, copy, chosen, self.folder_seconds)
-            failing |= set(result.failures) if result.status in (0, 1) else set(chosen)
-        return failing
+        ran = [test for tests in fault.stages if tests != fault.tests for test in tests]
+        return Outcome(fault, SURVIVED, detail=f"all of {', '.join(ran)}", seconds=seconds)
 
 
 def end(process: subprocess.Popen[str]) -> None:
