@@ -4,10 +4,9 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
-CASES = --share $(or $(SHARE),1) $(if $(REST),--rest $(REST)) $(if $(PART),--part $(PART))
 
-.PHONY: help setup demo lint test suite rest smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
-	test-libraries docs hub bench gpu gpu-cache fuzz headroom mutants
+.PHONY: help setup demo lint test suite smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
+	test-libraries docs hub bench gpu gpu-cache fuzz mutants
 
 USED := demo test test-all docs gpu
 
@@ -33,17 +32,13 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup ## a quick sample of all tests, with those that notice known faults: five minutes, before a pull request
-	$(MAKE) suite SHARE=16
+test: setup ## the tests in plain torch and in the interpreter, but the thorough ones: before a pull request
+	$(MAKE) suite SOME='-m "not slow and not thorough"'
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need; SHARE=16: a sixteenth of the cases, and with REST=1 all others
-	$(PYTEST) tests --ignore tests/interpreter $(CASES)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/implementations tests/fuzz/test_kernels.py $(CASES)
-
-# What make test leaves out, for a machine that has just run it. REST=3 PART=K: a third of that, another one for each K.
-rest: ## all tests that make test leaves out
-	$(MAKE) suite SHARE=16 REST=$(or $(REST),1) PART=$(PART)
+suite: setup ## the tests alone, in the two processes that they need
+	$(PYTEST) tests --ignore tests/interpreter $(SOME)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/implementations tests/fuzz/test_kernels.py $(SOME)
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
@@ -54,12 +49,12 @@ test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 G
 # out fences, which the package adds: the emulator checks some calls.
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
-	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) tests/emulator/test_calls.py tests/emulator/test_grids.py $(CASES)
+	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) tests/emulator/test_calls.py tests/emulator/test_grids.py
 
 # The newest that is known. Since 3.8 a named tuple in a kernel is a class of its own, whose attributes can hide a field.
 compile-newest: setup ## every kernel compiles with the newest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
-	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) $(CASES)
+	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED)
 
 COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_features.py \
 	tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
@@ -68,7 +63,7 @@ COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .transformers-oldest \
 		$(shell grep ^transformers== constraints-oldest.txt)
-	PYTHONPATH=.transformers-oldest $(PYTEST) $(wildcard tests/cpu/test_transformers*.py) $(CASES)
+	PYTHONPATH=.transformers-oldest $(PYTEST) $(wildcard tests/cpu/test_transformers*.py)
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)
@@ -122,10 +117,6 @@ bench: setup ## speed and memory beside other methods, and figures; RESULTS=out/
 fuzz: setup ## search for calls that go wrong; SECONDS=300 SEED=0
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0) --kernels
-
-# The tests of numbers under other seeds, processor features and numbers of threads: which error comes near to what it may be?
-headroom: setup ## checks of numbers above half of their allowance, over seeds and processor features; SEEDS=8
-	$(BIN)/python -m tests.headroom --seeds $(or $(SEEDS),8)
 
 # Faults, each put into a copy of the repository: which test notices it? Known ones, or so many drawn at random. JOBS=2.
 mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERATE=40 JOBS=1

@@ -8,21 +8,15 @@ import math
 import os
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.witnesses import read_witnesses
 from triton_relattn._blockwise.frame import Buffers
 
 TESTS = Path(__file__).parent
-SEED_OFFSET = "TRITON_RELATTN_SEED_OFFSET"
-"""Environment variable with a number that is added to the seeds of the tests, see tests/headroom.py."""
-THREADS = "TRITON_RELATTN_TEST_THREADS"
-"""Environment variable with the threads of torch in a test, 1 unless set."""
 PATIENCE = 600.0
 """Seconds that a test waits for another process: far more than it takes on any machine, however busy. Only failures take long."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,71 +47,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return module
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--share",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of each test one in N of its cases, and those that have noticed a known fault; no test marked thorough",
-    )
-    parser.addoption("--rest", type=int, metavar="M", help="one in M of the cases that --share N leaves out; 1: all of them")
-    parser.addoption(
-        "--part",
-        type=int,
-        metavar="K",
-        help="with --share: another one in N of the cases for each K, witnesses or not; with --rest: another one in M",
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one in --share of the cases of each test, at least one and all that are witnesses, and the same ones every time.
-
-    With --rest, keep one in so many of the others.
-    """
-    share, rest, part = (config.getoption(name) for name in ("--share", "--rest", "--part"))
-    if share == 1:
-        return
-    witnesses = read_witnesses()
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("thorough") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept: set[pytest.Item] = set()
-    for group in cases.values():
-        group.sort(key=lambda item: (item.nodeid not in witnesses, zlib.crc32(item.nodeid.encode())))
-        if part is not None and not rest:
-            count = max(len(group) // share, 1)
-            kept.update(group[(part * count + each) % len(group)] for each in range(count))
-            continue
-        kept.update(group[: max(math.ceil(len(group) / share), sum(item.nodeid in witnesses for item in group))])
-    if rest:
-        others = sorted(set(items) - kept, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept = set(others[(part or 0) % rest :: rest])
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(int(os.environ.get(THREADS, 1)))
-    if offset := int(os.environ.get(SEED_OFFSET, 0)):
-        shift_seeds(offset)
+    torch.set_num_threads(1)
     # Before anything is collected, and in the environment: what tests start must not read the user's profiles either.
     cache = tempfile.TemporaryDirectory(prefix="triton_relattn-")
     config.add_cleanup(cache.cleanup)
     os.environ["TRITON_RELATTN_CACHE"] = cache.name
-
-
-def shift_seeds(offset: int) -> None:
-    """Add a number to every seed that is set, until the process ends."""
-    seed_all = torch.manual_seed
-
-    class Generator(torch.Generator):
-        def manual_seed(self, seed: int) -> torch.Generator:
-            return super().manual_seed(seed + offset)
-
-    torch.Generator = Generator  # type: ignore[misc]
-    torch.manual_seed = lambda seed: seed_all(seed + offset)
 
 
 def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import families
 from bench.families import FAMILIES
+from tests.tolerance import assert_near
 from triton_relattn._core.dropout import keep_scale
-from triton_relattn._core.within import assert_near
 from triton_relattn.integrations.proof import counted
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.cases.baselines import BASELINES
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
 from triton_relattn._reference import reference_attention
 from triton_relattn.testing import forward_backward, make_inputs
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from triton_relattn._core.within import assert_near, tolerance_of, within
+from tests.tolerance import assert_near, tolerance_of, within
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same, attend, by_hand, results_of, unlucky_reference, with_keep
+from tests.oracle import assert_same, attend, by_hand, results_of, unlucky_reference, with_keep
+from tests.tolerance import sum_allowance, within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention, partition, products
 from triton_relattn._blockwise import attention as blockwise
@@ -22,7 +23,6 @@ from triton_relattn._blockwise.partition import BlockwiseCall
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES
 from triton_relattn._core.validation import resolve
-from triton_relattn._core.within import sum_allowance, within
 from triton_relattn._implementations import BLOCKWISE
 from triton_relattn._operators.ops import relative_attention
 from triton_relattn.testing import (

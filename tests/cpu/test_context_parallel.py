@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import triton_relattn
 from tests.conftest import PATIENCE
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
-from triton_relattn._core.within import assert_near
 from triton_relattn.testing import assert_within_budget
 
 if not dist.is_available() or not dist.is_gloo_available():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.oracle import attend
+from tests.oracle import attend
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, assert_table_gradient, forward_backward, make_inputs, with_different_strides
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import ALL_FEATURES, random_case, random_varlen_case
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, merge_attention, tables
 from triton_relattn._blockwise import partition
-from triton_relattn._core.within import assert_near
 from triton_relattn._operators import ops
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.testing import Inputs, forward_backward, make_inputs

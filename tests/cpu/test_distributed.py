@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.conftest import PATIENCE, SEED_OFFSET, shift_seeds
+from tests.conftest import PATIENCE
+from tests.tolerance import assert_near
 from triton_relattn import (
     RelativePositions,
     decomposed_relative_attention,
     fused_relative_attention,
     merge_attention,
 )
-from triton_relattn._core.within import assert_near
 from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -233,7 +233,6 @@ def worker(rank: int, folder: str) -> None:
 
     os.chdir(folder)
     torch.set_num_threads(1)
-    shift_seeds(int(os.environ.get(SEED_OFFSET, 0)))  # as in the process that has computed what is expected
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
     for name, check in CHECKS.items():
         try:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.cpu.oracle import assert_same, attend, by_hand, results_of
+from tests.oracle import assert_same, attend, by_hand, results_of
+from tests.tolerance import tolerance_of, within
 from triton_relattn._core.dropout import ROUNDS, keep_mask, largest_dropped
-from triton_relattn._core.within import tolerance_of, within
 from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 
 IMPLEMENTATIONS = ("blockwise", "reference")

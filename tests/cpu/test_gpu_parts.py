@@ -31,7 +31,7 @@ from bench.gpu.rest import verdict_of_tests
 from bench.gpu.speed import measure_case, speed_cases, table_of
 from bench.gpu.workers import MOST_OUTPUT, Lost, spread, watch
 from bench.measure import timing
-from triton_relattn._core.within import assert_near
+from tests.tolerance import assert_near
 from triton_relattn.kernels.introspect import TileConfig
 
 

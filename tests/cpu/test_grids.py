@@ -15,11 +15,11 @@ import torch
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tests.conftest import cut_blocks
+from tests.tolerance import assert_near, tolerance_of, within
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._blockwise import products
 from triton_relattn._core import warn
 from triton_relattn._core.dropout import origins_of
-from triton_relattn._core.within import assert_near, tolerance_of, within
 from triton_relattn.testing import assert_within_budget
 
 FORWARD = "grid_attention_forward"

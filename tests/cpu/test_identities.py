@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.cpu.oracle import assert_same
 from tests.cpu.test_reference import diagonal_stacking, pad_reshape_slice
+from tests.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, tables
 
 Attention = Callable[..., Tensor]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.blind import BATCH, BLIND, KEYS, QUERIES
-from tests.cpu.oracle import assert_same, attend, by_hand, results_of
+from tests.oracle import assert_same, attend, by_hand, results_of
+from tests.tolerance import tolerance_of, within
 from triton_relattn._blockwise import attention as blockwise
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
-from triton_relattn._core.within import tolerance_of, within
 from triton_relattn._reference import resolved_reference
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, fused_relative_attention, merge_attention
-from triton_relattn._core.within import assert_near
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

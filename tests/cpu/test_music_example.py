@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn._core.within import assert_near, tolerance_of, within
+from tests.tolerance import assert_near, tolerance_of, within
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("music21")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, fused_relative_attention, tables
 from triton_relattn._core import warn
-from triton_relattn._core.within import assert_near
 from triton_relattn.nn import RelativeAttention, RelativeMultiheadAttention, RelativePositionTable, encodings
 
 WIDTH, HEADS, LENGTH = 24, 3, 11

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cpu.oracle import assert_same, attend, attend_varlen
+from tests.oracle import assert_same, attend, attend_varlen
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._blockwise.attention import keeps_probs
 from triton_relattn._core.arguments import Arguments

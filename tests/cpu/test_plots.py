@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn._core.within import assert_near
+from tests.tolerance import assert_near
 
 pytest.importorskip("matplotlib")
 
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, plots
 from triton_relattn.testing import make_inputs
 

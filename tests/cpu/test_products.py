@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.oracle import attend, results_of, unlucky_reference, with_keep
 from tests.cpu.test_blockwise import ERROR_CASES
+from tests.oracle import attend, results_of, unlucky_reference, with_keep
+from tests.tolerance import within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._blockwise import attention, products
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import TABLES
 from triton_relattn._core.validation import resolve
-from triton_relattn._core.within import within
 from triton_relattn._implementations import BLOCKWISE
 from triton_relattn.testing import (
     Inputs,

@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import ALL_FEATURES, random_case
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same, by_hand, by_loops, quick_and_slow, results_of, unlucky_reference
+from tests.oracle import assert_same, by_hand, by_loops, quick_and_slow, results_of, unlucky_reference
 from triton_relattn import RelativePositions
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget, make_inputs
 

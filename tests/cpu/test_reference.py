@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.oracle import assert_same, dense_forward
+from tests.oracle import assert_same, dense_forward
 from triton_relattn import RelativePositions, tables
 from triton_relattn._reference import reference_attention
 from triton_relattn.testing import Inputs, dense_gradients, forward_backward, make_inputs, with_different_strides

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, fused_relative_attention
-from triton_relattn._core.within import assert_near
 from triton_relattn.integrations import seen
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._blockwise import stacks
 from triton_relattn._blockwise.partition import BlockwiseCall

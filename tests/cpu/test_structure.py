@@ -20,9 +20,9 @@ import triton_relattn
 from tests.cpu import stock
 from tests.cpu.models import is_square, operators_dropout
 from tests.cpu.stock import refusal
+from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
 from triton_relattn import disable, enable
-from triton_relattn._core.within import assert_near
 from triton_relattn.integrations import proof, structure
 from triton_relattn.integrations.structure import memory, proving
 from triton_relattn.integrations.structure.kind import kind_in

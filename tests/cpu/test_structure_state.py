@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.cpu import stock
+from tests.tolerance import assert_near
 from triton_relattn import disable, enable
-from triton_relattn._core.within import assert_near
 from triton_relattn.integrations import proof, structure
 from triton_relattn.integrations.structure.kind import kind_in
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
+from tests.tolerance import assert_near, tolerance_of, within
 from triton_relattn import RelativePositions, tables
-from triton_relattn._core.within import assert_near, tolerance_of, within
 
 
 def test_general_layout_of_four_positions() -> None:

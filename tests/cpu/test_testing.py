@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tolerance import within
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn._core.within import within
 from triton_relattn.testing import (
     SHARP_FACTOR,
     SHARP_SHIFT,

@@ -16,10 +16,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
+from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import warn
-from triton_relattn._core.within import assert_near, within
 from triton_relattn.nn import RelativeMultiheadAttention
 
 FORWARD = torch.ops.triton_relattn.attention_forward

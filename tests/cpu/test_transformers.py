@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn._core.within import assert_near, within
+from tests.tolerance import assert_near, within
 
 pytest.importorskip("transformers")
 

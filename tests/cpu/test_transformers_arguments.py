@@ -18,7 +18,7 @@ from transformers.models.t5 import modeling_t5 as stock_t5
 from bench.families import FAMILIES
 from tests.cpu.models import PADDED, arguments, build, forward
 from tests.cpu.test_transformers_decoders import WRITERS, writer
-from triton_relattn._core.within import assert_near
+from tests.tolerance import assert_near
 from triton_relattn.integrations.arguments import HARMLESS, NAMES, StockArguments, argument_name
 from triton_relattn.integrations.transformers import LIBRARY, enable, t5
 from triton_relattn.integrations.transformers.masks import padding

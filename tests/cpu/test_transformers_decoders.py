@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn._core.within import assert_near
+from tests.tolerance import assert_near
 
 pytest.importorskip("transformers")
 

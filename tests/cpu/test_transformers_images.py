@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from triton_relattn._core.within import assert_near
+from tests.tolerance import assert_near
 
 pytest.importorskip("transformers")
 

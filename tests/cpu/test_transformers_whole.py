@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from triton_relattn._core.within import assert_near
+from tests.tolerance import assert_near
 
 pytest.importorskip("transformers")
 

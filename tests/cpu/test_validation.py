@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cpu.oracle import assert_same
+from tests.oracle import assert_same
 from triton_relattn import (
     RelativePositions,
     can_run_triton,

@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import ALL_FEATURES, by_sequence, random_varlen_case, unpacked
 from tests.conftest import cut_blocks
-from tests.cpu.oracle import assert_same, attend, attend_varlen, quick_and_slow, results_of
+from tests.oracle import assert_same, attend, attend_varlen, quick_and_slow, results_of
 from triton_relattn import fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 

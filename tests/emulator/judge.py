@@ -20,8 +20,8 @@ import torch
 
 from tests.cases import by_sequence, unpacked
 from tests.fuzz import budget
+from tests.tolerance import farthest, tolerance_of
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn._core.within import record, tolerance_of
 from triton_relattn.testing import (
     Inputs,
     dense_gradients,
@@ -50,7 +50,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(name: str, error: torch.Tensor | float, allowance: torch.Tensor | float, rule: str) -> Ratio:
-    return Ratio(record(f"{name} ({rule})", error, allowance)[0], rule)
+    return Ratio(farthest(f"{name} ({rule})", error, allowance)[0], rule)
 
 
 def results_of(call: Call, implementation: str | None) -> dict[str, torch.Tensor]:

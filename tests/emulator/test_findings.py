@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.tolerance import assert_near
 from tools.emulator.handwritten import SHARED_BASE, execute
 from tools.emulator.machine import Report, kinds
-from triton_relattn._core.within import assert_near
 
 SEEDS = range(6)
 """Seeds of the order in which warps take turns. The findings must not depend on it."""

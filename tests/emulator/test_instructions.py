@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.tolerance import within
 from tools.emulator.decode import CORE, _expanded, decode, lanewise
 from tools.emulator.handwritten import execute, kernel
 from tools.emulator.ptx import UnknownPTX, split
-from triton_relattn._core.within import within
 
 BITS = 2**32
 SPECIAL = (0, 1, 2, 31, 32, 33, 255, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)

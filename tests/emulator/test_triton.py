@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tolerance import assert_near, within
 from tools.absent_gpu import HOOK_IS_IN_KEYS, recorded_launches
 from tools.emulator import small_kernels as small
 from tools.emulator.device import TARGETS, Emulated, emulated
-from triton_relattn._core.within import assert_near, within
 from triton_relattn.kernels.fences import LACKS_FENCES
 
 has_fences = pytest.mark.skipif(

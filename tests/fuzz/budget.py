@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.cases import unpacked
+from tests.tolerance import within
 from triton_relattn import RelativePositions
 from triton_relattn._core.dropout import keep_scale
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn._core.within import within
 from triton_relattn.testing import Inputs, dense_gradients
 
 UNITS = 16

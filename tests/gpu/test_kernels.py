@@ -9,8 +9,8 @@ import torch
 
 from tests.cases import random_case
 from tests.interpreter.launch import check_every_term
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
-from triton_relattn._core.within import assert_near
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget, make_inputs
 
 pytestmark = [

@@ -13,8 +13,8 @@ import torch
 
 from tests.cases import by_sequence, random_varlen_case
 from tests.interpreter.launch import check_every_term
+from tests.tolerance import tolerance_of, within
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
-from triton_relattn._core.within import tolerance_of, within
 from triton_relattn.testing import Inputs, forward_backward, in_memory_order, make_inputs, with_different_strides
 
 pytestmark = [

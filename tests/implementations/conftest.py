@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import INTERPRETED, cut_blocks
-from tests.implementations.way import WAYS, Way
+from tests.way import WAYS, Way
 
 if INTERPRETED:
     from tests.interpreter.conftest import changed_interpreter as changed_interpreter

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.cases import one_hot_case
-from tests.implementations.way import Way
+from tests.tolerance import within
+from tests.way import Way
 from triton_relattn import RelativePositions
-from triton_relattn._core.within import within
 from triton_relattn.testing import dense_gradients, make_inputs
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.blind import BATCH, BLIND, KEYS, QUERIES
 from tests.cases import assert_bit_equal
-from tests.implementations.way import Way
+from tests.way import Way
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs, with_different_strides
 

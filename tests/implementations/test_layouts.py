@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.cases import assert_bit_equal
-from tests.implementations.way import Way
-from triton_relattn._core.within import within
+from tests.tolerance import within
+from tests.way import Way
 from triton_relattn.testing import (
     Inputs,
     assert_within_budget,

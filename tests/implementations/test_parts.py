@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.implementations.way import Way
+from tests.way import Way
 from triton_relattn import RelativePositions
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask, origins_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.implementations.way import Way
+from tests.tolerance import assert_near
+from tests.way import Way
 from triton_relattn import decomposed_relative_attention
-from triton_relattn._core.within import assert_near
 from triton_relattn.testing import make_inputs
 
 

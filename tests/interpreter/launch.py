@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tolerance import within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import call as of_launches
 from triton_relattn.kernels.backward import backward

@@ -29,9 +29,9 @@ from tests.interpreter.launch import (
     run_backward,
     selectable,
 )
+from tests.tolerance import within
 from triton_relattn import RelativePositions
 from triton_relattn._core import residual
-from triton_relattn._core.within import within
 from triton_relattn.kernels import bwd_dkv
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.call import SMALLEST_SCALE, PerQuery

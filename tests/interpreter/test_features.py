@@ -25,10 +25,10 @@ from tests.interpreter.launch import (
     run,
     run_backward,
 )
+from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn._core.within import assert_near, within
 from triton_relattn.kernels.call import SMALLEST_SCALE
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.interpreter.guard import Order, guarded, in_poisoned_storage, programs_in_order
+from tests.tolerance import assert_near, tolerance_of, within
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._core.dropout import origins_of
 from triton_relattn._core.grids import GridTensors
-from triton_relattn._core.within import assert_near, tolerance_of, within
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.grid import launchers

@@ -13,8 +13,8 @@ from tests.cases import ALL_FEATURES, assert_bit_equal, by_sequence, random_case
 from tests.interpreter.guard import Launch
 from tests.interpreter.launch import all_gradients, check_every_term, record_plans, run_backward
 from tests.interpreter.test_features import OTHER, SHORT, SMALL, assert_close, attend_varlen, tile
+from tests.tolerance import within
 from triton_relattn import RelativePositions
-from triton_relattn._core.within import within
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning

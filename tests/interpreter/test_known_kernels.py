@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tests.tolerance import assert_near
 from tools.cycles import known
-from triton_relattn._core.within import assert_near
 
 LENGTH, WIDTH, BLOCK_M, BLOCK_N = 64, 16, 32, 16
 

@@ -14,10 +14,10 @@ import torch
 
 from tests.cases import unlucky
 from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
+from tests.tolerance import sum_allowance, within
 from triton_relattn import RelativePositions
 from triton_relattn._core import residual
 from triton_relattn._core.residual import keeps_residual
-from triton_relattn._core.within import sum_allowance, within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection

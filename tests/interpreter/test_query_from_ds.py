@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.interpreter.guard import Launch, programs_in_order
 from tests.interpreter.launch import all_gradients, check_every_term, resolve, run_backward
 from tests.interpreter.test_workspace import CALLS, TILES, call_of, check_parts, limit_of, plans, tile
+from tests.tolerance import within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import residual
-from triton_relattn._core.within import within
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.delta import RESIDUAL_SCALE, launch_delta
 from triton_relattn.kernels.forward import forward

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from tests.interpreter.launch import all_gradients, check_every_term, round_terms
+from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions
 from triton_relattn._core import residual
-from triton_relattn._core.within import assert_near, within
 from triton_relattn.kernels.call import Tile
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import KERNELS, TileConfig

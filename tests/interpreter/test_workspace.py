@@ -20,11 +20,11 @@ from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_ca
 from tests.interpreter.guard import Launch, programs_in_order
 from tests.interpreter.launch import GRADIENTS, check_backward, check_every_term, kept, record_plans, resolve, with_keep
 from tests.interpreter.test_guards import resolved
+from tests.tolerance import within
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core import residual
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import TABLES
-from triton_relattn._core.within import within
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.call import Call, cdiv
 from triton_relattn.kernels.config import selection

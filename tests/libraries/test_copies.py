@@ -12,8 +12,8 @@ import torch
 from tests.cpu.stock import refusal
 from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, of_file, states, timm
 from tests.libraries.standins import is_installed
+from tests.tolerance import assert_near
 from triton_relattn import disable, enable
-from triton_relattn._core.within import assert_near
 from triton_relattn.integrations import proof, structure
 from triton_relattn.integrations.proof import float32_is_float64
 

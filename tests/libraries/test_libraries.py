@@ -30,7 +30,7 @@ from tests.cpu.models import (
 )
 from tests.libraries.models import EVERY, HEADS, Model
 from tests.libraries.standins import is_installed
-from triton_relattn._core.within import assert_near, tolerance_of, within
+from tests.tolerance import assert_near, tolerance_of, within
 
 ROOT = Path(__file__).parents[2]
 WHOLE = [LENGTH, LENGTH]

@@ -10,7 +10,7 @@ import torch
 from tests.cpu.models import LENGTH, PADDED, assert_same, in_float64, output, results, runs_the_operator
 from tests.libraries.models import HEADS, WIDTH, entry
 from tests.libraries.standins import is_installed
-from triton_relattn._core.within import assert_near, within
+from tests.tolerance import assert_near, within
 
 
 def needs(package: str) -> Any:

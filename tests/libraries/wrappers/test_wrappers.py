@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.libraries.standins import absent, bare, is_installed
+from tests.tolerance import assert_near
 from triton_relattn import disable, enable
-from triton_relattn._core.within import assert_near
 from triton_relattn._operators import NAMESPACE
 from triton_relattn.integrations import proof
 from triton_relattn.integrations.proof import float32_is_float64

@@ -1,18 +1,12 @@
-"""The one comparison of an error with what it may be. :mod:`triton_relattn.testing` and the tests compare through it alone, so
-that one program, ``python -m tests.headroom``, can say of every check how close it comes to failing."""
+"""How far two ways to compute the same may be apart, and comparisons of an error with what it may be."""
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 from collections.abc import Callable
 
 import torch
 
-VARIABLE = "TRITON_RELATTN_HEADROOM"
-"""Environment variable with the file that a row is appended to for each check: test, what, error, allowance, ratio,
-whether the allowance was measured."""
 LOWER = {torch.float64: torch.float32, torch.float32: torch.float16}
 """The precision below each: what a result has that was rounded to it on the way."""
 
@@ -43,7 +37,6 @@ def within(
     error: torch.Tensor | float,
     allowance: torch.Tensor | float,
     message: Callable[[], str] | None = None,
-    measured: bool = False,
 ) -> None:
     """Assert that an error is at most its allowance; tensors are compared element by element.
 
@@ -51,23 +44,19 @@ def within(
         what: the name of what is compared.
         allowance: positive; of tensors, elements may be zero, where the error must be.
         message: says more than that, if it fails.
-        measured: the allowance is a multiple of an error that was measured, such as plain torch's: a result as good as that takes
-            half of it if twice as much is allowed.
 
     Raises:
         AssertionError: the error is larger, or NaN; or the allowance is none.
     """
-    ratio, worst, allowed = record(what, error, allowance, measured)
+    ratio, worst, allowed = farthest(what, error, allowance)
     if ratio > 1:
         raise AssertionError(
             message() if message else f"{what}: off by {worst:.3e}, {ratio:.3g} times the allowance {allowed:.3e}"
         )
 
 
-def record(
-    what: str, error: torch.Tensor | float, allowance: torch.Tensor | float, measured: bool = False
-) -> tuple[float, float, float]:
-    """Write down how close an error comes to its allowance; return their largest ratio, and both where that is."""
+def farthest(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
+    """Return the largest ratio of an error and its allowance, infinite for NaN, and both where that is."""
     errors, allowances = (torch.as_tensor(each, device="cpu", dtype=torch.float64).detach() for each in (error, allowance))
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
         raise AssertionError(f"{what}: {allowance} is no allowance")
@@ -76,14 +65,9 @@ def record(
     errors, allowances = torch.broadcast_tensors(errors, allowances)
     if errors.numel() == 0:
         return 0.0, 0.0, 0.0
-    ratios = torch.where(errors == 0, 0.0, errors / allowances).flatten().nan_to_num(math.inf, math.inf)  # NaN, too, is wrong
+    ratios = torch.where(errors == 0, 0.0, errors / allowances).flatten().nan_to_num(math.inf, math.inf)
     place = int(ratios.argmax())
-    ratio, worst, allowed = float(ratios[place]), float(errors.flatten()[place]), float(allowances.flatten()[place])
-    if file := os.environ.get(VARIABLE):
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        with open(file, "a", newline="") as lines:  # one write a line, so that workers can share the file
-            csv.writer(lines).writerow([test, what, f"{worst:.3e}", f"{allowed:.3e}", f"{ratio:.4f}", int(measured)])
-    return ratio, worst, allowed
+    return float(ratios[place]), float(errors.flatten()[place]), float(allowances.flatten()[place])
 
 
 def assert_near(

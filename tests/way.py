@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.conftest import INTERPRETED
-from tests.cpu.oracle import assert_same, with_keep
+from tests.oracle import assert_same, with_keep
 from triton_relattn import fused_relative_attention
 from triton_relattn.testing import (
     Inputs,

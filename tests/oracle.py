@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.cases import unlucky
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn._core.within import assert_near
 from triton_relattn.testing import Inputs, dense_gradients, dropout_mask, forward_backward
 
 
