@@ -7,10 +7,7 @@ models    models of transformers, stock and on the operator: checked, time and p
 accuracy  errors against float64, beside those of plain torch
 tune      the best configurations for this GPU, as a profile that the package reads
 compile   what the compiled kernels take, for GPUs that are not there
-cycles    how fast they are there by a model; its calibration
 host      CPU time of a call, without a GPU
-context   how long attention over several GPUs takes, by a model
-predictions  what the model says of calls on a GPU: bench/predictions.csv
 plot      figures, from CSV files alone
 readme    README's figure, table and claims, from the committed rows
 verify    run the correctness tests
@@ -33,10 +30,7 @@ VERBS = {
     "accuracy": "verbs.accuracy",
     "tune": "tune",
     "compile": "compile",
-    "cycles": "cycles.report",
     "host": "verbs.host",
-    "context": "verbs.context",
-    "predictions": "predictions",
     "plot": "verbs.plot",
     "readme": "verbs.readme",
     "verify": "verbs.verify",

@@ -1,33 +1,28 @@
 """Resources of the kernels on GPUs that are not there, and how many instructions the relative terms add.
 
-For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table; on sm_80
-and sm_90 the cycles that a model predicts, too (tools/cycles/README.md).
+For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from typing import Any
 
-import triton
-
-from tools.cycles.predict import Prediction, predict
 from triton_relattn.kernels.introspect import ARCHITECTURES, WITHOUT_BANDS, selection
 
 from .cases.attention import DTYPES
-from .cases.configurations import TILE_COLUMNS, own_tile
+from .cases.configurations import TILE_COLUMNS
 from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import Resources, compiled, launched, matrix_instructions, resources, selected, shuffles
 from .measure.processes import processes
 from .report.progress import progress
-from .report.rows import ROOT, Table, in_one_line, read, stamp
+from .report.rows import Table, in_one_line, stamp
 from .report.text import table
 from .verbs.options import add_files, add_jobs, add_list, some_of
 
@@ -36,16 +31,11 @@ COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
     *("registers", "spill_bytes", "shared_bytes", "fits"),
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
-    *("programs", "cycles", "far_cycles", "wgmma_products", "wgmma_groups", "limit", "status"),
+    "status",
 )
 MINIMAL = "minimal"
 """kernels/minimal.py: what the rotation is measured by."""
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
-"""Counts that a budget has of a kernel."""
-PREDICTED = ("cycles", "far_cycles", "wgmma_products", "wgmma_groups")
-"""Columns of targets that the model knows: cycles for 64 x 64 scores, far_cycles of those beyond a bounded table."""
-BUDGET = ROOT / "bench" / "budgets" / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.csv"
-"""The budget of the installed Triton: counts of registers and instructions belong to a version."""
 
 
 @dataclass(frozen=True)
@@ -86,34 +76,10 @@ class KernelCase:
         return " ".join(map(str, astuple(self)))
 
 
-KEYS = tuple(field.name for field in fields(KernelCase))
-
-
 @functools.cache
 def used_by(case: KernelCase, config: selection.TileConfig) -> Resources:
     """Return what the kernel takes with this configuration."""
     return resources(compiled(case.kernel, case.target, *case.call, config))
-
-
-@functools.cache
-def predicted(case: KernelCase, config: selection.TileConfig) -> Prediction | None:
-    """Return the prediction for the kernel with this configuration; None if the model does not know the target."""
-    tile = own_tile(case.kernel, config, DTYPES[case.dtype])
-    return predict(compiled(case.kernel, case.target, *case.call, config), *tile)
-
-
-def predictions(found: Prediction | None) -> dict[str, Any]:
-    """The columns of PREDICTED, how many programs a multiprocessor runs, and what limits the loop; none without a prediction."""
-    if found is None:
-        return {}
-    return {
-        "cycles": round(found.cycles),
-        "far_cycles": None if found.far_cycles is None else round(found.far_cycles),
-        "wgmma_products": found.wgmma_products,
-        "wgmma_groups": found.wgmma_groups,
-        "programs": found.programs,
-        "limit": found.loops[0].limit,
-    }
 
 
 def counts(used: Resources) -> dict[str, int]:
@@ -130,7 +96,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         config, rel_key = case.config, getattr(case.call[0], "rel_key", None)
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
-        result |= {**counts(used), "fits": used.fits(case.target), **predictions(predicted(case, config))}
+        result |= {**counts(used), "fits": used.fits(case.target)}
         if case.kernel not in (*WITHOUT_BANDS, "dp2c", MINIMAL):
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
@@ -149,7 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_jobs(parser)
     add_files(parser)
-    parser.add_argument("--budget", action="store_true", help=f"also put the rows into {BUDGET.relative_to(ROOT)}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -169,31 +134,9 @@ def run(options: argparse.Namespace) -> int:
                 results.add(result)
     except KeyboardInterrupt:
         interrupted = True
-    if options.budget:
-        write_budget(results.rows)
     print(summary(results.rows))
     print(f"\n{len(results.rows)} of {len(cases)} kernels" + ", interrupted" * interrupted)
     return 130 if interrupted else int(any(row["status"] != "ok" for row in results.rows))
-
-
-def write_budget(rows: Sequence[dict[str, Any]]) -> None:
-    """Replace what the budget says of these kernels, and add those that it does not have."""
-    columns = (*KEYS, *COUNTS, *PREDICTED, *TILE_COLUMNS)
-    budget = budgets() | {key(row): row for row in rows if row["status"] == "ok"}
-    BUDGET.parent.mkdir(exist_ok=True)
-    with BUDGET.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(budget.values())
-
-
-def budgets() -> dict[KernelCase, dict[str, Any]]:
-    """The rows of BUDGET; none if there is no such file."""
-    return {key(row): row for row in read(BUDGET)} if BUDGET.exists() else {}
-
-
-def key(row: dict[str, Any]) -> KernelCase:
-    return KernelCase(row["kernel"], row["target"], row["dtype"], int(row["head_dim"]), row["features"])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

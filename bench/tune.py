@@ -1,9 +1,8 @@
 """The best configuration of every kernel for this GPU, as a profile that the package reads.
 
 For each kernel of each case: all valid configurations near the default are compiled; those that do not fit are left out; the rest
-are ranked by the model of cycles (tools/cycles), on GPUs that it does not know by the instructions of their loop for a score; the
-first of them, and the default, are checked against float64 and timed in turn. Without a GPU there is only the ranking. Spilled
-registers count by the cycles that they cost: some are cheaper than a smaller tile.
+are ranked by the instructions of their loop for a score; the first of them, and the default, are checked against float64 and
+timed in turn. Without a GPU there is only the ranking.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tools.cycles.predict import near_share, predict
 from triton_relattn._core import residual
 from triton_relattn._core.sizes import bounded
 from triton_relattn.kernels.introspect import (
@@ -34,7 +32,7 @@ from triton_relattn.kernels.introspect import (
 
 from .cases import attention as cases
 from .cases.attention import Case
-from .cases.configurations import TILE_COLUMNS, own_tile, shown
+from .cases.configurations import TILE_COLUMNS, shown
 from .compile import counts
 from .compiled import compiled, launched, resources
 from .measure import timing
@@ -48,7 +46,7 @@ from .verbs.options import add_cases, add_files, add_jobs, add_list, add_no_veri
 COLUMNS = (
     *("arch", *profiles.Conditions._fields, "case", "status"),
     *(*TILE_COLUMNS, "is_default", "is_chosen"),
-    *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score", "cycles"),
+    *("registers", "spill_bytes", "shared_bytes", "loop_instructions", "instructions_per_score"),
     *("error", "p20_ms", "p50_ms", "p80_ms", "rounds", "verified"),
 )
 CHECKED_LENGTH = 300  # of the call that a configuration is checked with
@@ -96,17 +94,13 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
     row: dict[str, Any] = {"status": "ok"}
     try:
         call_tensors, spec = task.case.resolved(task.case.empty(), task.has_table)
-        kernel = compiled(task.kernel, task.arch, call_tensors, spec, config)
-        used = resources(kernel)
+        used = resources(compiled(task.kernel, task.arch, call_tensors, spec, config))
         row |= {name: count for name, count in counts(used).items() if name in COLUMNS}
         row["instructions_per_score"] = used.main_loop.total() * config.num_warps / (config.block_m * config.block_n)
         if not used.fits(task.arch):
             row["status"] = (
                 f"does not fit: {used.shared_bytes} of {ARCHITECTURES[task.arch].shared_memory} bytes, {used.registers} registers"
             )
-        elif (prediction := predict(kernel, *own_tile(task.kernel, config, call_tensors.query.dtype))) is not None:
-            near = near_share(spec.first, spec.last, task.case.length, config.block_m, config.block_n)
-            row["cycles"] = round(prediction.mean_cycles(near))
     except Exception as error:
         row["status"] = f"does not compile: {in_one_line(error)}"
     return row
@@ -163,8 +157,8 @@ def best_of(rows: Sequence[dict[str, Any]]) -> int | None:
 
 
 def cost(row: dict[str, Any]) -> float:
-    """Return the number that configurations are ranked by: predicted cycles, without a model instructions for a score."""
-    return float(row.get("cycles") or row["instructions_per_score"])
+    """Return the number that configurations are ranked by."""
+    return float(row["instructions_per_score"])
 
 
 def rank(rows: Sequence[dict[str, Any]], count: int) -> list[int]:
@@ -278,7 +272,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         default = next(row for row in of_task if row["is_default"])
         usable = [row for row in of_task if row["status"] == "ok" and row["instructions_per_score"]]
         best = next((row for row in of_task if row["is_chosen"]), min(usable, key=cost, default=default))
-        what = next((name for name in ("p50_ms", "cycles") if best[name]), "instructions_per_score")
+        what = "p50_ms" if best["p50_ms"] else "instructions_per_score"
         tiles = (shown(TileConfig(*(row[field.name] for field in fields(TileConfig)))) for row in (default, best))
         values = (str(row[what] or row["status"]) for row in (default, best))
         body.append((f"{best['kernel']}, {best['case']}, {best['coverage']}", *tiles, *values, what))

@@ -39,7 +39,6 @@ html_show_sphinx = html_show_copyright = False
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "versions.md",
-    "tools/cycles/README.md": "cycles.md",
     "examples/README.md": "examples.md",
 }
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)")

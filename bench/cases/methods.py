@@ -94,7 +94,7 @@ def _baseline(name: str, case: Case) -> Function:
 
 
 @cache
-def _compiled_flex_attention() -> Any:
+def compiled_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -124,7 +124,7 @@ def _flex(case: Case) -> Function:
             added = added if by_key is None else added + by_key[batch, head, j, row]
             return added if case.outside == "clamp" else torch.where(j - i >= first, added, score)
 
-        return _compiled_flex_attention()(
+        return compiled_flex_attention()(
             *inputs[:3], score_mod=add_relative, block_mask=mask, enable_gqa=case.key_heads is not None
         )
 

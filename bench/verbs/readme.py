@@ -1,22 +1,30 @@
-"""README's figure, table and claims, made of the rows in bench/results/cpu and of nothing else."""
+"""Figures, tables and claims of README and docs that come from the rows in bench/results/cpu, written anew into these pages.
+
+A part of a page stands between ``<!-- begin NAME: python -m bench readme -->`` and ``<!-- end -->``; NAME is one of PARTS.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from ..cases.methods import OURS
+from ..report import summary
 from ..report.figures import INK, MUTED, draw_panel
 from ..report.rows import ROOT, read
 from ..report.summary import DENSE
 from ..report.text import short_bytes, short_time
+from . import accuracy
+from .options import new_folder
 
+PAGES = ("README.md", "docs/benchmarks.md", "docs/numerics.md", "docs/transformers.md", "examples/README.md")
+PART = re.compile(r"(<!-- begin (\S+): python -m bench readme -->\n).*?(\n<!-- end -->\n)", re.DOTALL)
 RESULTS, FIGURE = ROOT / "bench" / "results" / "cpu", "first.png"
-BEGIN, END = "<!-- begin: python -m bench readme -->\n", "<!-- end -->\n"
 LENGTH = 8192
 NAMES = {OURS: "triton_relattn", "dense": "best dense PyTorch", "sdpa": "SDPA without positions"}
 LOOKS: dict[str, dict[str, Any]] = {
@@ -55,8 +63,8 @@ def speedups_of_models(length: int) -> list[float]:
     return [min(t for method, t in each.items() if method != OURS) / each[OURS] for each in times.values() if len(each) > 1]
 
 
-def text() -> str:
-    """The part of README between BEGIN and END."""
+def first() -> str:
+    """README's first screen."""
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
     forward, both = (measured("speed.csv", direction, "p50_ms") for direction in ("forward", "forward+backward"))
     lines = [f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})", ""]
@@ -79,6 +87,85 @@ def text() -> str:
         "[All figures](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", *textwrap.wrap(what, 80, break_on_hyphens=False), ""])
+
+
+def claims() -> str:
+    """How fast ours is, beside dense methods and beside attention without a term."""
+    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
+    longest_dense = max(length for length in both if "dense" in both[length])
+    what = (
+        f"At lengths {min(both)} to {longest_dense:,} the forward is {ratios(forward, 'dense', OURS)} times as fast as the "
+        f"fastest dense method, with the backward {ratios(both, 'dense', OURS)} times. "
+        f"At lengths {min(both)} to {max(both):,} it takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes without "
+        f"a term, with the backward {ratios(both, OURS, 'sdpa')} times."
+    )
+    return "\n".join(textwrap.wrap(what, 130, break_on_hyphens=False))
+
+
+def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
+def huang() -> str:
+    """Peaks of one causal head, in MB."""
+    peaks = measured("huang.csv", "forward", "peak_bytes")
+    methods = ("shaw_gather", "skewing", OURS, "plain")
+    body = [[f"{n:,}", *(f"{each[method] / 1e6:,.1f}" for method in methods)] for n, each in sorted(peaks.items())]
+    return lines(["length", *methods], body)
+
+
+def decoding() -> str:
+    """One query and a cache of keys."""
+    rows = [row for row in read(RESULTS / "short.csv") if (row["group"], row["direction"]) == ("decode", "forward")]
+    times = {(row["case"], row["method"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
+    sizes = {row["case"]: f"{row['batch']}, {row['seqlen']}" for row in rows}
+    body = [[size, *(short_time(times[case, method]) for method in (OURS, "sdpa"))] for case, size in sizes.items()]
+    return lines(["batch, keys", "forward", "SDPA without a term"], body)
+
+
+def short() -> str:
+    return summary.beside_dense([row for row in read(RESULTS / "short.csv") if row["group"] == "short"])
+
+
+def some_models(text: str) -> str:
+    """Of a table of models the heading, some families, and what stands below."""
+    table = text.splitlines()
+    return "\n".join(line for line in table if not re.match(r"\| \w+ \|", line) or line.split()[1] in ("model", *SHOWN))
+
+
+SHOWN = (
+    *("wav2vec2_bert", "wav2vec2_conformer", "parakeet", "parakeet_attention", "vits", "wavlm", "t5", "deberta_v2", "speecht5"),
+    *("inkling", "gemma4", "sam"),
+)
+"""Families of models in the tables of docs/transformers.md."""
+
+
+def music() -> str:
+    from examples.music import report
+
+    return report.table(sorted(path for path in (ROOT / "examples" / "results").iterdir() if path.is_dir()))
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "first": first,
+    "claims": claims,
+    "lengths": lambda: summary.markdown([row for file in ("speed.csv", "memory.csv") for row in read(RESULTS / file)]),
+    "huang": huang,
+    "short": short,
+    "bf16": lambda: summary.beside_dense(read(RESULTS / "short_bf16.csv")),
+    "decoding": decoding,
+    "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
+    "models": lambda: some_models(summary.models(read(RESULTS / "models.csv"))),
+    "models-short": lambda: some_models(summary.models(read(RESULTS / "models_short.csv"))),
+    "models-bf16": lambda: summary.ratios(read(RESULTS / "models_bf16.csv")),
+    "music": music,
+}
+
+
+def written(page: str) -> str:
+    """A page whose parts are written anew."""
+    return PART.sub(lambda found: f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}", (ROOT / page).read_text())
 
 
 def draw(path: Path) -> None:
@@ -108,18 +195,17 @@ def _name_lines(axis: Any, points: Mapping[str, list[tuple[int, float]]]) -> Non
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page to write into (README.md)")
-    parser.add_argument("--figure", type=Path, default=RESULTS / FIGURE, help="figure to draw (bench/results/cpu/first.png)")
+    parser.add_argument("--out", type=new_folder, default=ROOT, help="folder to write pages and figure into (the repository)")
 
 
 def run(options: argparse.Namespace) -> int:
-    page = options.readme.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        print(f"{options.readme} has no lines {BEGIN.strip()} and {END.strip()}")
-        return 2
-    options.readme.write_text(before + BEGIN + text() + END + after)
-    draw(options.figure)
-    print(f"{options.readme}, {options.figure}")
+    figure = options.out / (RESULTS / FIGURE).relative_to(ROOT)
+    for page in PAGES:
+        path = options.out / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(written(page))
+        print(path)
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    draw(figure)
+    print(figure)
     return 0

@@ -1,14 +1,26 @@
-"""The baselines that the operator is measured against compute the same function."""
+"""What the operator is measured against computes the same function."""
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
+from bench.cases import methods
+from bench.cases.attention import Case
 from bench.cases.baselines import BASELINES
+from bench.cases.methods import METHODS, OURS
+from bench.measure import timing
 from tests.oracle import assert_same
-from triton_relattn._reference import reference_attention
+from tests.tolerance import assert_near, tolerance_of, within
+from triton_relattn import fused_relative_attention
 from triton_relattn.testing import forward_backward, make_inputs
+
+CASE = Case(2, 3, 40, 16, dtype="fp32")
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -28,20 +40,50 @@ def test_equals_the_reference(name: str, length: int, num_rows: int, is_causal: 
         out = BASELINES[name](tensors[0], tensors[1], tensors[2], tensors[3], is_causal)
         return out, 0 * out.sum(-1)
 
-    results = forward_backward(baseline, inputs)
-    expected = forward_backward(reference_attention, inputs, is_causal=is_causal)
+    def reference(*tensors: torch.Tensor) -> Any:
+        return fused_relative_attention(*tensors, is_causal=is_causal, return_lse=True, implementation="reference")
+
+    results, expected = forward_backward(baseline, inputs), forward_backward(reference, inputs)
     for result in ("out", "d_query", "d_key", "d_value", "d_rel_key"):
         assert_same(result, results[result], expected[result])
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_refuses_other_shapes(name: str) -> None:
-    query, key, value, table = (torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8), torch.zeros(7, 8))
-    with pytest.raises(ValueError, match="as many keys as queries"):
-        BASELINES[name](query, key, value, table, False)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"rows": 9}, {"p2c": True}, {"bias": True}], ids=str)
+def test_methods_for_a_gpu_are_set_up_right(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention, which is compiled on a GPU, and SDPA with a dense bias give the right result on a CPU."""
+    case = CASE.resized(40, **changes)
+    monkeypatch.setattr(methods, "compiled_flex_attention", lambda: flex_attention)
+    inputs, d_out = case.inputs("cpu")
+    inputs = inputs.map(torch.Tensor.detach)
+    expected, _ = timing.golden(case, inputs, d_out, "cpu", True)
+    names = ["flex_attention", *["sdpa_bias_efficient"] * case.bias]
+    with mock.patch("torch.nn.attention.sdpa_kernel", lambda _: contextlib.nullcontext()):
+        for name in names:
+            assert METHODS[name].why_not(case, "cpu") == "needs a GPU"
+            within(name, timing.distance([METHODS[name].make(case)(inputs)], expected[:1]), tolerance_of(torch.float32))
 
 
-def test_skewing_refuses_a_clipped_table() -> None:
-    query = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="a row for every distance"):
-        BASELINES["skewing"](query, query, query, torch.zeros(5, 8), False)
+@pytest.mark.parametrize("rows", [None, 9])
+def test_tables_of_the_peers(rows: int | None) -> None:
+    """Both packages look a row up by i - j; the rows that theirs gives are those that ours does, distance by distance."""
+    case = CASE.resized(40, rows=rows)
+    inputs, _ = case.inputs("cpu")
+    j_minus_i = torch.arange(1 - case.length, case.length)
+    row, _ = case.positions.rows(j_minus_i)
+    expected = inputs.table[row]
+    table, span = methods.flashdeberta_table(inputs.table, case.heads)
+    slots = (-j_minus_i + span).clamp(0, 2 * span - 1)
+    assert table.shape == (1, case.heads, 2 * span, case.head_dim) and torch.equal(table[0, 0][slots], expected)
+    turned = methods.disentangled_flash_slots(case)  # of i - j = 1 - N, ..., N - 1
+    assert torch.equal(inputs.table.flip(0)[turned.long()], expected.flip(0))
+
+
+def test_a_decode_step_is_the_last_query() -> None:
+    """A decode step has the table term of the sequence's last query; methods that need all queries do not apply to it."""
+    whole = Case(2, 2, 9, 8, dtype="fp32")
+    step = whole.resized(9, num_queries=1)
+    inputs, _ = whole.inputs("cpu")
+    last = inputs._replace(query=inputs.query[:, :, -1:])
+    assert_near("last", METHODS[OURS].make(step)(last), METHODS[OURS].make(whole)(inputs)[:, :, -1:])
+    assert METHODS["gather"].why_not(step, "cpu") and METHODS["sdpa"].why_not(step, "cpu") is None

@@ -1,8 +1,8 @@
-"""Command lines: those of the pages run where triton is not installed; odd ones end at once, with a line and status 2."""
+"""Command lines: those of the pages run without triton; ``--help`` works; odd ones end at once, with a line and status 2."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -10,9 +10,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.__main__ import VERBS
 from bench.report.rows import STAMP
 from bench.verbs import verify
 
@@ -27,11 +29,12 @@ MORE = {
     "bench accuracy": "--length 20 --cases normal --dtypes fp32",
     "bench plot": "--out FOLDER",
     "bench verify": "--help",
+    "bench readme": "--out FOLDER",
     "examples.": "--help",
 }
 """What is put behind a command so that it takes seconds, by how it begins."""
 INSTEAD = {"n1500": "n20", "out/bench/": "bench/results/cpu/", "package.module:factory": "tests.cpu.stock:SpeechBlock"}
-NEED_TRITON = tuple(f"bench {verb}" for verb in ("tune", "compile", "cycles", "host", "predictions"))
+NEED_TRITON = tuple(f"bench {verb}" for verb in ("tune", "compile", "host"))
 NEED_A_GPU = ("triton_relattn check", "triton_relattn tune")
 
 
@@ -49,6 +52,12 @@ def made_small(command: str) -> str:
     for old, new in INSTEAD.items():
         command = command.replace(old, new)
     return " ".join([command, *(more for start, more in MORE.items() if command.startswith(start))])
+
+
+def main_of(program: str) -> Any:
+    """The function that ``python -m`` runs."""
+    is_module = importlib.util.find_spec(program).submodule_search_locations is None  # type: ignore[union-attr]
+    return importlib.import_module(program if is_module else f"{program}.__main__").main
 
 
 def run(program: str, tmp_path: Path) -> str:
@@ -107,7 +116,7 @@ import sys
 sys.modules.update(dict.fromkeys(("matplotlib", "music21", "numpy", "tqdm", "transformers")))
 from bench import models
 from bench.report.progress import progress
-from bench.verbs import accuracy, context, listing, memory, plot, speed, verify
+from bench.verbs import accuracy, listing, memory, plot, readme, speed, verify
 from examples.demo.__main__ import arguments_of
 sys.stderr.isatty = lambda: True
 print(*progress("ab", str))
@@ -118,35 +127,26 @@ ODD = """
     bench speed --shape b1,h3,kv2,n8
     bench speed --shape n8,q9
     bench speed --cases small --lengths 512
-    bench speed --seconds -1
+    bench speed --shape b2,h4
+    bench speed --shape b2,x4,n5
+    bench speed --shape n5 --table 4
     bench speed --seconds nan
-    bench speed --seconds inf
     bench speed --memory-limit -1
     bench speed --csv {file}/rows.csv
     bench speed --csv {folder}
     bench memory --json {file}/new/rows.json
-    bench memory --memory-limit nan
-    bench memory --shape h3,kv2,n8
     bench accuracy --length 0
-    bench accuracy --length -3
     bench models --lengths 0
     bench models --batches x
     bench models --layers 0
     bench compile --jobs 0
-    bench cycles --jobs 0
-    bench predictions --jobs 0
-    bench predictions --out {folder}
+    bench compile --features fuller
+    bench compile --targets sm_90,sm_12
     bench tune --jobs 0
     bench tune --timed 0
     bench tune --profile {file}/profile.csv
     bench host --calls 0
-    bench host --rounds 0
     bench host --beside /nonexistent
-    bench context --lengths 0
-    bench context --ranks 0
-    bench context --heads 0
-    bench context --width -1
-    bench context --heads 8 --key-heads 5
     bench list --configs nothing
     bench plot {folder}/missing.csv
     bench plot {folder}
@@ -155,7 +155,6 @@ ODD = """
     bench plot {lacking}
     bench plot bench/results/cpu/accuracy.csv
     bench plot bench/results/cpu/speed.csv --out {file}
-    triton_relattn enable --model torch.nn:Identity --lengths -5
     triton_relattn enable --model torch.nn:Identity --lengths 0
     triton_relattn tune --shape h3,kv2,n8
     examples.demo --out {file}
@@ -164,8 +163,6 @@ ODD = """
     examples.sam --small --sides 8
     examples.sam --out {file}/figures
     examples.context_parallel --length 31
-    examples.context_parallel --length 1
-    examples.context_parallel --length -1
     examples.context_parallel --length 4 --ranks 2
     examples.context_parallel --ranks 0
     examples.music_transformer train --length 31
@@ -195,12 +192,32 @@ def test_odd_arguments_end_with_a_line(
         (tmp_path / name).write_text(content)
     paths = {name: tmp_path / name for name in contents}
     program, *words = shlex.split(command.format(folder=tmp_path, **paths))
-    main = importlib.import_module(program if program.count(".") and program != "examples.demo" else f"{program}.__main__").main
+    main = main_of(program)
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
     assert re.fullmatch(r".*: error: .*\n", capsys.readouterr().err)
     assert {path.name for path in tmp_path.iterdir()} == set(contents)
+
+
+PROGRAMS = (
+    *(f"bench {verb}" for verb in VERBS),
+    *(f"triton_relattn {verb}" for verb in ("", "enable", "check", "tune")),
+    *("bench.gpu", "hub", "examples.demo", "examples.sam", "examples.context_parallel"),
+    *(f"examples.music_transformer {verb}" for verb in ("", "train", "summary")),
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says how it is used."""
+    for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
+        pytest.importorskip(package)
+    name, *words = program.split()
+    monkeypatch.setattr(sys, "argv", [name, *words, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main_of(name)()
+    assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -33,14 +33,14 @@ SECONDS = 60
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 AREAS = {
     "": "cpu/test_random implementations cpu/test_masks cpu/test_products cpu/test_blockwise cpu/test_validation cpu/test_packed",
-    "__main__": "cpu/test_check",
+    "__main__": "interpreter/test_check",
     "_distributed": "cpu/test_context_parallel cpu/test_distributed",
     "_implementations": "cpu/test_validation cpu/test_random implementations",
     "integrations": "cpu/test_structure cpu/test_structure_state cpu/test_proof",
     "integrations/transformers": "cpu/test_transformers cpu/test_transformers_decoders cpu/test_transformers_whole",
     "kernels": "implementations interpreter/test_tables fuzz/test_kernels interpreter/test_features interpreter/test_backward "
     "interpreter/test_key_terms interpreter/test_workspace",
-    "kernels/config": "cpu/test_profiles compile/test_launches",
+    "kernels/config": "compile/test_profiles compile/test_launches",
     "kernels/grid": "interpreter/test_grids",
     "nn": "cpu/test_nn cpu/test_tables",
     "plots": "cpu/test_plots",

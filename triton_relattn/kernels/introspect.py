@@ -8,8 +8,7 @@ package imports this.
 
 from . import kernels_are_interpreted, launching, tuning
 from .backward import backward
-from .bwd_dtable import fitted
-from .call import Call, cdiv
+from .call import Call
 from .config import profiles, selection
 from .config.architectures import ARCHITECTURES, architecture_of
 from .config.tile_config import KERNELS, WITHOUT_BANDS, TileConfig
@@ -29,8 +28,6 @@ __all__ = [
     "TileConfig",
     "architecture_of",
     "backward",
-    "cdiv",
-    "fitted",
     "forward",
     "kernels_are_interpreted",
     "launchers",

@@ -1,8 +1,7 @@
 """The choice of a launch configuration for a call: the first row that fits it, of the profiles and then of defaults.csv.
 
-profiles.py reads these tables. Of the defaults, a model of the cycles of compiled kernels chose the rows that rotate in
-registers, and those for sm_80 and sm_90 without a table (tools/cycles, bfloat16; float16 agrees); tests/compile holds the kernels
-to its cycles. The others were chosen by compiling, so that no registers are spilled. None was timed.
+profiles.py reads these tables. The defaults were chosen by compiling: few spilled registers, few instructions
+for a score, some by an estimate of cycles that nobody has verified. None was timed.
 """
 
 from __future__ import annotations

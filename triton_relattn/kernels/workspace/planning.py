@@ -31,12 +31,10 @@ MOST_KEPT = 256
 """Parts of a plan that is kept for later calls: with very small workspaces there may be many thousands."""
 MOST_BEYOND = 1.25
 """All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: from these the
-gradient of the query is computed, too, and the dq kernel need not run. By the model an A100 saves 39 of 138 ms, 32 heads of 64,
-16,384 positions."""
+gradient of the query is computed, too, and the dq kernel need not run."""
 START_COST = 6
-"""What a wave of the dkv kernel's programs costs beside the programs themselves, in programs of a multiprocessor. One, two and
-three programs at once take 4,081, 4,428 and 5,163 cycles for a tile each at D 64, and one and two 5,191 and 6,138 at D 128, by
-the model of tools/cycles: a program that runs alone leaves a multiprocessor idle most of the time."""
+"""What a wave of the dkv kernel's programs costs beside the programs themselves, in programs of a multiprocessor: one that runs
+alone leaves a multiprocessor idle most of the time. An estimate, which no GPU has confirmed."""
 
 
 class Part(NamedTuple):
