@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import pytest
-
-from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn.functional import Options, OptionsVarlen
 
 ROOT = Path(__file__).parents[2]
 USER = Path(__file__).with_name("typed_user.py")
@@ -34,16 +29,3 @@ def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
     command += ["--cache-dir", str(tmp_path / "cache"), "--config-file", "", USER.name]
     checked = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [(fused_relative_attention, Options), (fused_relative_attention_varlen, OptionsVarlen)],
-    ids=["padded", "packed"],
-)
-def test_the_options_are_those_of_the_signature(function: Any, options: Any) -> None:
-    """Names and types of all that has a default, but for return_lse, which the overloads have."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is not each.empty}
-    types = get_type_hints(function)
-    assert get_type_hints(options) == {name: types[name] for name in names - {"return_lse"}}

@@ -1,16 +1,22 @@
-"""``python -m triton_relattn check``, in Triton's interpreter."""
+"""``python -m triton_relattn check``, in Triton's interpreter, and the warning that it ends."""
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from triton_relattn import check
+from triton_relattn._core import warn
+from triton_relattn._implementations import hardware
 
-LENGTH = 33
+LENGTH, GPU = 33, torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("call", check.CALLS, ids=lambda call: re.sub(r"\W+", "-", call.name))
@@ -20,47 +26,95 @@ def test_calls_pass(call: check.Call) -> None:
     assert "out" in details and "d_query" in details
 
 
-def test_the_grid_passes() -> None:
-    assert check._on_a_grid("cpu", 6, torch.float16) == ("ok", "")
-
-
 @pytest.fixture
 def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "CALLS", check.CALLS[-2:-1])
-    monkeypatch.setattr(check, "_on_a_grid", lambda *_: ("ok", ""))
 
 
 def test_all_of_it(one_call: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """A call and a grid."""
     assert check.main("cpu", LENGTH, torch.float16) == 0
     said = capsys.readouterr().out
-    assert "ok     one query after a cache" in said and "all right" in said
+    assert "ok     one query after a cache" in said and "ok     positions on a grid" in said and "all right" in said
 
 
-@pytest.mark.parametrize("fault", ["wrong", "other bits", "an error"])
+@pytest.mark.parametrize("fault", ["wrong", "other bits", "an error", "on a grid"])
 def test_faults_fail(one_call: None, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    attend, calls = check.fused_relative_attention, 0
+    name = "decomposed_relative_attention" if fault == "on a grid" else "fused_relative_attention"
+    attend, calls = getattr(check, name), 0
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if fault == "an error":
             raise RuntimeError("out of registers")
-        out, lse = attend(*args, **kwargs)
-        return out * (1.02 if fault == "wrong" or calls > 1 else 1.0), lse
+        result = attend(*args, **kwargs)
+        if fault == "on a grid":
+            return result * (1.02 if kwargs["implementation"] == "triton" else 1.0)
+        return result[0] * (1.02 if fault == "wrong" or calls > 1 else 1.0), result[1]
 
-    monkeypatch.setattr(check, "fused_relative_attention", faulty)
+    monkeypatch.setattr(check, name, faulty)
     assert check.main("cpu", LENGTH, torch.float16) == 1
     said = capsys.readouterr().out
-    expected = {"wrong": "out", "other bits": "a second time gives other bits: out", "an error": "RuntimeError: out of registers"}
-    assert "FAILED one query after a cache" in said and expected[fault] in said and 'implementation="blockwise"' in said
+    expected = {
+        "wrong": "FAILED one query after a cache\n         out",
+        "other bits": "a second time gives other bits: out",
+        "an error": "RuntimeError: out of registers",
+        "on a grid": "FAILED positions on a grid (SAM)\n         out",
+    }
+    assert expected[fault] in said and 'implementation="blockwise"' in said
 
 
-def test_faults_on_a_grid_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = check.decomposed_relative_attention
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As torch describes one; nothing is remembered."""
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA H100"))
+    forget(monkeypatch)
+    yield
+    forget(monkeypatch)
 
-    def faulty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out: torch.Tensor = attend(*args, **kwargs)
-        return out * (1.02 if kwargs["implementation"] == "triton" else 1.0)
 
-    monkeypatch.setattr(check, "decomposed_relative_attention", faulty)
-    assert check._on_a_grid("cpu", 6, torch.float16)[0] == "FAILED"
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(warn, "_given", set())
+    hardware.identity.cache_clear()
+    hardware.is_checked.cache_clear()
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hardware.warn_of_unchecked(GPU)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_check_ends_the_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this GPU, with these versions; without one it is given once."""
+    (said,) = warned()
+    assert '"python -m triton_relattn check" takes a minute' in said and warned() == []
+    assert hardware.remember_check(GPU)
+    forget(monkeypatch)
+    assert warned() == []
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    forget(monkeypatch)
+    assert warned() == [said]
+
+
+def test_a_folder_that_cannot_be_written(a_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A check is not remembered there, nor through a link to another file."""
+    hardware.remember_check(GPU)
+    (stored,) = (tmp_path / "checked").iterdir()
+    stored.unlink()
+    (tmp_path / "other").write_text("kept")
+    stored.symlink_to(tmp_path / "other")
+    assert not hardware.remember_check(GPU) and (tmp_path / "other").read_text() == "kept"
+    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "other"))
+    assert not hardware.remember_check(GPU)
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert check.main() == 2
+    assert "There is no GPU here" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Profiles: which row serves a call, the files that are refused, and how files are written."""
+"""Profiles: which row serves a call, the files that are refused, how files are written, and folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
+from bench.cases.features import call
+from bench.compiled import recorded_launches
+from tests.conftest import PATIENCE
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
-from triton_relattn._core.cache import cache_folder
 from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import profiles, selection
+from triton_relattn.kernels.config import fitting, profiles, selection
 from triton_relattn.kernels.config.profiles import Conditions, Row
 from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.forward import forward
 
 ARCH, ROOT = "sm_90", Path(__file__).parents[2]
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "scores", max_registers=128), TileConfig(16, 16, 2, 1, None)
@@ -42,8 +43,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for folder in ("cache", "tuned"):
         (tmp_path / folder).mkdir()
     selection.forget()
+    fitting._replacements.clear()
     yield
     selection.forget()
+    fitting._replacements.clear()
 
 
 def of_package() -> Path:
@@ -68,14 +71,10 @@ def load_quietly(path: Path) -> list[Row]:
 
 def test_a_file_is_read_and_written(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "of" / "profile.csv"
+    assert load_quietly(path) == load_quietly(path.parent / "none.csv") == []
     profiles.save(path, ARCH, [ROW], device="a GPU", commit=None)
     assert path.read_text() == f"# device: a GPU, commit: None\n{HEADER}{LINE}"
     assert load_quietly(path) == [ROW]
-
-
-def test_a_missing_file_is_empty(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert load_quietly(tmp_path / "none.csv") == load_quietly(tmp_path / "file" / "none.csv") == []
 
 
 def test_the_user_s_row_wins() -> None:
@@ -105,25 +104,6 @@ def test_the_first_row_that_fits_wins() -> None:
     assert selection.select("dq", ARCH, torch.float16, 64, "clamp", True, "rel_bias", 1) == TileConfig(64, 64, 4, 1)
     of_dq = selection.select("dq", ARCH, torch.float16, 128, "clamp", length=1)
     assert of_dq == selection.select("dq", ARCH, torch.float16, 128, "clamp")  # none fits
-
-
-def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Path] = []
-
-    def load(path: Path, arch: str) -> list[Row]:
-        assert arch == ARCH
-        read.append(path)
-        return []
-
-    monkeypatch.setattr(profiles, "load", load)
-    for length in (100, 1000, 1000):
-        select(length)
-    assert read == [of_user(), of_package()]
-
-
-def test_length_buckets() -> None:
-    lengths = (0, 1, 512, 513, 2048, 2049, 8192, 8193, 32768, 10**6)
-    assert [profiles.length_bucket(length) for length in lengths] == [512] * 3 + [2048] * 2 + [8192] * 2 + [32768] * 3
 
 
 def test_conditions_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,34 +191,69 @@ def test_a_folder_in_the_file_s_place() -> None:
     assert sorted(path.parent.iterdir()) == [path, path.with_name(path.name + ".lock")]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_file() -> None:
-    path = of_user()
+def test_files_that_may_not_be_read_or_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user other than root: a warning that names the file, and the default; what there is stays."""
+    path, opened, read = of_user(), open, Path.read_bytes
     profiles.save(path, ARCH, [ROW])
-    path.chmod(0)
-    assert_warns_once(path, "denied")
+    before = path.read_bytes()
+
+    def denied(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
+        if "r" not in mode:
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, mode, *others, **options)
+
+    def unreadable(file: Path) -> bytes:
+        if file == path:
+            raise PermissionError(13, "Permission denied", str(file))
+        return read(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", denied)
+        with pytest.raises(PermissionError, match="profile-sm_90"):
+            profiles.save(path, ARCH, [ROW])
+    assert path.read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", unreadable)
+        assert_warns_once(path, "denied")
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["/dev/null/folder", "/proc/1/nothing", "file", "a\0b"], ids=repr)
+def test_a_folder_that_cannot_be(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the default."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path / folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("ignore")
         assert select() == select(length=None)
-    with pytest.raises(OSError):
+    with pytest.raises((OSError, ValueError)):
         profiles.save(of_user(), ARCH, [ROW])
 
 
-def test_where_the_user_s_profiles_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ours", "xdg", "home", "expected"),
+    [
+        ("/of/ours", "/of/xdg", "/of/user", "/of/ours"),
+        ("", "/of/xdg", "/of/user", "/of/xdg/triton_relattn"),
+        ("", "", "/of/user", "/of/user/.cache/triton_relattn"),
+        ("~/folder", "", "/of/user", "/of/user/folder"),
+        ("", "~/folder", "/of/user", "/of/user/folder/triton_relattn"),
+        ("", "", None, None),
+        ("~/folder", "", None, None),
+        ("/of/ours", "", None, "/of/ours"),
+    ],
+)
+def test_where_the_user_s_profiles_are(
+    ours: str, xdg: str, home: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty name is none. Without a home there is no folder: neither that of temporary files, nor one named "~"."""
+    for name, value in (("TRITON_RELATTN_CACHE", ours), ("XDG_CACHE_HOME", xdg), ("HOME", home or "")):
+        monkeypatch.setenv(name, value)
+    if home is None:
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(profiles.triton, "__version__", "3.10.2+rocm")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/of/xdg")
-    monkeypatch.setenv("HOME", "/of/user")
-    name = "profile-sm_90-triton-3.10.csv"
-    assert of_user() == Path(os.environ["TRITON_RELATTN_CACHE"], name)
-    monkeypatch.delenv("TRITON_RELATTN_CACHE")
-    assert of_user() == Path("/of/xdg/triton_relattn", name)
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert of_user() == Path("/of/user/.cache/triton_relattn", name)
+    path = profiles.user_profile_path(ARCH)
+    assert path == (None if expected is None else Path(expected, "profile-sm_90-triton-3.10.csv"))
+    assert select() == select(length=None)
 
 
 def test_new_rows_stand_above_others(tmp_path: Path) -> None:
@@ -264,13 +279,6 @@ def test_a_failed_save_changes_nothing(function: str, tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="no space left"):
         profiles.save(path, ARCH, [ROW._replace(config=OTHER)])
     assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
-
-
-def test_save_refuses_what_load_would(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    with pytest.raises(ValueError, match="line 3: block_m must be a power of two, got 48"):
-        profiles.save(path, ARCH, [ROW._replace(config=TileConfig(48, 16, 4, 1))], device="a GPU")
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("suffix", ["lock", f"{os.getpid()}.tmp"], ids=["lock", "temporary"])
@@ -302,10 +310,86 @@ def test_what_the_package_has_can_be_read(path: Path) -> None:
     assert profiles.parse(path.read_bytes(), None if path == selection.DEFAULTS else path.stem)
 
 
+@pytest.mark.parametrize(
+    ("arch", "config", "reason"),
+    [
+        ("sm_90", TileConfig(48, 16, 4, 1), "block_m must be a power of two, got 48"),
+        ("sm_90", TileConfig(64, 64, 64, 2), "num_warps must be at most 32"),
+        ("gfx942", TileConfig(64, 64, 32, 2), "num_warps must be at most 16"),
+        ("sm_90", TileConfig(64, 64, 4, 0), "num_stages must lie in"),
+        ("sm_90", TileConfig(64, 64, 4, 10**6), "num_stages must lie in"),
+        ("sm_90", TileConfig(64, 64, -4, 1), "num_warps must be a power of two"),
+    ],
+)
+def test_what_no_gpu_can_serve_is_not_saved(arch: str, config: TileConfig, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    with pytest.raises(ValueError, match=reason):
+        profiles.save(path, arch, [Row(Conditions(kernel="forward", coverage="no table"), config)])
+    assert not path.exists()
+
+
+def test_a_profile_that_does_not_fit_this_gpu() -> None:
+    """A valid configuration of another GPU: smaller ones take its place, with a warning each, once."""
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.errors import OutOfResources
+
+    tensors, spec = call("none", torch.bfloat16, 64, length=256)
+    large, limit = TileConfig(128, 128, 8, 2), 60_000
+    profiles.save(of_user(), ARCH, [Row(Conditions(kernel="forward", coverage="no table"), large)])
+    selection.forget()
+    assert select() == large
+    with recorded_launches(ARCH) as launches:
+        record = CompiledKernel.run
+
+        def run(kernel: CompiledKernel) -> object:
+            if kernel.metadata.shared > limit:
+                raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+            return record.fget(kernel)
+
+        CompiledKernel.run = property(run)
+        with pytest.warns(RuntimeWarning, match=r"forward: TileConfig\(block_m=128, block_n=128, .* is used instead"):
+            forward(tensors, spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            forward(tensors, spec)
+    assert [launch.name for launch in launches] == ["forward", "forward"]
+    assert all(launch.kernel.metadata.shared <= limit for launch in launches)
+    assert select() == large  # what has taken its place is of this process only
+
+
+SAVES = """
+import sys
+from pathlib import Path
+from triton_relattn.kernels.config import profiles
+from triton_relattn.kernels.config.selection import TileConfig
+print(flush=True)
+sys.stdin.readline()
+for length in (512, 2048, 8192, 32768):
+    for kernel in ("forward", sys.argv[2]):
+        conditions = profiles.Conditions(kernel=kernel, length=str(length))
+        profiles.save(Path(sys.argv[1]), "sm_90", [profiles.Row(conditions, TileConfig(32, 32, 4, 1))])
+"""
+
+
 @pytest.mark.thorough
-def test_the_tests_do_not_read_the_user_s_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    child = [sys.executable, "-c", "from triton_relattn._core.cache import cache_folder; print(cache_folder())"]
-    output = subprocess.run(child, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
-    assert output == str(cache_folder()) and Path(output).name.startswith("triton_relattn-")
-    assert list(Path(output).glob("profile-*")) == []  # other tests keep other things there
+def test_two_processes_save_at_once(tmp_path: Path) -> None:
+    """The profile has the configurations that either process finds, and those that both find."""
+    path, kernels = tmp_path / "of" / "both.csv", ("dq", "dkv")
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", SAVES, str(path), kernel],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for kernel in kernels
+    ]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline()  # both have imported what they need
+    for child in children:
+        child.communicate("\n", timeout=PATIENCE)
+        assert child.returncode == 0
+    found = {(row.conditions.kernel, row.conditions.length) for row in load_quietly(path)}
+    assert found == {(kernel, length) for kernel in ("forward", *kernels) for length in ("512", "2048", "8192", "32768")}
+    assert sorted(path.parent.iterdir()) == [path, path.with_name("both.csv.lock")]
