@@ -24,7 +24,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -155,11 +154,6 @@ def recorded_launches(
                 delattr(CompiledKernel, name)
             else:
                 setattr(CompiledKernel, name, original)
-
-
-def assembler_for(target: str) -> str:
-    """Return the path of the ptxas that Triton calls for a GPU ("sm_90a"); it brings two, and chooses by version."""
-    return str(get_ptxas(int(target.removeprefix("sm_").rstrip("af"))).path)
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,8 +21,6 @@ OF_DIRECTION = {
     "forward": selection.KERNELS[:1],
     "backward": selection.KERNELS[1:],
     "forward+backward": selection.KERNELS,
-    "backward_of_query": ("dq", "dq_from_ds"),
-    "backward_without_table": ("dq", "dkv", "dq_from_ds"),
 }
 
 
@@ -47,8 +45,7 @@ def kernels_of(
     every = ["forward", *route.kernels]
     if route.plan is not None and route.plan.has_ds and route.plan.has_probs:
         every.insert(every.index("dtable"), "dtable")
-    kernels = [kernel for kernel in every if kernel in OF_DIRECTION[direction]]
-    return ["dkv", "dq_from_ds"] if kernels == ["dq_from_ds"] else kernels  # which reads what the dkv kernel leaves
+    return [kernel for kernel in every if kernel in OF_DIRECTION[direction]]
 
 
 def used_configurations(case: Case, direction: str, device: str, has_table: bool) -> str:

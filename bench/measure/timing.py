@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cases.attention import DTYPES, Case, CaseTensors
-from ..cases.methods import METHODS, OF_OURS, OURS, Function, ours
+from ..cases.methods import METHODS, OURS, Function, ours
 from ..report.rows import in_one_line
 from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
-PARTS = {"backward_of_query": 1, "backward_without_table": 3}
-"""Backward for the first so many inputs alone: of our kernels, rows, and rows and columns."""
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}
 """Relative distance in norm at which a method counts as wrong. Dense methods in 16 bits round every score; a wrong formula is
 off by about 1. How good ours are is for the tests, which run before."""
@@ -60,32 +58,27 @@ class Timed:
 
 
 def steps(function: Function, inputs: CaseTensors, d_out: torch.Tensor, has_table: bool) -> dict[str, Step]:
-    """One for each of DIRECTIONS and PARTS; they return the output, or the gradients, or both."""
+    """One per direction; they return the output, or the gradients, or both."""
 
-    def wanting(count: int) -> CaseTensors:
-        """The inputs, of which only the first so many want gradients."""
-        return CaseTensors._make((*inputs[:count], *inputs.map(torch.Tensor.detach)[count:]))
+    count = len(inputs) if has_table else 3
+    leaves = [tensor for tensor in inputs[:count] if tensor is not None]
+    wanting = CaseTensors._make((*inputs[:count], *inputs.map(torch.Tensor.detach)[count:]))
 
     def forward(_: None) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             return (function(inputs),)
 
-    def backward(count: int) -> Step:
-        leaves = [tensor for tensor in inputs[:count] if tensor is not None]
-        return Step(lambda: function(wanting(count)), lambda out: torch.autograd.grad(out, leaves, d_out))
-
-    every = len(inputs) if has_table else 3
+    def backward(out: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad(out, leaves, d_out)
 
     def both(_: None) -> Sequence[torch.Tensor]:
-        before, call = backward(every)
-        out = before()
-        return (out.detach(), *call(out))
+        out = function(wanting)
+        return (out.detach(), *backward(out))
 
     return {
         "forward": Step(_NOTHING.before, forward),
-        "backward": backward(every),
+        "backward": Step(lambda: function(wanting), backward),
         "forward+backward": Step(_NOTHING.before, both),
-        **{part: backward(count) for part, count in PARTS.items()},
     }
 
 
@@ -149,7 +142,6 @@ def check(timed: Timed, expected: Expected, case: Case) -> None:
     """Run once, which also warms up, and compare."""
     results = expected.results
     of_direction = {"forward": results[:1], "backward": results[1:], "forward+backward": results}
-    of_direction |= {part: results[1 : 1 + count] for part, count in PARTS.items()}
     wanted = of_direction[timed.direction]
     apart = distance([expected.of(result) for result in timed.step.run()[: len(wanted)]], wanted)
     timed.found |= {"error": apart, "checked_against": expected.against}
@@ -168,7 +160,7 @@ def attempt(work: Callable[[], object], found: dict[str, Any]) -> None:
 
 
 def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], device: str, not_tried: dict[str, str]) -> list[Timed]:
-    """Every direction of every method, checked, but PARTS of ours alone; the status says which cannot be timed, and why.
+    """Every direction of every method, checked; the status says which cannot be timed, and why.
 
     Args:
         not_tried: methods that have failed before, and why they are not tried again.
@@ -180,8 +172,7 @@ def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], devic
         method = METHODS[name]
         reason = method.why_not(case, device)
         status = f"does not apply: {reason}" if reason else not_tried.get(name, "ok")
-        wanted = [direction for direction in directions if direction in DIRECTIONS or name in OF_OURS]
-        of_method = [Timed(name, direction, {"status": status}) for direction in wanted]
+        of_method = [Timed(name, direction, {"status": status}) for direction in directions]
         every += of_method
         if status != "ok":
             continue

@@ -30,7 +30,7 @@ SECONDS_A_CASE, ROUNDS = 15.0, 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measured(parser, None)
     usual = f"default: {', '.join(timing.DIRECTIONS)}, on a CPU without backward"
-    add_list(parser, "directions", (*timing.DIRECTIONS, *timing.PARTS), None, usual)
+    add_list(parser, "directions", timing.DIRECTIONS, None, usual)
     parser.add_argument("--seconds", type=seconds, default=SECONDS_A_CASE, help="timing of one case (%(default)s)")
 
 
@@ -64,7 +64,7 @@ def rows_of(case: Case, every: Sequence[timing.Timed], options: argparse.Namespa
     for timed in every:
         row = new_row("speed", case, timed.method, timed.direction, options)
         row |= timed.found | timing.times_of(timed, options.device)
-        if timed.milliseconds and timed.direction in timing.DIRECTIONS:
+        if timed.milliseconds:
             plain, useful = case.flops(timed.direction, METHODS[timed.method].has_table)
             row |= {"tflops": plain / row["p50_ms"] / 1e9, "useful_tflops": useful / row["p50_ms"] / 1e9}
         rows.append(row)

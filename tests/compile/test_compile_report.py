@@ -66,17 +66,3 @@ def test_tune_ranks_and_says_that_nothing_was_timed(
     assert not any(row["p50_ms"] or row["error"] for row in rows)
     costs = [float(row["instructions_per_score"]) for row in rows]
     assert costs[1:] == sorted(costs[1:]) and min(costs) > 0
-
-
-def test_a_task_has_the_conditions_of_its_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A call gets the configuration that the search has saved for a case of its size; a longer call does not."""
-    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    tuned = profiles.Row(TASK.conditions, TileConfig(32, 16, 2, 1), 1.0, 2.0)
-    profiles.save(profiles.user_profile_path("sm_90"), "sm_90", [tuned])
-    selection.forget()
-    try:
-        assert TASK.call.tile("forward") == TileConfig(32, 16, 2, 1)
-        longer = tune.Task(TASK.case.resized(3000), True, "forward", "sm_90")
-        assert longer.call.tile("forward") == longer.default == TASK.default
-    finally:
-        selection.forget()

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from bench.cases import methods
 from bench.cases.attention import Case
 from bench.cases.baselines import BASELINES
-from bench.cases.methods import METHODS, OURS
+from bench.cases.methods import METHODS
 from bench.measure import timing
 from tests.oracle import assert_same
-from tests.tolerance import assert_near, tolerance_of, within
+from tests.tolerance import tolerance_of, within
 from triton_relattn import fused_relative_attention
 from triton_relattn.testing import forward_backward, make_inputs
 
@@ -77,13 +77,3 @@ def test_tables_of_the_peers(rows: int | None) -> None:
     assert table.shape == (1, case.heads, 2 * span, case.head_dim) and torch.equal(table[0, 0][slots], expected)
     turned = methods.disentangled_flash_slots(case)  # of i - j = 1 - N, ..., N - 1
     assert torch.equal(inputs.table.flip(0)[turned.long()], expected.flip(0))
-
-
-def test_a_decode_step_is_the_last_query() -> None:
-    """A decode step has the table term of the sequence's last query; methods that need all queries do not apply to it."""
-    whole = Case(2, 2, 9, 8, dtype="fp32")
-    step = whole.resized(9, num_queries=1)
-    inputs, _ = whole.inputs("cpu")
-    last = inputs._replace(query=inputs.query[:, :, -1:])
-    assert_near("last", METHODS[OURS].make(step)(last), METHODS[OURS].make(whole)(inputs)[:, :, -1:])
-    assert METHODS["gather"].why_not(step, "cpu") and METHODS["sdpa"].why_not(step, "cpu") is None

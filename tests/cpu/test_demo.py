@@ -74,13 +74,6 @@ def test_what_runs_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     assert statuses == {8: "ok", 64: "ok", 128: "out of memory", 256: "not tried: out of memory at 128"}
 
 
-@pytest.mark.parametrize(("budget", "status"), [(0.0, "skipped: no time left"), (0.5, "skipped: would take about ")])
-def test_no_time_left_is_a_row(budget: float, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point, "measure_in_own_process", instead_of_a_process)
-    *_, last = sweep([16, 64], "fp32", "cpu", LIMIT, budget)
-    assert last["status"].startswith(status)
-
-
 def test_interrupt_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at the second point: the first is in the CSV file and in the figure."""
     calls: list[str] = []

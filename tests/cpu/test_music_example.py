@@ -120,17 +120,6 @@ def test_what_a_logit_depends_on(example: Any, attention: str) -> None:
         assert (permuted - one[:, 31]).norm() > 0.01 * permuted.norm()
 
 
-def test_generation(example: Any) -> None:
-    """Longer than the training length: the prompt and then valid tokens; with a tiny top_p always the likeliest."""
-    model = example.MusicTransformer(example.Settings(**SMALL))
-    prompt = [73, 69, 64, 45]
-    tokens = example.generate(model, prompt, 70, SMALL["length"], 1.0, 0.95)
-    assert tokens[:4] == prompt and len(tokens) == 70 and all(0 <= token < VOCABULARY for token in tokens)
-    logits = torch.randn(VOCABULARY)
-    assert {example.sample(logits, 1.0, 1e-6) for _ in range(20)} == {int(logits.argmax())}
-    assert len({example.sample(torch.zeros(VOCABULARY), 1.0, 1.0) for _ in range(99)}) > 20
-
-
 def test_midi_says_what_the_tokens_say(example: Any, tmp_path: Path) -> None:
     from music21 import converter
 
@@ -145,30 +134,3 @@ def test_midi_says_what_the_tokens_say(example: Any, tmp_path: Path) -> None:
         [(52, 0, 0.5), (50, 1.5, 0.5)],
         [(48, 0.5, 1.5)],
     ]
-
-
-def test_data(example: Any) -> None:
-    """No tune in two parts; windows give every token once; batches depend on seed and step, and only move pitches."""
-    split = example.chorales.split(example.chorales.load(SMALL["chorales"]))
-    tunes = [{chorale.tune for chorale in part} for part in (split.train, split.validation, split.test)]
-    assert all(tunes) and not tunes[0] & tunes[1] and not tunes[0] & tunes[2] and not tunes[1] & tunes[2]
-    chorale = split.test[0]
-    inputs, targets = example.chorales.windows([chorale], 40)
-    assert torch.equal(targets[targets != example.IGNORED], chorale.tokens)
-    assert inputs[0, 0] == example.EDGE and inputs[1, 0] == targets[0, -1] and torch.equal(inputs[0, 1:], targets[0, :-1])
-
-    def draw(seed: int, step: int, transpose: bool = True) -> torch.Tensor:
-        return example.chorales.training_batch(split.train, 32, 4, transpose, seed, step)[1]
-
-    moved, plain = draw(1, 5), draw(1, 5, transpose=False)
-    assert torch.equal(draw(1, 5), moved) and not torch.equal(draw(1, 6), moved) and not torch.equal(draw(2, 5), moved)
-    assert torch.equal(moved >= HOLD, plain >= HOLD) and (moved - plain).abs().max() <= 6
-
-
-def test_runs_of_other_conditions_are_refused(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one table."""
-    runs = sorted(path for path in (Path(example.__file__).parent / "results").iterdir() if path.is_dir())
-    read = example.report.read_csv
-    monkeypatch.setattr(example.report, "read_csv", lambda path: [{**row, "width": path.parent.name} for row in read(path)])
-    with pytest.raises(ValueError, match="differ in width"):
-        example.report.table(runs[:2])

@@ -10,7 +10,7 @@ import torch
 
 from bench.cases.attention import Case
 from bench.gpu import checks, diagnosis
-from bench.gpu.checks import Checked, checked, differences, run_case, standing_for
+from bench.gpu.checks import Checked, checked, run_case, standing_for
 from triton_relattn import fused_relative_attention
 
 SMALL: dict[str, Any] = {"batch": 1, "num_queries": 40, "num_keys": 45, "dtype": "float16", "width": 16}
@@ -27,13 +27,11 @@ def test_calls(table: str) -> None:
     assert problems(case) == [("ok", [])] * 2
 
 
-def test_calls_without_lse_that_stand_for_timed_ones() -> None:
-    """Two lengths, several workspaces, one head and more; each runs."""
+def test_calls_that_stand_for_timed_ones() -> None:
+    """Those without lse, with several workspaces."""
     every = list(standing_for(Case(4, 32, 4096, 16, rows=9, dtype="fp16", key_heads=16, rel_dim=32)))
-    assert len(every) == 10 and len({case.sizes["num_queries"] for case in every}) == 2
-    short = {"num_queries": 33, "num_keys": 33}
     for case in (every[0], every[1], every[4]):
-        assert problems(replace(case, sizes=case.sizes | short)) == [("ok", [])] * 2
+        assert problems(replace(case, sizes=case.sizes | {"num_queries": 33, "num_keys": 33})) == [("ok", [])] * 2
 
 
 def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +57,3 @@ def test_kernels_alone(kernel: str) -> None:
     inputs, arguments = case.inputs("cpu", False)
     _, results = checks.run_kernel(case, inputs, arguments)
     assert results and checks.judge(results, inputs, arguments)["status"] == "ok"
-
-
-def test_a_bit_that_changes_is_noticed() -> None:
-    results = iter([{"out": torch.zeros(2)}, {"out": torch.zeros(2)}, {"out": torch.tensor([0.0, 1e-30])}])
-    assert differences(lambda: next(results), 2, float("inf")) == (2, "run 2: out")

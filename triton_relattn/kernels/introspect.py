@@ -1,9 +1,9 @@
 """The door for benchmarks and tools: what the kernels of a call are, in which configurations, and in which parts.
 
-Call(tensors, spec) describes a call: its ``tile(kernel)`` is the configuration of one of KERNELS. ``planning.route`` says which
-kernels its backward launches, and what the workspace has. ``selection`` and ``profiles`` are the tables of configurations,
-ARCHITECTURES the GPUs. forward and backward launch the kernels; launchers has those of attention on a grid. Nothing of the
-package imports this.
+Call(tensors, spec) describes a call: its ``tile(kernel)`` is the configuration of one of ``selection.KERNELS``.
+``planning.route`` says which kernels its backward launches, and what the workspace has. ``selection`` and ``profiles`` are the
+tables of configurations, ARCHITECTURES the GPUs. forward and backward launch the kernels; launchers has those of attention on a
+grid. Nothing of the package imports this.
 """
 
 from . import kernels_are_interpreted, launching, tuning
@@ -11,7 +11,7 @@ from .backward import backward
 from .call import Call
 from .config import profiles, selection
 from .config.architectures import ARCHITECTURES, architecture_of
-from .config.tile_config import KERNELS, WITHOUT_BANDS, TileConfig
+from .config.tile_config import WITHOUT_BANDS, TileConfig
 from .forward import forward
 from .grid import launchers
 from .grid.call import GridCall
@@ -21,7 +21,6 @@ from .workspace.stored import queries_apart, rows_of_program
 
 __all__ = [
     "ARCHITECTURES",
-    "KERNELS",
     "WITHOUT_BANDS",
     "Call",
     "GridCall",
