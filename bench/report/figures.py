@@ -135,39 +135,6 @@ LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
 UNITS_OF = {"MiB": 2**20, "GiB": 2**30}
 
 
-def annotate_ratio(axes: Any, points: Mapping[str, Points]) -> None:
-    """Write how much less ours takes than the best other method, at the longest length that all of them reached.
-
-    Beyond it the best one may be among those that are missing, and the ratio would flatter.
-    """
-    values = {method: dict(measured) for method, measured in points.items()}
-    shared = set.intersection(*map(set, values.values())) if values.keys() > {OURS} else set()
-    if not shared:
-        return
-    length, ours = max(shared), values[OURS]
-    best = min(values[method][length] for method in values if method != OURS)
-    if best <= ours[length]:
-        return
-    axes.annotate(
-        "",
-        xy=(length, ours[length]),
-        xytext=(length, best),
-        arrowprops={"arrowstyle": "<->", "color": INK, "linewidth": 1, "shrinkA": 6, "shrinkB": 6},
-        zorder=4,
-    )
-    axes.annotate(
-        f"{best / ours[length]:.2g}x less",
-        xy=(length, ours[length]),
-        xytext=(7, -11),
-        textcoords="offset points",
-        ha="left",
-        va="top",
-        fontsize=11,
-        fontweight="bold",
-        color=INK,
-    )
-
-
 def kinds(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each figure row: those that agree in KIND, if they have more than one length."""
     found: dict[tuple[Any, ...], list[Row]] = {}

@@ -98,10 +98,8 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
     def panels(of_kind: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
         memory, milliseconds = axes
         figures.draw_memory_panel(memory, of_kind, DIRECTION, "Peak memory")
-        figures.annotate_ratio(memory, figures.lines(of_kind, DIRECTION, "peak_bytes"))
         times = figures.lines(of_kind, DIRECTION, "p50_ms")
         figures.draw_panel(milliseconds, times, figures.STYLES, "time", "Time")
-        figures.annotate_ratio(milliseconds, times)
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."
     figures.draw(rows, panels, 2, what, path)

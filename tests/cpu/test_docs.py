@@ -1,4 +1,4 @@
-"""The examples in README, docs/ and the docstrings run, and what the pages say of arguments, families and support is true.
+"""The examples in README, docs/ and the docstrings run, and what the pages say of arguments and families is true.
 
 That links lead somewhere and every page is in the contents is checked by ``make docs``.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn import can_run_triton, fused_relative_attention
+from triton_relattn import fused_relative_attention
 from triton_relattn.__main__ import main
 from triton_relattn.integrations.transformers import supported_families
 
@@ -109,14 +109,3 @@ def test_names_of_other_libraries_are_explained() -> None:
     for name in others:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; .*"):
             attend(tensor, tensor, tensor, **{name: 1})  # type: ignore[call-overload]
-
-
-def test_support_table() -> None:
-    """The dtypes and the largest width of docs/usage.md are those that ``can_run_triton`` names."""
-    page = (ROOT / "docs" / "usage.md").read_text().split("\n## Which implementation runs\n")[1]
-    rows = {cells[0]: cells[1:] for line in page.splitlines() if line.startswith("|") for cells in [cells_of(line)]}
-    assert rows["float16, bfloat16, float32"][0] == "yes" and rows["float64"][0] == "no"
-    most = int(rows["widths of query and value"][0].removeprefix("up to ").removesuffix(" each"))
-    for width, dtype, said in ((most + 1, torch.float16, f"up to {most}"), (16, torch.float64, "float16, bfloat16 and float32")):
-        with pytest.raises((NotImplementedError, RuntimeError), match=said):
-            can_run_triton(*[torch.zeros(1, 1, 1, width, dtype=dtype)] * 2, raise_error=True)

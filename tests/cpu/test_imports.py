@@ -133,11 +133,12 @@ def call(dtype=torch.float16, width=16, generation=9, compiled=False, **argument
 '''
 """A stand-in of a GPU, without memory. By default its calls run unchecked kernels, and say so."""
 UNCHECKED = "RuntimeWarning the Triton kernels have been tested in an emulator"
+WIDEST = int(re.findall(r"\| up to (\d+) each", (ROOT / "docs" / "usage.md").read_text())[0])
 NOT_FOR_KERNELS = {
     'sys.modules["triton"] = None': ("", "the package triton is not installed"),
     'sys.modules["triton.runtime.jit"] = None': ("", "cannot be loaded: ModuleNotFoundError: import of triton.runtime.jit"),
     "dtype": ("dtype=torch.float64", "the kernels compute in float16, bfloat16 and float32, not in torch.float64"),
-    "width": ("width=272", "the kernels take head widths up to 256, got 272 (query), 272 (value)"),
+    "width": (f"width={WIDEST + 16}", f"the kernels take head widths up to {WIDEST}, got {WIDEST + 16} (query)"),
     "generation": ("generation=7", "a GPU has no bfloat16 matrix units"),
 }
 
