@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+
+from triton_relattn import functional
 
 ROOT = Path(__file__).parents[2]
 USER = Path(__file__).with_name("typed_user.py")
@@ -29,3 +33,13 @@ def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
     command += ["--cache-dir", str(tmp_path / "cache"), "--config-file", "", USER.name]
     checked = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("name", ["", "_varlen"], ids=["padded", "packed"])
+def test_every_option_has_its_type(name: str) -> None:
+    """The overloads, which a type checker reads, know all that the function takes, and return_lse besides."""
+    function: Any = getattr(functional, f"fused_relative_attention{name}")
+    types, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
+    optional = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is not each.empty}
+    options: Any = getattr(functional, f"Options{name.removeprefix('_').capitalize()}")
+    assert get_type_hints(options) == {name: types[name] for name in optional - {"return_lse"}}
