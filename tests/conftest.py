@@ -82,6 +82,13 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_row
     patch.setattr(bands, "PANEL_COLUMNS", 1)
 
 
+def forget_warnings() -> None:
+    """Forget which warnings this process has given: each is given once, and a test must not depend on those before it."""
+    from triton_relattn._core import warn
+
+    warn._given.clear()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN, so that a result that depends on it is wrong every time instead of rarely."""
