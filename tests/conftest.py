@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,14 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_row
     patch.setattr(bands, "FEWEST_ROWS", panel_rows)
     patch.setattr(bands, "PANEL_ROWS", 0)
     patch.setattr(bands, "PANEL_COLUMNS", 1)
+
+
+def multiply_in_16_bits(patch: pytest.MonkeyPatch, dtypes: Collection[torch.dtype]) -> None:
+    """Let blockwise take this processor for one that is fast at products of these dtypes, in calls of any size."""
+    from triton_relattn._blockwise import products
+
+    patch.setattr(products, "fast_dtypes", lambda: dtypes)
+    patch.setattr(products, "FEWEST_PRODUCTS", 0)
 
 
 def forget_warnings() -> None:

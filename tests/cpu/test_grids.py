@@ -13,16 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import cut_blocks
+from tests.conftest import cut_blocks, forget_warnings, multiply_in_16_bits
 from tests.tolerance import assert_near, tolerance_of, within
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
-from triton_relattn._blockwise import products
-from triton_relattn._core import warn
-from triton_relattn._core.dropout import origins_of
 from triton_relattn.testing import assert_within_budget
 
-FORWARD = "grid_attention_forward"
 call: Any = decomposed_relative_attention
 append: Any = append_decomposed_positions
 
@@ -160,13 +157,11 @@ def test_the_formula(case: Case, way: str) -> None:
     assert_same(results(function, case, given, **arguments), results(pair_by_pair, case, given))
 
 
-@pytest.mark.parametrize("queries", [1, 3, 8, 50])
-@pytest.mark.parametrize("elements", [1, 200, 1 << 18])
+@pytest.mark.parametrize(("queries", "elements"), [(1, 1), (3, 200), (8, 1), (8, 1 << 18), (50, 200)])
 @pytest.mark.parametrize("name", ["rectangular", "class token", "pooled keys"])
 def test_cuts(monkeypatch: pytest.MonkeyPatch, name: str, queries: int, elements: int) -> None:
     """Parts of a row, whole rows, several heads and sequences, and dropout that knows its place in all of them."""
-    case = CASES[name]
-    given = tensors(case)
+    case, given = CASES[name], tensors(CASES[name])
 
     def dropped(implementation: str) -> Tensors:
         torch.manual_seed(3)
@@ -180,53 +175,35 @@ def test_cuts(monkeypatch: pytest.MonkeyPatch, name: str, queries: int, elements
 
 @pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [4], [0, 3], [2, 4]])
 def test_some_gradients(wanted: list[int]) -> None:
-    case = CASES["class token"]
-    given = tensors(case)
-    expected = results(pair_by_pair, case, given)[1:]
+    """The same bits whichever others are wanted."""
+    case, given = CASES["class token"], tensors(CASES["class token"])
+    expected = results(attend, case, given)[1:]
     leaves = [each.detach().requires_grad_(number in wanted) for number, each in enumerate(given[:5])]
-    out = attend(case, *leaves)
-    gradients = torch.autograd.grad(out, [leaves[number] for number in wanted], given[5])
-    for number, gradient in zip(wanted, gradients, strict=True):
-        assert_near("gradient", gradient, expected[number])
+    found = torch.autograd.grad(attend(case, *leaves), [leaves[number] for number in wanted], given[5])
+    assert all(torch.equal(gradient, expected[number]) for number, gradient in zip(wanted, found, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sharp", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sharp", [0, 1, 8])
 @pytest.mark.parametrize("fast", [False, True], ids=["products in float32", "products in 16 bits"])
 def test_error_rule(dtype: torch.dtype, sharp: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors that are fast at products in 16 bits, and on others."""
-    monkeypatch.setattr(products, "fast_dtypes", lambda: {torch.bfloat16, torch.float16} if fast else set())
-    monkeypatch.setattr(products, "FEWEST_PRODUCTS", 0)
-    case = Case((9, 8), prefix=1, width=16, value_width=16)
+    """On processors that are fast at products in 16 bits, and on others; sharp logits, and with sharp = 0 a scale of 0: attention
+    by position alone, where torch's products in 16 bits by 0 do not write their result on some processors."""
+    multiply_in_16_bits(monkeypatch, {torch.bfloat16, torch.float16} if fast else set())
+    case, scale = Case((9, 8), prefix=1, width=16, value_width=16), None if sharp else 0.0
     query, *others = tensors(case, dtype)
-    given = (sharp * query, *others)
-    golden = results(attend, case, tuple(each.double() for each in given), implementation="reference")
-    dense = results(attend, case, given, implementation="reference")
-    ours = results(attend, case, given, implementation="blockwise")
+    given = ((sharp or 1) * query, *others)
+    golden = results(attend, case, tuple(each.double() for each in given), implementation="reference", scale=scale)
+    dense, ours = (results(attend, case, given, implementation=each, scale=scale) for each in ("reference", "blockwise"))
     assert {each.dtype for each in ours} == {dtype}
     for name, *each in zip(NAMES, ours, golden, dense, strict=True):
+        if not each[1].any():  # d_key, with a scale of 0
+            assert not each[0].any(), name
+            continue
         assert_within_budget(name, *each, factor=2 if name == "out" else 3)
-        if name.startswith("rel_pos") and dtype.itemsize == 2:  # sums in float32 that are rounded once
+        if name.startswith("rel_pos") and dtype.itemsize == 2 and sharp:  # sums in float32 that are rounded once
             rounding = torch.finfo(dtype).eps * each[1].abs() + tolerance_of(torch.float32) * each[1].abs().max()
             within(f"{name}, rounded once", (each[0].double() - each[1]).abs(), rounding)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scale_of_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by position alone: torch's products by 0 in 16 bits do not write their result on some processors."""
-    monkeypatch.setattr(products, "fast_dtypes", lambda: {torch.bfloat16, torch.float16})
-    monkeypatch.setattr(products, "FEWEST_PRODUCTS", 0)
-    case = Case((12, 12), width=64, value_width=64)
-    given = tensors(case, dtype)
-    every = (
-        results(attend, case, each, implementation=name, scale=0.0)
-        for each, name in ((given, "blockwise"), (tuple(each.double() for each in given), "reference"), (given, "reference"))
-    )
-    for name, *each in zip(NAMES, *every, strict=True):
-        if each[1].any():
-            assert_within_budget(name, *each, factor=2 if name == "out" else 3)
-        else:
-            assert not each[0].any(), name
 
 
 def test_interpolation_is_that_of_the_models() -> None:
@@ -246,45 +223,48 @@ def test_large_logits() -> None:
     assert all(each.isfinite().all() for each in gradients)
 
 
-def test_the_operator() -> None:
-    case = CASES["pooled keys"]
-    query, key, value, *_ = tensors(case, torch.float32)
-    rel_h, rel_w = torch.randn(4, 2, 6), torch.randn(6, 3, 6)
-    leaves = [each.requires_grad_() for each in (query, key, value, rel_h, rel_w)]
-    origins, operator = (
-        origins_of(query.shape[0], query.shape[1], query.device),
-        getattr(torch.ops.triton_relattn, FORWARD).default,
-    )
-    for of_dropout in ((None, None, 0.3, 0.0), (torch.tensor([5]), origins, 0.3, 0.3)):
-        torch.library.opcheck(operator, (*leaves, *of_dropout, "blockwise"))
-
-
 def test_torch() -> None:
-    """Autocast, compilation, vmap, torch.func; derivatives that there are not are errors."""
-    case = CASES["class token"]
-    given = tensors(case, torch.float32)
-    expected = attend(case, *given[:5])
+    """The operator's registration, autocast, compilation, vmap, torch.func; derivatives that there are not are errors."""
+    case, given = CASES["class token"], tensors(CASES["class token"], torch.float32)
+    expected = results(attend, case, given)
+    calls: list[tuple[Any, Any]] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.namespace == "triton_relattn":
+                calls.append((function, [each.detach() if isinstance(each, torch.Tensor) else each for each in args]))
+            return function(*args, **(kwargs or {}))
+
+    with Recorded():
+        attend(case, *given[:5])
+        results(attend, CASES["pooled keys"], tensors(CASES["pooled keys"], torch.float32), dropout_p=0.3)
+    assert len(calls) == 3
+    for operator, args in calls:
+        torch.library.opcheck(operator, tuple(args))
+    operator, args = calls[1]
+    leaves = tuple(
+        each.requires_grad_() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in args
+    )
+    torch.library.opcheck(operator, leaves)
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(case, *given[:5]).dtype == torch.bfloat16
     torch._dynamo.reset()
     compiled = torch.compile(lambda *tensors: attend(case, *tensors), backend="eager", fullgraph=True)
-    assert_near("compiled", compiled(*given[:5]), expected)
-    for each, right in zip(results(lambda _, *leaves: compiled(*leaves), case, given), results(attend, case, given), strict=True):
-        assert_near("result", each, right)
+    for each, right in zip(results(lambda _, *leaves: compiled(*leaves), case, given), expected, strict=True):
+        assert_near("compiled", each, right)
     one_by_one = torch.vmap(lambda *qkv: attend(case, *(each[None] for each in qkv), *given[3:5])[0])
-    assert_near("one_by_one", one_by_one(*given[:3]), expected)
-
+    assert_near("one_by_one", one_by_one(*given[:3]), expected[0])
     of_query = torch.func.grad(lambda query: (attend(case, query, *given[1:5]) * given[5]).sum())(given[0])
-    assert_near("of_query", of_query, results(attend, case, given)[1])
-    leaves = [each.detach().requires_grad_() for each in given[:5]]
-    first = torch.autograd.grad(attend(case, *leaves).sum(), leaves[0], create_graph=True)[0]
+    assert_near("of_query", of_query, expected[1])
+    wanting = [each.detach().requires_grad_() for each in given[:5]]
+    first = torch.autograd.grad(attend(case, *wanting).sum(), wanting[0], create_graph=True)[0]
     with pytest.raises(RuntimeError, match="cannot be differentiated"):
         first.sum().backward()
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda query: attend(case, query, *given[1:5]), (given[0],), (given[0],))
-    dense = attend(case, *leaves, implementation="reference")
-    first = torch.autograd.grad(dense.square().sum(), leaves[0], create_graph=True)[0]
-    assert torch.autograd.grad(first.square().sum(), leaves[3])[0].abs().max() > 0
+    dense = attend(case, *wanting, implementation="reference")
+    first = torch.autograd.grad(dense.square().sum(), wanting[0], create_graph=True)[0]
+    assert torch.autograd.grad(first.square().sum(), wanting[3])[0].abs().max() > 0
 
 
 def test_repeats_bit_for_bit() -> None:
@@ -307,57 +287,52 @@ def test_empty() -> None:
         assert out.shape == given[5].shape and not any(each.abs().sum() for each in gradients)
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "grid": ({"grid": (5, 4)}, "20 positions, more than the 12 of query"),
-    "sides": ({"grid": (0, 4)}, "at least 1 each"),
-    "keys": ({"key_grid": (2, 2)}, r"key must have shape \(2, 3, 4, 6\)"),
-    "dropout": ({"dropout_p": 1.5}, r"dropout_p must lie in \[0, 1\], got 1.5"),
-    "rel_pos_h": ({"rel_pos_h": torch.zeros(7, 5, dtype=torch.float64)}, r"rel_pos_h must have shape \(rows, 6\)"),
-    "rel_pos_w": ({"rel_pos_w": torch.zeros(0, 6, dtype=torch.float64)}, r"rel_pos_w must have shape \(rows, 6\)"),
-    "value": ({"value": torch.zeros(2, 3, 11, 6, dtype=torch.float64)}, "value must have shape"),
-    "query": ({"query": torch.zeros(3, 12, 6, dtype=torch.float64)}, r"query must have shape \(B, H, N, width\)"),
+def wide(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "grid": ({"grid": (5, 4)}, ValueError, "20 positions, more than the 12 of query"),
+    "sides": ({"grid": (0, 4)}, ValueError, "at least 1 each"),
+    "keys": ({"key_grid": (2, 2)}, ValueError, r"key must have shape \(2, 3, 4, 6\)"),
+    "dropout": ({"dropout_p": 1.5}, ValueError, r"dropout_p must lie in \[0, 1\], got 1.5"),
+    "no dropout": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
+    "rel_pos_h": ({"rel_pos_h": wide(7, 5)}, ValueError, r"rel_pos_h must have shape \(rows, 6\)"),
+    "rel_pos_w": ({"rel_pos_w": wide(0, 6)}, ValueError, r"rel_pos_w must have shape \(rows, 6\)"),
+    "value": ({"value": wide(2, 3, 11, 6)}, ValueError, "value must have shape"),
+    "query": ({"query": wide(3, 12, 6)}, ValueError, r"query must have shape \(B, H, N, width\)"),
+    "dtype": ({"query": wide(2, 3, 12, 6).float()}, TypeError, "key must have query's dtype"),
+    "triton": ({"implementation": "triton"}, NotImplementedError, 'implementation="triton" cannot run here'),
+    "learned scale": ({"scale": torch.nn.Parameter(torch.ones(()))}, TypeError, "multiply key by it and pass scale=1.0"),
+    "scale of text": ({"scale": "1"}, TypeError, "scale must be a float, got '1'"),
+    "scale of a tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a float, got a tensor"),
+    "scale of nan": ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
+    "area": ({"grid": 12}, TypeError, r"grid must be a pair \(height, width\), got 12"),
+    "three sides": ({"key_grid": (4, 3, 1)}, TypeError, r"key_grid must be a pair \(height, width\), got \(4, 3, 1\)"),
+    "real sides": ({"grid": (4.0, 3.0)}, TypeError, "grid must be an int, got 4.0"),
+    "side of truth": ({"grid": (True, 12)}, TypeError, "grid must be an int, got True"),
 }
-
-
-WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
-    "learned scale": ({"scale": torch.nn.Parameter(torch.ones(()))}, "multiply key by it and pass scale=1.0"),
-    "scale of text": ({"scale": "1"}, "scale must be a float, got '1'"),
-    "scale of a tensor": ({"scale": torch.tensor(1.0)}, "scale must be a float, got a tensor"),
-    "no dropout": ({"dropout_p": None}, "dropout_p must be a float, got None"),
-    "area": ({"grid": 12}, r"grid must be a pair \(height, width\), got 12"),
-    "three sides": ({"key_grid": (4, 3, 1)}, r"key_grid must be a pair \(height, width\), got \(4, 3, 1\)"),
-    "real sides": ({"grid": (4.0, 3.0)}, "grid must be an int, got 4.0"),
-    "side of truth": ({"grid": (True, 12)}, "grid must be an int, got True"),
-}
-
-
-@pytest.mark.parametrize("function", [call, append])
-@pytest.mark.parametrize("name", [*WRONG_TYPES, "scale of nan"])
-def test_scalars_are_checked_as_those_of_the_other_function(name: str, function: Any) -> None:
-    given: dict[str, Any] = dict(zip(("query", "key", "value", "rel_pos_h", "rel_pos_w"), tensors(Case((4, 3)))[:5], strict=True))
-    changes, message = WRONG_TYPES.get(name, ({"scale": math.nan}, "scale must be finite, got nan"))
-    if function is append:
-        del given["value"]
-        if "dropout_p" in changes:
-            pytest.skip("it has no dropout")
-    with pytest.raises(ValueError if name == "scale of nan" else TypeError, match=message):
-        function(**{**given, "grid": (4, 3), **changes})
+FOR_APPEND = ("learned scale", "scale of text", "scale of nan", "area", "three sides", "real sides", "side of truth", "rel_pos_h")
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_errors(name: str) -> None:
-    given: dict[str, Any] = dict(zip(("query", "key", "value", "rel_pos_h", "rel_pos_w"), tensors(Case((4, 3)))[:5], strict=True))
-    changes, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
+def test_wrong_calls(name: str) -> None:
+    given: dict[str, Any] = dict(zip(("query", "key", "value", *NAMES[4:]), tensors(Case((4, 3)))[:5], strict=True))
+    changes, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
         call(**{**given, "grid": (4, 3), **changes})
+    if name in FOR_APPEND:
+        del given["value"]
+        with pytest.raises(error, match=message):
+            append(**{**given, "grid": (4, 3), **changes})
 
 
 @pytest.mark.parametrize("function", [call, append])
-def test_exchanged_sides_warn_once(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanged_sides_warn_once(function: Any) -> None:
     """Exchanged tables, a grid as (width, height), and keys pooled: once, on the caller's line. Other interpolation is silent."""
 
     def warned(case: Case) -> list[str]:
-        monkeypatch.setattr(warn, "_given", set())
+        forget_warnings()
         query, key, value, *pos, _ = tensors(case)
         given = (query, key, value, *pos) if function is call else (query, key, *pos)
         with warnings.catch_warnings(record=True) as caught:
@@ -372,15 +347,6 @@ def test_exchanged_sides_warn_once(function: Any, monkeypatch: pytest.MonkeyPatc
         assert "have 11 and 7 rows" in message and "need 7 and 11" in message
     for case in (Case((4, 6)), Case((4, 6), rows=(11, 11)), Case((4, 4), rows=(7, 9)), Case((4, 6), rows=(9, 7))):
         assert warned(case) == []
-
-
-def test_dtypes_and_implementations_that_are_refused() -> None:
-    case = CASES["square"]
-    query, *others = tensors(case)[:5]
-    with pytest.raises(TypeError, match="key must have query's dtype"):
-        attend(case, query.float(), *others)
-    with pytest.raises(NotImplementedError, match='implementation="triton" cannot run here'):
-        attend(case, query, *others, implementation="triton")
 
 
 CHILD = """

@@ -1,4 +1,4 @@
-"""Conversions from other table layouts and parametrisations: literal cases, errors, gradients."""
+"""Positions of a table's rows, and conversions from other layouts and parametrisations: literal cases, errors, gradients."""
 
 from __future__ import annotations
 
@@ -15,60 +15,97 @@ from tests.tolerance import assert_near, tolerance_of, within
 from triton_relattn import RelativePositions, tables
 
 
-def test_general_layout_of_four_positions() -> None:
-    """T = 4: seven columns, from r = 3 (the most distant future) to r = -3, become seven rows from r = -3 to r = 3."""
+def rows(positions: RelativePositions, relative_position: list[int] | torch.Tensor) -> tuple[list[int], list[bool]]:
+    row, applies = positions.rows(torch.as_tensor(relative_position))
+    return row.tolist(), applies.tolist()
+
+
+def test_clipped_lookup_of_ten_words_with_k_3() -> None:
+    """The example of Shaw et al.: words 0..9, clipping at 3; rows of the lookup, by hand."""
+    words = torch.arange(10)
+    lookup, applies = RelativePositions(-3, 3).rows(words[None, :] - words[:, None])
+    assert lookup[0].tolist() == [3, 4, 5, 6, 6, 6, 6, 6, 6, 6]
+    assert lookup[1].tolist() == [2, 3, 4, 5, 6, 6, 6, 6, 6, 6]
+    assert lookup[5].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 6]
+    assert lookup[9].tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3]
+    assert applies.all()
+
+
+def test_rows_of_other_positions() -> None:
+    """Tables that do not straddle zero; "zero" says where the term applies; positions of any strides."""
+    for first, last, expected in (
+        (-5, -3, [0, 0, 1, 2, 2, 2, 2, 2]),
+        (3, 4, [0] * 8),
+        (0, 0, [0] * 8),
+        (-2, 1, [0] * 5 + [1, 2, 3]),
+    ):
+        assert rows(RelativePositions(first, last), list(range(-6, 2))) == (expected, [True] * 8)
+    applies = [False, False, True, True, True, True, False]
+    assert rows(RelativePositions(-1, 2, "zero"), list(range(-3, 4))) == ([0, 0, 0, 1, 2, 3, 3], applies)
+    square = torch.arange(-8, 8).view(4, 4)
+    for view in (square.T, square[:, ::2], square[:, :1].expand(4, 3)):
+        assert rows(RelativePositions(-3, 2, "zero"), view) == rows(RelativePositions(-3, 2, "zero"), view.contiguous())
+
+
+def test_positions() -> None:
+    """Whatever is an integer becomes an int; bool is none."""
+    assert RelativePositions(-3, 3).num_rows == 7 and RelativePositions(4, 4).num_rows == 1
+    assert RelativePositions.centred(7) == RelativePositions(-3, 3, "clamp")
+    assert RelativePositions.centred(1, "zero") == RelativePositions(0, 0, "zero")
+    positions = RelativePositions(torch.tensor(-2), np.int32(3))  # type: ignore[arg-type]
+    assert type(positions.first) is type(positions.last) is int and positions == RelativePositions(-2, 3)
+    make: Any = RelativePositions
+    for arguments, error, message in (
+        *(((first, 3), TypeError, "first must be an int, got") for first in (False, 1.0, "1", torch.tensor(1.0))),
+        ((0, "2"), TypeError, "last .* got '2'"),
+        ((129,), TypeError, r"needs first and last.*got 129 alone; RelativePositions.centred\(num_rows\)"),
+        ((3, -3), ValueError, "first=3, last=-3"),
+        ((-3, 3, "wrap"), ValueError, "'wrap'"),
+    ):
+        with pytest.raises(error, match=message):
+            make(*arguments)
+    for number in (0, 2, 512):
+        with pytest.raises(ValueError, match=rf"even number of rows \({number}\).*positions=RelativePositions\(first, last\)"):
+            RelativePositions.centred(number)
+
+
+def test_general_layout() -> None:
+    """T = 4: seven columns, from r = 3 (the most distant future) to r = -3, become seven rows from r = -3 to r = 3. s_{2-1} is
+    what word 2 adds for word 1, one step in its past: r = 1 - 2, column 4 (from 0)."""
     general = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0], [30.0, 20.0, 10.0, 0.0, -10.0, -20.0, -30.0]])
     table = tables.from_general_layout(general)
     assert table.tolist() == [[-3, -30], [-2, -20], [-1, -10], [0, 0], [1, 10], [2, 20], [3, 30]]
-
-
-def test_word_two_to_word_one_is_column_four() -> None:
-    """s_{2-1} is what word 2 adds for word 1, one step in its past: r = 1 - 2, column 4 (from 0) of the general layout, T = 4."""
-    general = torch.arange(3.0 * 7).view(3, 7)
     row, _ = RelativePositions.centred(7).rows(torch.tensor(1 - 2))
-    assert torch.equal(tables.from_general_layout(general)[row], general[:, 4])
+    assert torch.equal(table[row], general[:, 4])
+    for shape, message in (((3, 6), r"2T - 1, got shape \(3, 6\)"), ((7,), r"got \(7,\)")):
+        with pytest.raises(ValueError, match=message):
+            tables.from_general_layout(torch.zeros(shape))
 
 
 def test_future_first() -> None:
-    table = torch.tensor([[2.0, 5.0], [1.0, 4.0], [0.0, 3.0]])
-    assert tables.from_future_first(table, dim=-2).tolist() == [[0, 3], [1, 4], [2, 5]]
-
-
-def test_future_first_bias() -> None:
-    """(R,) and (H, R): the rows are the last dimension."""
+    """The rows are the last dimension but one, of a bias the last."""
+    assert tables.from_future_first(torch.tensor([[2.0, 5.0], [1.0, 4.0], [0.0, 3.0]]), dim=-2).tolist() == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
     assert tables.from_future_first(torch.tensor([2, 1, 0]), dim=-1).tolist() == [0, 1, 2]
     assert tables.from_future_first(torch.tensor([[2, 1, 0], [5, 4, 3]]), dim=-1).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match=r"dimension -2, .* got shape \(7,\)"):
         tables.from_future_first(torch.zeros(7), dim=-2)
 
 
-def test_per_head_tables_with_strides() -> None:
-    """Each head on its own gives what the stack gives, also from a view that is strided and transposed."""
-    general = torch.randn(3, 7, 10)[..., ::2].mT  # (heads, D, 2T - 1) = (3, 5, 7)
-    assert tables.from_general_layout(general).shape == (3, 7, 5)
-    for head in range(3):
-        expected = torch.stack([general[head, :, column] for column in range(6, -1, -1)])
-        assert torch.equal(tables.from_general_layout(general)[head], expected)
-        assert torch.equal(tables.from_future_first(general.mT, dim=-2)[head], expected)
-
-
-@pytest.mark.parametrize("convert", [tables.from_general_layout, functools.partial(tables.from_future_first, dim=-2)])
-def test_gradients_flow_to_the_given_table(convert: Any) -> None:
-    table = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(convert(table).shape, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((convert(table) * weights).sum(), table)
-    # The conversion only moves elements, so each weight comes back to the element that it multiplied.
-    assert torch.equal(convert(gradient), weights)
-
-
-def test_general_layout_needs_an_odd_number_of_columns() -> None:
-    with pytest.raises(ValueError, match=r"2T - 1, got shape \(3, 6\)"):
-        tables.from_general_layout(torch.zeros(3, 6))
-
-
-def test_general_layout_has_two_dimensions() -> None:
-    with pytest.raises(ValueError, match=r"got \(7,\)"):
-        tables.from_general_layout(torch.zeros(7))
+def test_layouts_of_heads() -> None:
+    """Each head by itself gives what the stack gives, also from a strided, transposed view; gradients come back as they went."""
+    general = torch.randn(3, 7, 10, dtype=torch.float64)[..., ::2].mT.requires_grad_()  # (heads, D, 2T - 1) = (3, 5, 7)
+    for convert in (tables.from_general_layout, lambda table: tables.from_future_first(table.mT, dim=-2)):
+        table = convert(general)
+        assert table.shape == (3, 7, 5)
+        for head in range(3):
+            assert torch.equal(table[head], torch.stack([general[head, :, column] for column in range(6, -1, -1)]))
+        weights = torch.randn(table.shape, dtype=torch.float64)
+        (gradient,) = torch.autograd.grad((table * weights).sum(), general)
+        assert torch.equal(convert(gradient), weights)
 
 
 # Distances at which the next bucket starts, as transformers 5.23 (T5Attention) numbers them.
@@ -139,14 +176,8 @@ def test_alibi_slopes() -> None:
     assert tables.alibi_slopes(8).tolist() == eight
     twelve = torch.tensor([*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5], dtype=torch.float64)
     assert torch.equal(tables.alibi_slopes(12, dtype=torch.float64), twelve)
-    assert tables.alibi_slopes(1).tolist() == [2.0**-8] and tables.alibi_slopes(6).tolist() == [
-        0.25,
-        2**-4,
-        2**-6,
-        2**-8,
-        0.5,
-        2**-3,
-    ]
+    six = torch.tensor([2.0**-k for k in (2, 4, 6, 8, 1, 3)])
+    assert tables.alibi_slopes(1).tolist() == [2.0**-8] and torch.equal(tables.alibi_slopes(6), six)
     assert tables.alibi_slopes(16).dtype == torch.float32
     with pytest.raises(ValueError, match="positive, got 0"):
         tables.alibi_slopes(0)

@@ -1,10 +1,11 @@
-"""At home in torch: checkpointing, export, vmap, flop counter, version counters, autocast."""
+"""At home in torch: operators, derivatives, torch.func, compilation, export, autocast, checkpointing, FLOPs, nested tensors."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,215 +15,283 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.oracle import assert_same
+from tests.conftest import forget_warnings
+from tests.oracle import assert_same, attend, attend_varlen
 from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn._core import warn
 from triton_relattn.nn import RelativeMultiheadAttention
+from triton_relattn.testing import Inputs, dense_gradients, in_memory_order, make_inputs, with_different_strides
 
-FORWARD = torch.ops.triton_relattn.attention_forward
-
-
-def leaves(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """query, key, value and a table of 9 rows, which want gradients."""
-    num_queries, num_keys = lengths or (10, 10)
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 2, num_queries, 8), (2, 2, num_keys, 8), (2, 2, num_keys, 8), (9, 8))
-    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+FORWARD = torch.ops.triton_relattn.attention_forward.default
+BACKWARD = torch.ops.triton_relattn.attention_backward.default
+DIFFERENTIABLE = ("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c")
+Options = dict[str, Any]
+Compiled = torch._dynamo.testing.CompileCounterWithBackend
 
 
-def attend(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    out: Any = fused_relative_attention(*tensors, **arguments)
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def out_of(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The output alone, of the default implementation."""
+    out: Any = fused_relative_attention(*tensors, **options)
     return out
 
 
-def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator == FORWARD.default else CheckpointPolicy.PREFER_RECOMPUTE
+def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """query, key, value and a table of 9 rows, which want gradients."""
+    num_queries, num_keys = lengths or (10, 10)
+    inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
+    return [each.requires_grad_() for each in inputs[:4] if each is not None]
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-@pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "selective"])
-def test_activation_checkpointing(kind: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same results and gradients, dropout included; a selective policy that saves the operator does not run it again."""
-    from triton_relattn._blockwise import attention as blockwise
-
-    tensors, count, forward = leaves(), [0], blockwise.forward
-
-    def counted(*arguments: Any) -> Any:
-        count[0] += 1
-        return forward(*arguments)
-
-    monkeypatch.setattr(blockwise, "forward", counted)
-
-    def block(*tensors: torch.Tensor) -> torch.Tensor:
-        return attend(*(tensor.sin() for tensor in tensors), dropout_p=dropout_p).cos()
-
-    options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
-    if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, save_attention)
-    results = []
-    for run in (block, partial(checkpoint, block, **options)):
-        torch.manual_seed(1)
-        count[0] = 0
-        out = run(*tensors)
-        results.append(
-            (out, *torch.autograd.grad(out.square().sum(), tensors)) if kind != "reentrant" else backward(out, tensors)
-        )
-    assert count[0] == (1 if kind == "selective" else 2)
-    for ours, expected in zip(*results, strict=True):
-        assert torch.equal(ours, expected)
+def leaves_of(inputs: Inputs) -> dict[str, Any]:
+    tensors = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor is not None}
 
 
-def backward(out: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """out and gradients by .backward(), which reentrant checkpointing needs."""
-    for tensor in tensors:
-        tensor.grad = None
-    out.square().sum().backward()
-    return out, *(tensor.grad.clone() for tensor in tensors if tensor.grad is not None)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = RelativeMultiheadAttention.shaw(16, 2, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.attention(x, x, x, is_causal=True)[0]
-        return output
-
-
-MODULES: dict[str, Any] = {
-    "shaw": lambda: RelativeMultiheadAttention.shaw(16, 2, 4, batch_first=True),
-    "transformer_xl": lambda: RelativeMultiheadAttention.transformer_xl(16, 2, batch_first=True),
-    "t5": lambda: RelativeMultiheadAttention.t5(16, 2, batch_first=True),
-    "alibi": lambda: RelativeMultiheadAttention.alibi(16, 2, batch_first=True),
-}
-
-
-@pytest.mark.parametrize("strict", [False, True], ids=["not_strict", "strict"])
-@pytest.mark.parametrize("kind", MODULES)
-def test_export(kind: str, strict: bool) -> None:
-    """One program for all batch sizes and lengths, in which the operator is one node."""
-    model = Model().eval()
-    model.attention = MODULES[kind]()
-    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
-    program = torch.export.export(model, (torch.randn(2, 10, 16),), dynamic_shapes=({**dims},), strict=strict)
-    nodes = [node for node in program.graph.nodes if node.target == FORWARD.default]
-    assert len(nodes) == 1
-    for batch, length in ((2, 10), (3, 17), (1, 40)):
-        x = torch.randn(batch, length, 16)
-        assert_near("module", program.module()(x), model(x))
-
-
-@pytest.mark.slow
-def test_compiled_ahead_of_time(tmp_path: Path) -> None:
-    """AOTInductor: one package for all lengths."""
-    model = Model().eval()
-    with torch.no_grad():
-        program = torch.export.export(
-            model, (torch.randn(2, 10, 16),), dynamic_shapes=({1: torch.export.Dim("length", min=2, max=100)},)
-        )
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        loaded = torch._inductor.aoti_load_package(package)
-        for length in (10, 33):
-            x = torch.randn(2, length, 16)
-            assert_near("loaded", loaded(x), model(x))
+def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor] | nn.Module) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, tuple(leaves.parameters() if isinstance(leaves, nn.Module) else leaves))
 
 
 def assert_gradients_near(ours: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-    """Return the gradients of the same loss. That of a bias of keys cancels: it is as far off as the others' terms."""
+    """Some parameters' gradients cancel: they are as far off as the others' terms."""
     largest = max(float(each.abs().max()) for each in exact)
     for each, right in zip(ours, exact, strict=True):
         assert_near("gradient", each, right, smallest=largest)
 
 
-@pytest.mark.parametrize("kind", MODULES)
-def test_modules_compile_once_for_all_lengths(kind: str) -> None:
-    """One graph each for the first length and for all others; gradients too."""
-    torch.manual_seed(0)
-    module = MODULES[kind]()
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, backend=counter, fullgraph=True)
-    for length in (10, 17, 33, 24):
-        x = torch.randn(2, length, 16)
-        output, expected = compiled(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0]
-        assert_near("output", output, expected)
-        ours, exact = (torch.autograd.grad(each.sum(), tuple(module.parameters())) for each in (output, expected))
-        assert_gradients_near(ours, exact)
-    assert counter.frame_count <= 2
+ALL_TERMS: Options = {"rel_width": 3, "rel_value": True, "rel_bias": True, "rel_p2c": True}
+THREE = {name: torch.tensor([0, *ends]) for name, ends in (("cu_seqlens_q", (3, 3, 9)), ("cu_seqlens_k", (4, 5, 13)))}
+PACKING: Options = {**THREE, "max_seqlen_q": 6, "max_seqlen_k": 8, "query_offset": torch.tensor([1, 0, 2])}
 
 
-@pytest.mark.parametrize("name", ["query_offset", "window_size"])
-def test_compiles_once_for_all_values(name: str) -> None:
-    """Integers that change from call to call become symbols at the second value."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    tensors = leaves(4, 20)
-    for value in (3, 5, 9, 12, 7):
-        arguments: dict[str, Any] = {name: value if name == "query_offset" else (value, -1)}
-        assert_same(name, compiled(*tensors, **arguments), attend(*tensors, **arguments))
-    assert counter.frame_count <= 2
+def case(*sizes: int, strided: bool = False, options: Options | None = None, **tables: Any) -> tuple[Inputs, Options]:
+    """Inputs of (B, H, Nq, Nk, D) = (2, 4, 9, 13, 8) but for what is given, and arguments of the public function."""
+    made = make_inputs(*(*sizes, *(2, 4, 9, 13, 8)[len(sizes) :]), **{"num_rows": 9, "dtype": torch.float32, "seed": 0, **tables})
+    return with_different_strides(made) if strided else made, options or {}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_doubtful_step_compiles_as_any_other(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for a causal call without query_offset, which no warning breaks, and the same result as with an offset of 0."""
-    monkeypatch.setattr(warn, "_given", set())
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=dynamic)
-    query, *others = (each.detach() for each in leaves(4, 20))
-    for _ in range(3):
-        assert_same("default", compiled(query, *others, is_causal=True), attend(query, *others, is_causal=True, query_offset=0))
-    assert counter.frame_count == 1
-
-    class Step(torch.nn.Module):
-        def forward(self, query: torch.Tensor) -> torch.Tensor:
-            return attend(query, *others, is_causal=True)  # type: ignore[no-any-return]
-
-    program = torch.export.export(Step(), (query,)).module()
-    assert_same("exported", program(query), attend(query, *others, is_causal=True, query_offset=0))
+PAST: Options = {"positions": RelativePositions(-3, 0, "zero"), "scale": -0.3, "query_offset": -2}
+CASES: dict[str, tuple[Inputs, Options]] = {
+    "plain": case(1, 1, 4, 4, num_rows=None),
+    "odd": case(2, 4, 17, 23, dtype=torch.float64, options={"key_lengths": torch.tensor([23, 11]), "is_causal": True}),
+    "per_head_float16": case(2, 4, 9, 13, 16, num_rows=4, per_head=True, dtype=torch.float16, options=PAST),
+    "strided": case(strided=True, value_width=4, options={"key_lengths": torch.tensor([13, 0], dtype=torch.int32)}),
+    "bfloat16": case(dtype=torch.bfloat16, options={"query_offset": 1}),  # a causal call keeps probabilities that nobody writes
+    "all_terms": case(**ALL_TERMS, options={"rel_scale": 0.7, "softcap": 3.0, "window_size": (5, 6), "exact_query_grad": True}),
+    "all_strided": case(strided=True, **ALL_TERMS, per_head=True, value_width=4, options={"query_offset": torch.tensor([2, -1])}),
+    "bias_alone": case(rel_key=False, rel_bias=True, options={"softcap": 3.0}),
+    "p2c_alone": case(rel_key=False, rel_p2c=True, per_head=True, options={"rel_scale": 0.4}),
+    "value_table_alone": case(rel_key=False, rel_value=True, options={"dropout_p": 0.3}),
+    "mask": case(options={"attn_mask": torch.rand(4, 1, 13) < 0.7}),
+    "grouped": case(**ALL_TERMS, key_heads=2, dtype=torch.float64, options={"enable_gqa": True, "dropout_p": 0.2}),
+    "packed": case(1, **ALL_TERMS, key_heads=2, options={"enable_gqa": True, "dropout_p": 0.4, **PACKING}),
+}
 
 
-def test_vmap() -> None:
-    """Over any of the tensors, forward and backward: gradients of a table for each sample."""
-    query, key, value, table = (tensor.detach() for tensor in leaves())
-    many = torch.stack([query, -query, 2 * query])
-    tables = torch.stack([table, -table, 2 * table])
-    expected = torch.stack([attend(each, key, value, table) for each in many])
-    assert_same("query", torch.func.vmap(lambda q: attend(q, key, value, table))(many), expected)
-    both = torch.func.vmap(lambda q, e: attend(q, key, value, e), in_dims=(1, 0))(many.transpose(0, 1), tables)
-    assert_same("both", both, torch.stack([attend(q, key, value, e) for q, e in zip(many, tables, strict=True)]))
+def call_of(name: str) -> tuple[Callable[..., Any], dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor], Options]:
+    """A case: the function, its leaves, the gradients of out and lse, its other arguments."""
+    inputs, options = CASES[name]
+    if "cu_seqlens_q" not in options:
+        return attend, leaves_of(inputs), (inputs.d_out, inputs.d_lse), options
+    moved = {name: getattr(inputs, name)[0].transpose(0, 1) for name in ("query", "key", "value", "rel_query", "d_out")}
+    inputs = inputs._replace(**moved)
+    return attend_varlen, leaves_of(inputs), (inputs.d_out, inputs.d_lse[0]), options
 
-    wanting = tables.clone().requires_grad_()
-    mapped, stacked = (
-        torch.func.vmap(lambda e: attend(query, key, value, e))(wanting),
-        [attend(query, key, value, e) for e in wanting],
+
+class Recorded(TorchDispatchMode):
+    """The calls of this package's operators within the context: their arguments, detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "triton_relattn":
+            self.calls.append((function, tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in args)))
+        return function(*args, **(kwargs or {}))
+
+
+def operator_calls(name: str, wanted: Sequence[str] = DIFFERENTIABLE) -> list[tuple[Any, tuple[Any, ...]]]:
+    """How a case calls the forward and the backward operator."""
+    function, leaves, d_results, options = call_of(name)
+    tensors = {each: leaf if each in wanted else leaf.detach() for each, leaf in leaves.items()}
+    with Recorded() as recorded:
+        results = function(**tensors, **options)
+        torch.autograd.grad(results, [leaf for leaf in tensors.values() if leaf.requires_grad], d_results)
+    (forward, _), (backward, _) = recorded.calls
+    assert (forward, backward) == (FORWARD, BACKWARD)
+    return recorded.calls
+
+
+# Operators and their derivatives.
+
+
+@pytest.mark.parametrize("wanted", [DIFFERENTIABLE, ("key", "rel_key", "rel_query")], ids=["all", "some"])
+@pytest.mark.parametrize("name", CASES)
+def test_operators_are_well_registered(name: str, wanted: Sequence[str]) -> None:
+    """Schemas, fakes with the real shapes and strides, autograd, and all of it compiled."""
+    if wanted != DIFFERENTIABLE and not set(wanted) <= set(call_of(name)[1]):
+        wanted = ("query",)
+    (_, forward), (_, backward) = operator_calls(name, wanted)
+    torch.library.opcheck(FORWARD, forward)
+    names = [argument.name for argument in FORWARD._schema.arguments]
+    leaves = (
+        each.requires_grad_() if isinstance(each, torch.Tensor) and of in wanted else each
+        for of, each in zip(names, forward, strict=False)
     )
-    ours, exact = (torch.autograd.grad(out.square().sum(), wanting)[0] for out in (mapped, torch.stack(stacked)))
-    assert_same("gradient outside", ours, exact)
-
-    def loss(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return attend(query, key, value, table).square().sum()
-
-    gradient = torch.func.grad(loss)
-    per_sample = torch.func.vmap(gradient, in_dims=(None, 0))(table, many)
-    assert_same("per sample", per_sample, torch.stack([gradient(table, each) for each in many]))
-    jacobian = torch.func.jacrev(lambda e: attend(query, key, value, e)[0, 0, 0])(table)
-    rows = [torch.func.grad(lambda e, d=d: attend(query, key, value, e)[0, 0, 0, d])(table) for d in range(8)]
-    assert_same("jacobian", jacobian, torch.stack(rows))
+    torch.library.opcheck(FORWARD, tuple(leaves))
+    torch.library.opcheck(BACKWARD, backward)
 
 
-QUERY, KEY, VALUE, TABLE = (tensor.detach() for tensor in leaves())
+def test_gradients_are_those_of_differences() -> None:
+    """By torch's own check; of the reference, which is what errors recommend for them, second derivatives as well."""
+    inputs = make_inputs(1, 2, 3, 4, 2, num_rows=3, dtype=torch.float64, seed=0, **{**ALL_TERMS, "rel_width": 1})
+    leaves = leaves_of(inputs)
+
+    def run(implementation: str, *tensors: torch.Tensor) -> Any:
+        return attend(**dict(zip(leaves, tensors, strict=True)), softcap=3.0, implementation=implementation)
+
+    for implementation in ("blockwise", "reference"):
+        assert torch.autograd.gradcheck(partial(run, implementation), tuple(leaves.values()), fast_mode=True)
+    assert torch.autograd.gradgradcheck(partial(run, "reference"), tuple(leaves.values()), fast_mode=True)
+
+
+WANTED = (
+    *((name,) for name in DIFFERENTIABLE),
+    ("query", "key"),
+    ("key", "rel_key"),
+    ("rel_query", "rel_value", "rel_bias"),
+    ("key", "rel_p2c"),
+    DIFFERENTIABLE[:3],
+    DIFFERENTIABLE[1:],
+)
+
+
+@pytest.mark.parametrize("name", ["all_strided", "grouped", "packed"])
+def test_only_some_inputs_require_gradients(name: str) -> None:
+    """A gradient has the same bits whichever others are wanted."""
+
+    def run(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        function, leaves, d_results, options = call_of(name)
+        tensors = {each: leaf if each in wanted else leaf.detach() for each, leaf in leaves.items()}
+        torch.manual_seed(0)
+        pairs = zip(function(**tensors, **options), d_results, strict=True)
+        results, seeds = zip(*((result, seed) for result, seed in pairs if result.requires_grad), strict=True)
+        return dict(zip(wanted, torch.autograd.grad(results, [tensors[each] for each in wanted], seeds), strict=True))
+
+    expected = run(DIFFERENTIABLE)
+    for wanted in WANTED:
+        for each, gradient in run(wanted).items():
+            assert torch.equal(gradient, expected[each]), (wanted, each)
+
+
+@pytest.mark.parametrize("used", ["out", "lse", "both"])
+def test_either_result_is_differentiated(used: str) -> None:
+    """The other one counts as a zero gradient; where no key is seen, nobody looks at the gradient of lse."""
+    inputs = with_different_strides(make_inputs(2, 3, 17, 19, 8, 5, num_rows=7, dtype=torch.float64, seed=0, **ALL_TERMS))
+    options: Options = {"key_lengths": torch.tensor([19, 0])}
+    leaves, d_lse = leaves_of(inputs), inputs.d_lse.clone()
+    d_lse[1] = torch.nan
+    out, lse = attend(**leaves, **options)
+    results, seeds = {"out": ([out], [inputs.d_out]), "lse": ([lse], [d_lse])}.get(used, ([out, lse], [inputs.d_out, d_lse]))
+    silent = {name: 0 * getattr(inputs, name) for name in ("d_out", "d_lse") if used not in (name[2:], "both")}
+    expected = dense_gradients(inputs._replace(**silent), **options)._asdict()
+    for name, actual in zip(leaves, torch.autograd.grad(results, list(leaves.values()), seeds, allow_unused=True), strict=True):
+        if used == "lse" and name in ("value", "rel_value"):
+            assert actual is None or not actual.any()
+        else:
+            assert_same(name, actual, expected[f"d_{name}"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_results_without_a_graph(dtype: torch.dtype) -> None:
+    """The same with gradients off, in inference mode, and where nothing requires one; lse is never in 16 bits."""
+    tensors = [each.detach() for each in four(5, 7, dtype=dtype)]
+    for implementation in ("blockwise", "reference"):
+        out, lse = attend(*tensors, implementation=implementation)
+        assert (out.shape, out.dtype) == ((2, 2, 5, 8), dtype) and not out.requires_grad and not lse.requires_grad
+        assert (lse.shape, lse.dtype) == ((2, 2, 5), torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.equal(out_of(*tensors, implementation=implementation), out)
+        for guard in (torch.no_grad, torch.inference_mode):
+            with guard():
+                found = attend(*(each if guard is torch.inference_mode else each.requires_grad_() for each in tensors))
+            if implementation == "blockwise":
+                assert torch.equal(found[0], out) and torch.equal(found[1], lse) and not found[0].requires_grad
+            tensors = [each.detach() for each in tensors]
+
+
+def test_second_derivatives_are_refused() -> None:
+    """With create_graph=True first derivatives are right; a second one raises, and does not drop terms."""
+    inputs = make_inputs(2, 3, 17, 19, 8, 5, num_rows=7, dtype=torch.float64, seed=0)
+    leaves = leaves_of(inputs)
+    refused = partial(pytest.raises, RuntimeError, match="triton_relattn::attention_backward cannot be differentiated")
+    found = torch.autograd.grad(attend(**leaves), list(leaves.values()), (inputs.d_out, inputs.d_lse), create_graph=True)
+    assert_same("d_query", found[0], dense_gradients(inputs).d_query)
+    for leaf in leaves.values():
+        with refused():
+            torch.autograd.grad(found[0].square().sum(), leaf, retain_graph=True)
+    with refused():
+        torch.stack([each.square().sum() for each in found]).sum().backward()
+
+
+def test_who_watches_sees_the_operators() -> None:
+    """The profiler, a mode and a class of tensors do; and what an unwatched call computes has the same bits."""
+    _, leaves, d_results, options = call_of("all_terms")
+    seen: list[str] = []
+
+    class Named(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+    def step() -> list[torch.Tensor]:
+        results = attend(**leaves, **options)
+        return [*results, *torch.autograd.grad(results, list(leaves.values()), d_results)]
+
+    expected = step()
+    with torch.profiler.profile() as profile:
+        found = [step()]
+    assert {f"triton_relattn::attention_{each}" for each in ("forward", "backward")} <= {
+        each.key for each in profile.key_averages()
+    }
+    with Recorded() as recorded:
+        found.append(step())
+    assert [function for function, _ in recorded.calls] == [FORWARD, BACKWARD]
+    for results in found:
+        assert all(map(torch.equal, results, expected))
+    out = attend(**{**leaves, "key": leaves["key"].detach().as_subclass(Named)}, **options)[0]
+    assert "triton_relattn.attention_forward.default" in seen and torch.equal(out.as_subclass(torch.Tensor), expected[0])
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_changed_input_is_noticed(index: int) -> None:
+    """Written to between forward and backward: torch's error, not a wrong gradient."""
+    copies = [tensor.clone() for tensor in four()]
+    out = out_of(*copies)
+    with torch.no_grad():
+        copies[index].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# torch.func, and forward mode.
+
+QUERY, KEY, VALUE, TABLE = (tensor.detach() for tensor in four())
 
 
 def of_table(table: torch.Tensor) -> torch.Tensor:
     """A loss."""
-    return attend(QUERY, KEY, VALUE, table).square().sum()
+    return out_of(QUERY, KEY, VALUE, table).square().sum()
 
 
 def backward_of_vjp(table: torch.Tensor) -> torch.Tensor:
@@ -232,7 +301,8 @@ def backward_of_vjp(table: torch.Tensor) -> torch.Tensor:
 
 
 def primal_of_vjp(table: torch.Tensor) -> torch.Tensor:
-    return torch.func.grad(lambda table: torch.func.vjp(of_table, table)[0])(table)
+    primal: torch.Tensor = torch.func.vjp(of_table, table)[0]
+    return primal
 
 
 def sum_of_vmap(table: torch.Tensor) -> torch.Tensor:
@@ -243,257 +313,488 @@ def sum_of_vmap(table: torch.Tensor) -> torch.Tensor:
 TRANSFORMED: dict[str, Any] = {
     "grad": torch.func.grad(of_table),
     "vjp": backward_of_vjp,
-    "primal of vjp": primal_of_vjp,
+    "primal of vjp": torch.func.grad(primal_of_vjp),
     "per sample": lambda table: torch.func.vmap(torch.func.grad(of_table))(torch.stack([table, -table]))[0],
     "grad of vmap": torch.func.grad(sum_of_vmap),
     "jacrev": lambda table: torch.func.jacrev(lambda table: of_table(table)[None])(table)[0],
 }
 
 
-@pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_torch_func(name: str, backend: str | None) -> None:
     """Uncompiled and in one graph; an outer transform is not lost on the way through an inner one."""
-    torch._dynamo.reset()
     table = TABLE.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(of_table(table), table)
     transformed = TRANSFORMED[name]
     run = transformed if backend is None else torch.compile(transformed, backend=backend, fullgraph=True)
-    assert_same(name, run(TABLE), expected)
+    assert_same(name, run(TABLE), gradients(of_table(table), [table])[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 def test_second_derivatives_under_torch_func(compiled: bool) -> None:
     """An error that says so, also of a loss to which only a part is a gradient."""
-    torch._dynamo.reset()
-
-    def penalty(table: torch.Tensor) -> torch.Tensor:
-        return of_table(table) + backward_of_vjp(table).square().sum()
-
-    gradient = torch.func.grad(penalty)
+    gradient = torch.func.grad(lambda table: of_table(table) + backward_of_vjp(table).square().sum())
     run = torch.compile(gradient, backend="aot_eager", fullgraph=True) if compiled else gradient
     with pytest.raises(RuntimeError, match="attention_backward cannot be differentiated"):
         run(TABLE)
 
 
-def test_vmap_over_lengths_and_nothing() -> None:
-    """key_lengths and query_offset may be mapped over; no samples are an error that says so."""
-    query, key, value, table = (tensor.detach() for tensor in leaves())
+def test_vmap() -> None:
+    """Over any of the tensors, lengths and offsets, forward and backward: gradients of a table for each sample."""
+    vmap, many, tables = torch.func.vmap, *(torch.stack([each, -each, 2 * each]) for each in (QUERY, TABLE))
+    mapped = vmap(lambda q: out_of(q, KEY, VALUE, TABLE))(many)
+    assert_same("query", mapped, torch.stack([out_of(each, KEY, VALUE, TABLE) for each in many]))
+    both = vmap(lambda q, e: out_of(q, KEY, VALUE, e), in_dims=(1, 0))(many.transpose(0, 1), tables)
+    assert_same("both", both, torch.stack([out_of(q, KEY, VALUE, e) for q, e in zip(many, tables, strict=True)]))
+    wanting = tables.clone().requires_grad_()
+    ways = vmap(lambda e: out_of(QUERY, KEY, VALUE, e))(wanting), torch.stack([out_of(QUERY, KEY, VALUE, e) for e in wanting])
+    assert_same("outside", *(gradients(each.square().sum(), [wanting])[0] for each in ways))
+    gradient = torch.func.grad(lambda table, query: out_of(query, KEY, VALUE, table).square().sum())
+    per_sample = vmap(gradient, in_dims=(None, 0))(TABLE, many)
+    assert_same("per sample", per_sample, torch.stack([gradient(TABLE, each) for each in many]))
     lengths = torch.tensor([[10, 4], [7, 1], [0, 9]])
     for name in ("key_lengths", "query_offset"):
-        mapped = torch.func.vmap(lambda each, name=name: attend(query, key, value, table, **{name: each}))(lengths)
-        assert_same(name, mapped, torch.stack([attend(query, key, value, table, **{name: each}) for each in lengths]))
+
+        def run(each: torch.Tensor, name: str = name) -> torch.Tensor:
+            return out_of(QUERY, KEY, VALUE, TABLE, **{name: each})
+
+        assert_same(name, vmap(run)(lengths), torch.stack([run(each) for each in lengths]))
     with pytest.raises(ValueError, match="size 0"):
-        torch.func.vmap(lambda q: attend(q, key, value, table))(query.expand(0, *query.shape))
+        vmap(lambda q: out_of(q, KEY, VALUE, TABLE))(QUERY.expand(0, *QUERY.shape))
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
-def test_vmap_with_dropout_draws_anew(implementation: str) -> None:
-    query, key, value, table = (tensor.detach() for tensor in leaves())
-    many = query.expand(3, *query.shape)
-    run = partial(torch.func.vmap, lambda q: attend(q, key, value, table, dropout_p=0.5, implementation=implementation))
-    different = run(randomness="different")(many)
-    assert not torch.equal(different[0], different[1])
-    same = run(randomness="same")(many)
-    assert torch.equal(same[0], same[1])
+def test_dropout_under_vmap(implementation: str) -> None:
+    """randomness says whether samples drop alike."""
+    many = QUERY.expand(3, *QUERY.shape)
+    run = partial(torch.func.vmap, lambda q: out_of(q, KEY, VALUE, TABLE, dropout_p=0.5, implementation=implementation))
+    different, same = run(randomness="different")(many), run(randomness="same")(many)
+    assert not torch.equal(different[0], different[1]) and torch.equal(same[0], same[1])
     with pytest.raises(RuntimeError, match="randomness"):
         run(randomness="error")(many)
 
 
-def test_forward_mode() -> None:
-    """An error that names the implementation that has it; there, the derivative along a direction."""
-    query, key, value, table = (tensor.detach() for tensor in leaves())
-    with pytest.raises(NotImplementedError, match='implementation="reference" has them'):
-        torch.func.jvp(lambda e: attend(query, key, value, e), (table,), (table,))
-    dense: Any = partial(attend, query, key, value, implementation="reference")
-    tangent = torch.func.jvp(dense, (table,), (query[0, 0, :9],))[1]
-    # A central difference is off by the third derivative times the square of the step and by rounding, eps, over the step. Along
-    # this direction logits move by up to moved; derivatives of a mean by probabilities are powers of that times values.
-    step = torch.finfo(torch.float64).eps ** (1 / 3)
-    small = step * query[0, 0, :9]
-    moved = (query.abs() @ query[0, 0, :9].abs().mT).max() / query.shape[-1] ** 0.5
-    difference = attend(query, key, value, table + small) - attend(query, key, value, table - small)
-    allowance = step**2 * (1 + moved**3) * value.abs().max()
-    within("tangent", (tangent - difference / (2 * step)).abs(), allowance)
-
-
 def test_no_forward_mode_goes_unnoticed() -> None:
     """Tangents that the operator would drop are refused, wherever they come from: of any tensor, through vmap, in a backward."""
-    tensors = [tensor.detach() for tensor in leaves()]
-    refused = partial(pytest.raises, NotImplementedError, match="forward-mode")
+    tensors = [QUERY, KEY, VALUE, TABLE]
+    refused = partial(pytest.raises, NotImplementedError, match='implementation="reference" has them')
     for index, tensor in enumerate(tensors):
         with torch.no_grad(), forward_ad.dual_level(), refused():
-            attend(*tensors[:index], forward_ad.make_dual(tensor, tensor), *tensors[index + 1 :])
-    query, key, value, table = tensors
-
-    def of_table(table: torch.Tensor) -> torch.Tensor:
-        return attend(query, key, value, table)
-
-    for transform in (torch.func.jacfwd, torch.func.hessian):
+            out_of(*tensors[:index], forward_ad.make_dual(tensor, tensor), *tensors[index + 1 :])
+    of_tables, many = partial(out_of, QUERY, KEY, VALUE), torch.stack([TABLE, -TABLE])
+    for run in (
+        partial(torch.func.jvp, of_tables, (TABLE,), (TABLE,)),
+        partial(torch.func.jacfwd(of_table), TABLE),
+        partial(torch.func.hessian(of_table), TABLE),
+        partial(torch.func.vmap(partial(torch.func.jvp, of_tables)), (many,), (many,)),
+        partial(torch.func.jvp, torch.func.vmap(of_tables), (many,), (many,)),
+    ):
         with refused():
-            transform(lambda table: of_table(table).sum())(table)
-    many = torch.stack([table, -table])
-    with refused():
-        torch.func.vmap(partial(torch.func.jvp, of_table))((many,), (many,))
-    with refused():
-        torch.func.jvp(torch.func.vmap(of_table), (many,), (many,))
-    out = attend(query.requires_grad_(), key, value, table)
+            run()
+    query = QUERY.clone().requires_grad_()
+    out = out_of(query, KEY, VALUE, TABLE)
     with forward_ad.dual_level(), refused():
         torch.autograd.grad(out, query, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
-def test_flop_counter() -> None:
-    """As torch counts scaled_dot_product_attention, and a table's products: one forward, three backward."""
-    from torch.utils.flop_counter import FlopCounterMode
+def test_forward_mode_of_the_reference() -> None:
+    """The derivative along a direction, against a central difference, which is off by the third derivative times the square of
+    the step and by rounding, eps, over the step. Logits move by up to moved; derivatives of a mean by probabilities are powers of
+    that times values."""
+    step, direction = torch.finfo(torch.float64).eps ** (1 / 3), QUERY[0, 0, :9]
+    tangent = torch.func.jvp(partial(out_of, QUERY, KEY, VALUE, implementation="reference"), (TABLE,), (direction,))[1]
+    moved = (QUERY.abs() @ direction.abs().mT).max() / QUERY.shape[-1] ** 0.5
+    difference = out_of(QUERY, KEY, VALUE, TABLE + step * direction) - out_of(QUERY, KEY, VALUE, TABLE - step * direction)
+    within("tangent", (tangent - difference / (2 * step)).abs(), step**2 * (1 + moved**3) * VALUE.abs().max())
 
-    query, key, value, table = leaves(10, 14)
-    product = 2 * 2 * 2 * 10 * 14 * 8
-    of_table = 2 * 2 * 2 * 10 * 9 * 8
 
-    def count(run: Any) -> int:
-        with FlopCounterMode(display=False) as counter:
-            run()
-        return int(counter.get_total_flops())
+# Compilation and export.
 
-    sdpa = nn.functional.scaled_dot_product_attention
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert count(lambda: sdpa(query, key, value).sum().backward()) == 6 * product
-    assert count(lambda: attend(query, key, value)) == 2 * product
-    assert count(lambda: attend(query, key, value).sum().backward()) == 7 * product
-    assert count(lambda: attend(query, key, value, table)) == 2 * product + of_table
-    assert count(lambda: attend(query, key, value, table).sum().backward()) == 7 * product + 4 * of_table
-    of_keys = 2 * 2 * 2 * 14 * 9 * 8
-    assert count(lambda: attend(query, key, value, rel_p2c=table).sum().backward()) == 7 * product + 4 * of_keys
-    wide, values_table = torch.randn(2, 2, 14, 20, dtype=torch.float64), torch.randn(9, 20, dtype=torch.float64)
-    wider = product * 20 // 8
-    assert count(lambda: attend(query, key, wide).sum().backward()) == product + wider + 3 * product + 2 * wider
-    of_values = of_table * 20 // 8
-    assert count(lambda: attend(query, key, wide, rel_value=values_table)) == product + wider + of_values
-    packed, starts = torch.randn(12, 2, 8), torch.tensor([0, 4, 8, 12])
-    packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
-    assert count(lambda: fused_relative_attention_varlen(packed, packed, packed, **packing)) == 2 * 2 * 2 * 12 * 4 * 8
+MODULES: dict[str, Callable[[], RelativeMultiheadAttention]] = {
+    "shaw": lambda: RelativeMultiheadAttention.shaw(16, 2, 4, batch_first=True),
+    "transformer_xl": lambda: RelativeMultiheadAttention.transformer_xl(16, 2, batch_first=True),
+    "t5": lambda: RelativeMultiheadAttention.t5(16, 2, batch_first=True),
+    "alibi": lambda: RelativeMultiheadAttention.alibi(16, 2, batch_first=True),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str = "shaw") -> None:
+        super().__init__()
+        self.attention = MODULES[kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.attention(x, x, x, is_causal=True)[0]
+        return output
+
+
+def test_compiles_in_one_graph_for_all_lengths() -> None:
+    """fullgraph, forward and backward, of any strides; a second pair of lengths reuses the graph."""
+    counter = Compiled("aot_eager")
+    layer = partial(attend, positions=RelativePositions(-3, 3), is_causal=True, query_offset=2, implementation=None)
+    compiled, counts = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True), set()
+    for num_queries, num_keys in ((17, 19), (23, 29), (40, 31)):
+        inputs = make_inputs(2, 3, num_queries, num_keys, 8, 5, num_rows=7, dtype=torch.float64, seed=0)
+        leaves = list(leaves_of(inputs._replace(query=in_memory_order(inputs.query, 0, 2, 1, 3))).values())
+        pairs = compiled(*leaves), layer(*leaves)
+        # Floats that the caller leaves at their default may take torch.compile two attempts at the first graph.
+        counts.add(counter.frame_count)
+        found, expected = ((*pair, *torch.autograd.grad(pair, leaves, (inputs.d_out, inputs.d_lse))) for pair in pairs)
+        assert all(map(torch.equal, found, expected))
+    assert len(counts) == 1, "other lengths were compiled again"
+
+
+EVERYTHING: Options = {"dropout_p": 0.3, "softcap": 4.0, "window_size": (5, 6), "enable_gqa": True, "rel_scale": 0.3}
+PADDED: Options = {"attn_mask": torch.arange(13) != 4, "query_offset": torch.tensor([2]), "key_lengths": torch.tensor([12])}
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_compiles_with_everything(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fullgraph, forward and backward, with every tensor; dropout draws from the generator as it does uncompiled."""
+    options = {**EVERYTHING, **(PACKING if kind == "packed" else PADDED)}
+    monkeypatch.setitem(CASES, kind, case(1, **ALL_TERMS, value_width=5, key_heads=2, dtype=torch.float64, options=options))
+    function, leaves, _, options = call_of(kind)
+
+    def layer(tensors: dict[str, torch.Tensor]) -> Any:
+        return function(**tensors, **options)
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        out, lse = run(leaves)
+        assert out.any() and (lse != -torch.inf).any()
+        loss = out.square().sum() + lse[lse != -torch.inf].sum()
+        results.append([out, lse, *gradients(loss, list(leaves.values()))])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_compiles_where_nothing_requires_a_gradient(guard: Any) -> None:
+    """Positions that a window covers do not read the values of query_offset."""
+    tensors = [each.detach() for each in four(5, 6)]
+    options: Options = {"positions": RelativePositions(-4, 4, "error"), "query_offset": torch.tensor([1, 0])}
+    layer = partial(attend, **options, window_size=(4, 4))
+    with guard():
+        assert all(map(torch.equal, torch.compile(layer, fullgraph=True, backend="aot_eager")(*tensors), layer(*tensors)))
+
+
+@pytest.mark.parametrize("name", ["query_offset", "window_size"])
+def test_compiles_once_for_all_values(name: str) -> None:
+    """Integers that change from call to call become symbols at the second value."""
+    counter, tensors = Compiled("eager"), four(4, 20)
+    compiled = torch.compile(out_of, backend=counter, fullgraph=True)
+    for value in (3, 5, 9, 12, 7):
+        options: Options = {name: value if name == "query_offset" else (value, -1)}
+        assert_same(name, compiled(*tensors, **options), out_of(*tensors, **options))
+    assert counter.frame_count <= 2
+
+
+def test_compiles_once_for_numbers_that_follow_from_lengths() -> None:
+    """query_offset, window_size and max_seqlen of symbolic shapes: no message shows them, which would fix their values."""
+
+    def layer(query: torch.Tensor, key: torch.Tensor) -> Any:
+        offset, length = key.shape[2] - query.shape[2], key.shape[2]
+        out = out_of(query, key, key, is_causal=True, query_offset=offset, window_size=(offset + 3, -1))
+        packed, starts = key[0].transpose(0, 1), torch.stack((torch.zeros(()), torch.tensor(length))).int()
+        packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+        return out, fused_relative_attention_varlen(packed, packed, packed, **packing)
+
+    counter = Compiled("eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for lengths in ((5, 9), (6, 13), (8, 33)):
+        query, key = (torch.randn(1, 2, each, 8) for each in lengths)
+        assert all(map(torch.equal, compiled(query, key), layer(query, key)))
+    assert counter.frame_count == 1
+
+
+def of_values(query: torch.Tensor, starts: torch.Tensor) -> Any:
+    """A packed and a padded call with numbers that the program reads from a tensor."""
+    lengths, padded = starts.diff(), query.transpose(0, 1)[None]
+    longest, packing = lengths.max().item(), {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    packed = attend_varlen(query, query, query, **packing, max_seqlen_q=longest, max_seqlen_k=longest)[0]
+    return packed, attend(padded, padded, padded, window_size=(longest, -1), query_offset=lengths[0].item())[0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_compiles_once_for_numbers_from_tensors(backend: str) -> None:
+    """fullgraph, and checked when it runs."""
+    query, counter = torch.randn(12, 2, 8, dtype=torch.float64), Compiled(backend)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(of_values, fullgraph=True, backend=counter)
+        for first in (5, 4, 12):
+            starts = torch.tensor([0, first, 12])
+            for one, other in zip(compiled(query, starts), of_values(query, starts), strict=True):
+                assert_same("out", one, other)
+        assert counter.frame_count == 1
+        with pytest.raises(RuntimeError, match="u0"):
+            compiled(query, torch.tensor([0, -1, -2]))
+
+
+def test_a_doubtful_step_compiles_as_any_other() -> None:
+    """One graph for a causal call without query_offset, which no warning breaks, and the same result as with an offset of 0."""
+    forget_warnings()
+    query, *others = (each.detach() for each in four(4, 20))
+    expected = out_of(query, *others, is_causal=True, query_offset=0)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        counter = Compiled("eager")
+        compiled = torch.compile(out_of, backend=counter, fullgraph=True, dynamic=dynamic)
+        for _ in range(3):
+            assert_same("default", compiled(query, *others, is_causal=True), expected)
+        assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_compile_once_for_all_lengths(kind: str) -> None:
+    """One graph each for the first length and for all others; gradients of all parameters."""
+    model, counter = Model(kind), Compiled("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for length in (10, 17, 33):
+        x = torch.randn(2, length, 16)
+        outputs = compiled(x), model(x)
+        assert_near("output", *outputs)
+        assert_gradients_near(*(gradients(each.sum(), model) for each in outputs))
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-@pytest.mark.parametrize("first", ["triton_relattn", "torch.utils.flop_counter"])
-def test_flop_counter_whatever_is_imported_first(first: str, mode: str) -> None:
-    """The first call is counted, and our import alone brings in neither the counter nor triton nor what compiles."""
-    program = f"""
-import sys, torch, {first}
-import triton_relattn
-if {first!r} == "triton_relattn":
-    assert not sys.modules.keys() & {{"torch.utils.flop_counter", "triton", "torch._dynamo", "torch.distributed.tensor"}}
-from torch.utils.flop_counter import FlopCounterMode
-query = torch.zeros(1, 1, 4, 8)
-with torch.{mode}(), FlopCounterMode(display=False) as counter:
-    triton_relattn.fused_relative_attention(query, query, query)
-assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.thorough
-def test_flop_counter_of_an_exported_call(tmp_path: Path) -> None:
-    """A program that calls the operator, and none of our functions, is counted."""
-    query = torch.zeros(1, 1, 4, 8)
-
-    class Attend(nn.Module):
-        def forward(self, query: torch.Tensor) -> torch.Tensor:
-            return attend(query, query, query)
-
-    torch.export.save(torch.export.export(Attend(), (query,)), tmp_path / "attend.pt2")
-    program = f"""
-import torch, triton_relattn
-from torch.utils.flop_counter import FlopCounterMode
-attend = torch.export.load({str(tmp_path / "attend.pt2")!r}).module()
-with FlopCounterMode(display=False) as counter:
-    attend(torch.zeros(1, 1, 4, 8))
-assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_a_changed_input_is_noticed(index: int) -> None:
-    """Written to between forward and backward: torch's error, not a wrong gradient."""
-    tensors = leaves()
-    copies = [tensor.clone() for tensor in tensors]
-    out = attend(*copies)
-    with torch.no_grad():
-        copies[index].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("outside", [False, True], ids=["backward_within", "backward_outside"])
-def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
-    """float32 tensors become bfloat16 and gradients come back in float32; float64 stays; a bias by distance stays float32."""
-    tensors = leaves(dtype=torch.float32)
-    bias = torch.randn(9, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attend(*tensors, rel_bias=bias)
-        mixed = attend(tensors[0].bfloat16(), *tensors[1:], rel_bias=bias)
-        packed: Any = tuple(tensor[0].transpose(0, 1) for tensor in tensors[:3])
-        starts = torch.tensor([0, 10])
-        packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 10, "max_seqlen_k": 10}
-        varlen: Any = fused_relative_attention_varlen
-        of_packed = varlen(*packed, tensors[3], rel_bias=bias, **packing)
-        if not outside:
-            gradients = torch.autograd.grad(out.sum(), (*tensors, bias))
-    if outside:
-        gradients = torch.autograd.grad(out.sum(), (*tensors, bias))
-    low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
-    expected = attend(*low, rel_bias=bias)
-    assert out.dtype == mixed.dtype == of_packed.dtype == torch.bfloat16
-    assert torch.equal(out, expected) and torch.equal(mixed, expected) and torch.equal(of_packed.transpose(0, 1), expected[0])
-    exact = torch.autograd.grad(expected.sum(), (*low, bias))
-    for gradient, other in zip(gradients, exact, strict=True):
-        assert gradient.dtype == torch.float32 and torch.equal(gradient, other.float())
-    half = [tensor.detach().half() for tensor in tensors]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attend(*half, rel_bias=bias.half(), attn_mask=torch.zeros(10, dtype=torch.float16)).dtype == torch.bfloat16
-        assert attend(*leaves()).dtype == torch.float64
-        with torch.autocast("cpu", enabled=False):
-            assert attend(*tensors).dtype == torch.float32
-
-
-def test_dtypes_do_not_mix_outside_autocast() -> None:
-    tensors = leaves(dtype=torch.float32)
-    with pytest.raises(TypeError, match="query's dtype"):
-        attend(tensors[0].bfloat16(), *tensors[1:], positions=RelativePositions(-4, 4))
+def test_a_training_step_by_inductor() -> None:
+    model, x = Model(), torch.randn(2, 10, 16)
+    compiled = torch.compile(model, backend="inductor", fullgraph=True)
+    assert_gradients_near(*(gradients(each(x).sum(), model) for each in (compiled, model)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_under_autocast(dynamic: bool) -> None:
     """The same bits as without compilation, forward and backward."""
-    torch._dynamo.reset()
-    tensors = leaves(dtype=torch.float32)
+    tensors = four(dtype=torch.float32)
 
-    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return attend(*tensors, is_causal=True)
+            return out_of(*tensors, is_causal=True)
 
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    out, expected = compiled(*tensors), loss(*tensors)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
-    for ours, exact in zip(torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True):
-        assert torch.equal(ours, exact)
+    results = [run(*tensors) for run in (torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic), layer)]
+    assert results[0].dtype == torch.bfloat16 and torch.equal(*results)
+    assert all(map(torch.equal, *(gradients(each.sum(), tensors) for each in results)))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_training_step_of_a_module(backend: str) -> None:
-    """A module with dropout off, fullgraph, gradients of all parameters."""
-    torch._dynamo.reset()
-    model, x = Model(), torch.randn(2, 10, 16)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    assert_gradients_near(*(torch.autograd.grad(each(x).sum(), tuple(model.parameters())) for each in (compiled, model)))
+@pytest.mark.parametrize(
+    ("kind", "strict"), [("shaw", False), ("shaw", True), ("transformer_xl", False), ("t5", False), ("alibi", False)]
+)
+def test_export(kind: str, strict: bool) -> None:
+    """One program for all batch sizes and lengths, in which the operator is one node."""
+    model = Model(kind).eval()
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
+    program = torch.export.export(model, (torch.randn(2, 10, 16),), dynamic_shapes=({**dims},), strict=strict)
+    assert [node.target for node in program.graph.nodes].count(FORWARD) == 1
+    for batch, length in ((2, 10), (3, 17), (1, 40)):
+        x = torch.randn(batch, length, 16)
+        assert_near("module", program.module()(x), model(x))
+
+
+class OfValues(nn.Module):
+    def forward(self, query: torch.Tensor, starts: torch.Tensor) -> Any:
+        return of_values(query, starts)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["not_strict", "strict"])
+def test_exports_with_numbers_from_tensors(strict: bool) -> None:
+    query = torch.randn(12, 2, 8, dtype=torch.float64)
+    program = torch.export.export(OfValues(), (query, torch.tensor([0, 5, 12])), strict=strict)
+    for first in (5, 2):
+        starts = torch.tensor([0, first, 12])
+        for one, other in zip(program.module()(query, starts), of_values(query, starts), strict=True):
+            assert_same("out", one, other)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_ahead_of_time_compilation(tmp_path: Path) -> None:
+    """torch.export to AOTInductor: one package for all lengths."""
+    model, length = Model().eval(), torch.export.Dim("length", min=2, max=512)
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(1, 40, 16),), dynamic_shapes=({1: length},))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+        compiled = torch._inductor.aoti_load_package(package)
+        for size in (40, 129):
+            x = torch.randn(1, size, 16)
+            assert_near("the compiled program", compiled(x), model(x))
 
 
 def test_traced_calls_are_refused() -> None:
     """torch.jit.trace would give the positions of the traced length to every other, and only warn."""
-    query, table = torch.randn(1, 2, 10, 16), torch.randn(19, 16)
     with pytest.raises(NotImplementedError, match="would keep the positions of this call"):
-        torch.jit.trace(lambda x: fused_relative_attention(x, x, x, table), query)
+        torch.jit.trace(lambda x: out_of(x, x, x, torch.randn(19, 16)), torch.randn(1, 2, 10, 16))
     with pytest.raises(NotImplementedError, match=r"disable\(model\)"):
         torch.jit.trace(Model(), torch.randn(2, 10, 16))
+
+
+# Autocast, checkpointing, FLOPs.
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["backward_within", "backward_outside"])
+def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
+    """float32 tensors become bfloat16 and gradients come back in float32; float64 stays; a bias by distance stays float32."""
+    tensors, bias, starts = four(dtype=torch.float32), torch.randn(9, requires_grad=True), torch.tensor([0, 10])
+    packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 10, "max_seqlen_k": 10}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = out_of(*tensors, rel_bias=bias)
+        mixed = out_of(tensors[0].bfloat16(), *tensors[1:], rel_bias=bias)
+        packed: Any = [tensor[0].transpose(0, 1) for tensor in tensors[:3]]
+        of_packed = attend_varlen(*packed, tensors[3], rel_bias=bias, **packing, implementation=None)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+            found = gradients(out.sum(), (*tensors, bias))
+        half = [tensor.detach().half() for tensor in tensors]
+        assert out_of(*half, rel_bias=bias.half(), attn_mask=torch.zeros(10, dtype=torch.float16)).dtype == torch.bfloat16
+        assert out_of(*four()).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert out_of(*tensors).dtype == torch.float32
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
+    expected = out_of(*low, rel_bias=bias)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+    assert torch.equal(mixed, expected) and torch.equal(of_packed.transpose(0, 1), expected[0])
+    for gradient, other in zip(found, gradients(expected.sum(), (*low, bias)), strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, other.float())
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+def test_autocast_does_not_change_the_precision(implementation: str) -> None:
+    """Scores and sums, forward and backward, with every term: inputs that are in autocast's dtype give the same bits."""
+    inputs = make_inputs(1, 4, 9, 13, 8, 5, num_rows=7, key_heads=2, dtype=torch.bfloat16, seed=0, **ALL_TERMS)
+    results = []
+    for enabled in (False, True):
+        leaves = leaves_of(inputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            pair = attend(**leaves, softcap=4.0, enable_gqa=True, implementation=implementation)
+            results.append((*pair, *torch.autograd.grad(pair, list(leaves.values()), (inputs.d_out, inputs.d_lse))))
+    assert all(map(torch.equal, *results))
+
+
+def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator == FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "selective"])
+def test_activation_checkpointing(kind: str, dropout_p: float) -> None:
+    """The same results and gradients, dropout included; a selective policy that saves the operator does not run it again."""
+
+    def block(*tensors: torch.Tensor) -> torch.Tensor:
+        return out_of(*(tensor.sin() for tensor in tensors), dropout_p=dropout_p).cos()
+
+    options: Options = {"use_reentrant": kind == "reentrant"}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, save_attention)
+    results = []
+    for run in (block, partial(checkpoint, block, **options)):
+        torch.manual_seed(1)
+        tensors = four()
+        with Recorded() as recorded:
+            out = run(*tensors)
+            out.square().sum().backward()
+        results.append([out, *(tensor.grad for tensor in tensors)])
+    assert [function for function, _ in recorded.calls].count(FORWARD) == (1 if kind == "selective" else 2)
+    assert all(map(torch.equal, *results))
+
+
+def flops(run: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def test_flop_counter() -> None:
+    """As torch counts scaled_dot_product_attention, and a table's products: one forward, three backward."""
+    query, key, value, table = four(10, 14)
+    product, of_queries, of_keys = (2 * 2 * 2 * pairs * 8 for pairs in (10 * 14, 10 * 9, 14 * 9))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        sdpa = nn.functional.scaled_dot_product_attention
+        assert flops(lambda: sdpa(query, key, value).sum().backward()) == 6 * product
+    assert flops(lambda: out_of(query, key, value)) == 2 * product
+    assert flops(lambda: out_of(query, key, value).sum().backward()) == 7 * product
+    assert flops(lambda: out_of(query, key, value, table)) == 2 * product + of_queries
+    assert flops(lambda: out_of(query, key, value, table).sum().backward()) == 7 * product + 4 * of_queries
+    assert flops(lambda: out_of(query, key, value, rel_p2c=table).sum().backward()) == 7 * product + 4 * of_keys
+    wide, of_values, wider = torch.randn(2, 2, 14, 20).double(), torch.randn(9, 20).double(), product * 20 // 8
+    assert flops(lambda: out_of(query, key, wide).sum().backward()) == 4 * product + 3 * wider
+    assert flops(lambda: out_of(query, key, wide, rel_value=of_values)) == product + wider + of_queries * 20 // 8
+    packed, starts = torch.randn(12, 2, 8), torch.tensor([0, 4, 8, 12])
+    packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    assert flops(lambda: attend_varlen(packed, packed, packed, **packing)) == 2 * 2 * 2 * 12 * 4 * 8
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", ["triton_relattn", "torch.utils.flop_counter", "exported"])
+def test_flop_counter_whatever_is_imported_first(program: str, tmp_path: Path) -> None:
+    """The first call is counted, also that of an exported program, and our import alone brings in nothing heavy."""
+    text = "import torch, triton_relattn\nattend = triton_relattn.fused_relative_attention\n"
+    if program == "triton_relattn":
+        text += 'import sys\nassert not sys.modules.keys() & {"torch.utils.flop_counter", "triton", "torch._dynamo"}\n'
+        text += 'assert "torch.distributed.tensor" not in sys.modules\n'
+    elif program == "exported":
+
+        class Attend(nn.Module):
+            def forward(self, query: torch.Tensor) -> torch.Tensor:
+                return out_of(query, query, query)
+
+        torch.export.save(torch.export.export(Attend(), (torch.zeros(1, 1, 4, 8),)), tmp_path / "attend.pt2")
+        text += f"run = torch.export.load({str(tmp_path / 'attend.pt2')!r}).module()\nattend = lambda q, *_: run(q)\n"
+    else:
+        text = f"import {program}\n{text}"
+    text += """
+from torch.utils.flop_counter import FlopCounterMode
+query = torch.zeros(1, 1, 4, 8)
+for mode in (torch.no_grad, torch.inference_mode):
+    with mode(), FlopCounterMode(display=False) as counter:
+        attend(query, query, query)
+    assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
+"""
+    subprocess.run([sys.executable, "-c", text], check=True)
+
+
+# Jagged nested tensors.
+
+
+def jagged(width: int, seed: int, lengths: tuple[int, ...] = (5, 9, 1)) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A nested tensor (B, H, N, D), and its sequences (H, N, D), as leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(each, 2, width, generator=generator, dtype=torch.float64).requires_grad_() for each in lengths]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2), parts
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_sequences_are_computed_one_by_one(causal: bool) -> None:
+    """out, lse and all gradients."""
+    table = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+    (query, queries), (key, keys), (value, values) = jagged(8, 1), jagged(8, 2), jagged(6, 3)
+    leaves, options = [*queries, *keys, *values, table], {"is_causal": causal, "positions": RelativePositions(-4, 4)}
+    out, lse = fused_relative_attention(query, key, value, table, return_lse=True, **options)  # type: ignore[call-overload]
+    assert out.is_nested and out.shape[0] == 3 and out.shape[3] == 6
+    found = gradients(torch.cat([each.flatten() for each in out.transpose(1, 2).unbind()]).square().sum(), leaves)
+    total = torch.zeros((), dtype=torch.float64)
+    for number, parts in enumerate(zip(queries, keys, values, strict=True)):
+        expected, expected_lse = attend(*(each.transpose(0, 1)[None] for each in parts), table, **options)
+        assert_near("out", out.transpose(1, 2).unbind()[number], expected[0].transpose(0, 1))
+        assert_near("lse", lse.transpose(1, 2).unbind()[number], expected_lse[0].T)
+        total = total + expected.square().sum()
+    assert_gradients_near(found, gradients(total, leaves))
+
+
+def test_nested_tensors_that_are_refused() -> None:
+    """Some that are not nested, lengths that differ by tensor, and holes between sequences: rows of others would be taken."""
+    (query, _), (other, _), (same, _) = jagged(8, 1), jagged(8, 2, (9, 5, 1)), jagged(8, 3)
+    table, plain = torch.randn(9, 8, dtype=torch.float64), torch.randn(3, 2, 9, 8, dtype=torch.float64)
+    fused_relative_attention(query, query, same, table, rel_query=same)
+    cache, lengths = torch.randn(2, 6, 2, 8, dtype=torch.float64), torch.tensor([3, 6])
+    holes = torch.nested.narrow(cache, 1, torch.zeros(2, dtype=torch.int64), lengths, layout=torch.jagged)
+    wrong: list[tuple[Sequence[torch.Tensor], Options, type[Exception], str]] = [
+        ((query, plain, query), {}, TypeError, "key must be jagged as query is"),
+        ((query.transpose(1, 2), query, query), {}, TypeError, "query must be jagged as query is"),
+        ((query, query, query), {"key_lengths": torch.tensor([1, 1, 1])}, TypeError, "no attn_mask and no key_lengths"),
+        ((query, query, other), {}, ValueError, r"value's sequences must be as long as key's, got \[9, 5, 1\] and \[5, 9, 1\]"),
+        ((query, query, query), {"rel_query": other}, ValueError, "rel_query's sequences must be as long as query's"),
+        ((holes.transpose(1, 2), query, query), {}, ValueError, "query has holes between its sequences"),
+    ]
+    for tensors, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            out_of(*tensors, table, **options)
