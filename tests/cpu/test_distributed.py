@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Tensors, Options]] = {
     "causal": ({**operands(), "rel_key": normal(23, WIDTH)}, {"positions": RelativePositions(-22, 0), **CAUSAL}),
     "terms": ({**operands(), **terms()}, {"positions": SHORT, "softcap": 3.0, "scale": 0.7, "rel_scale": -0.4}),
     "window": ({**operands(), **terms()}, {"positions": BEYOND, "window_size": (5, 2)}),
-    "future": ({**operands(), **terms()}, {"positions": BEYOND, "window_size": (-1, 3)}),
+    "future": ({**operands(), **terms()}, {"positions": BEYOND, "window_size": (-1, 6)}),
     "shared_keys": ({**operands(key_heads=4), "rel_bias": normal(9)}, {"enable_gqa": True, **CAUSAL}),
     "padded": ({**operands(), **terms()}, {"key_lengths": torch.tensor([17, 3]), "positions": SHORT}),
     "offsets": ({**operands(), "rel_key": normal(9, WIDTH)}, {"query_offset": torch.tensor([-4, 9]), **CAUSAL}),
@@ -118,7 +118,7 @@ SPREAD: tuple[tuple[int, str, str, Sequence[str]], ...] = (
     (4, "all_to_all", "zigzag", ("causal", "terms", "key_mask", "dropout", "packed")),
     (3, "all_to_all", "contiguous", ("terms", "other_keys", "low_key_mask", "packed_causal")),
     (1, "all_to_all", "zigzag", ("terms", "packed")),
-    (4, "ring", "contiguous", ("window", "mask", "dropout", "packed")),
+    (4, "ring", "contiguous", ("window", "future", "mask", "dropout", "packed")),
 )
 """What every run of the tests does. Full masks and numbers of heads that ranks do not divide are for the ring alone."""
 RING: tuple[tuple[int, str, str, Sequence[str]], ...] = (

@@ -58,7 +58,7 @@ def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, i
         logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
     elif kind in ("music_transformer", "general"):
         key_table = state["encoding.rel_key.weight"].expand(HEADS, -1, -1)
-        row = (r + LENGTH - 1).clamp(max=key_table.shape[1] - 1)
+        row = (r + LENGTH - 1).clamp(max=2 * LENGTH - 2 if kind == "general" else LENGTH - 1)  # the future of the other is hidden
         logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
     elif kind == "transformer_xl":
         sinusoids = tables.sinusoids(1 - length, length - 1, WIDTH, dtype=torch.float64)

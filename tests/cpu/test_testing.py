@@ -62,11 +62,12 @@ def test_shapes() -> None:
 
 def test_different_strides() -> None:
     """The same numbers, no two tensors laid out alike, NaN between them; or the order in memory that is asked for."""
-    inputs = inputs_of(torch.bfloat16)
-    strided = with_different_strides(inputs)
-    for name, tensor in strided._asdict().items():
-        assert torch.equal(tensor, getattr(inputs, name)) and not tensor.is_contiguous() and tensor.storage_offset() > 0
-        assert torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().any()
+    for per_head in (False, True):
+        inputs = inputs_of(torch.bfloat16, per_head=per_head)
+        strided = with_different_strides(inputs)
+        for name, tensor in strided._asdict().items():
+            assert torch.equal(tensor, getattr(inputs, name)) and not tensor.is_contiguous() and tensor.storage_offset() > 0
+            assert torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().any()
     five = (strided.query, strided.key, strided.value, strided.d_out, strided.terms()["rel_query"])
     assert len({tuple(torch.tensor(each.stride()).argsort(descending=True).tolist()) for each in five}) == 5
     tables = strided.rel_key, strided.terms()["rel_value"], strided.terms()["rel_p2c"]
@@ -89,7 +90,7 @@ def test_a_budget_passes_and_fails_at_its_edge() -> None:
     with pytest.raises(AssertionError, match="exceeds the budget"):
         assert_within_budget("out", GOLDEN.half() + (3 * unit * third).half(), GOLDEN, GOLDEN, factor=2, exact_reference=True)
     assert_within_budget("lse", GOLDEN - BLIND, GOLDEN - BLIND, REFERENCE - BLIND, factor=2)
-    with pytest.raises(AssertionError, match=r"lse: error .* worst at \(2,\)|lse: error .* worst at \(0,\)"):
+    with pytest.raises(AssertionError, match=r"lse: error .* worst at \(0,\)"):
         assert_within_budget("lse", GOLDEN + third.flip(0) - BLIND, GOLDEN - BLIND, REFERENCE - BLIND, factor=2)
 
 
