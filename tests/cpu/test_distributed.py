@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Tensors, Options]] = {
     "full": ({**operands(), "rel_key": normal(45, WIDTH)}, {}),
     "causal": ({**operands(), "rel_key": normal(23, WIDTH)}, {"positions": RelativePositions(-22, 0), **CAUSAL}),
     "terms": ({**operands(), **terms()}, {"positions": SHORT, "softcap": 3.0, "scale": 0.7, "rel_scale": -0.4}),
-    "window": ({**operands(), **terms()}, {"positions": BEYOND, "window_size": (5, 2)}),
+    "window": ({**operands(), **terms()}, {"positions": BEYOND, "window_size": (5, 0)}),
     "future": ({**operands(), **terms()}, {"positions": BEYOND, "window_size": (-1, 6)}),
     "shared_keys": ({**operands(key_heads=4), "rel_bias": normal(9)}, {"enable_gqa": True, **CAUSAL}),
     "padded": ({**operands(), **terms()}, {"key_lengths": torch.tensor([17, 3]), "positions": SHORT}),
