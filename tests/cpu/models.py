@@ -16,14 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import families
 from bench.families import FAMILIES
 from tests.tolerance import assert_near
-from triton_relattn._core.dropout import keep_scale
-from triton_relattn.integrations.proof import counted
 from triton_relattn.integrations.transformers import disable, enable
-from triton_relattn.integrations.transformers.small.cases import LENGTH as LENGTH
-from triton_relattn.integrations.transformers.small.cases import SHARPER
 from triton_relattn.testing import dropout_mask
 
-PADDED = [LENGTH, 22]
+LENGTH = 37
+"""Frames, or tokens: no width of the small models, no multiple of a chunk, more than all windows and tables."""
+WHOLE, PADDED = [LENGTH, LENGTH], [LENGTH, 22]
+SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
+"""What makes a family's attention easier to get wrong: a limit of the logits that is felt."""
+T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 Results = dict[str, torch.Tensor]
 
 
@@ -32,6 +34,15 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
     return in_dtype(varied(model), dtype)
+
+
+def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A small model of a family with a head for tokens, which never ends a text."""
+    family = FAMILIES[name]
+    assert family.writer
+    model = build(name, dtype, make=family.find(family.writer), **changes)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    return model
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
@@ -56,18 +67,21 @@ def varied(model: nn.Module) -> Any:
 def arguments(name: str, model: nn.Module, lengths: list[int], length: int = LENGTH) -> dict[str, Any]:
     """Return arguments for the model's forward, in the dtype of its parameters."""
     torch.manual_seed(1)
-    made = FAMILIES[name].make(model, length, lengths)
-    dtype = next(model.parameters()).dtype
-    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in made.items()}
+    return in_precision(FAMILIES[name].make(model, length, lengths), next(model.parameters()).dtype)
+
+
+def in_precision(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in given.items()}
 
 
 def real(lengths: list[int], length: int = LENGTH) -> torch.Tensor:
-    """(B, length, 1), 1 where there is no padding."""
+    """(B, length, 1), True where there is no padding."""
     return (torch.arange(length) < torch.tensor(lengths)[:, None])[..., None]
 
 
-T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
-CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
+def padding_first(count: int, length: int = LENGTH) -> torch.Tensor:
+    """(2, length), 0 of the first tokens of the first sequence."""
+    return (torch.arange(length) >= torch.tensor([[count], [0]])).long()
 
 
 def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
@@ -78,6 +92,15 @@ def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
     return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
 
 
+def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """An output (B, frames, C), zero where nothing counts. A frame may stand for several positions; it counts if they all do."""
+    if counts is None:
+        return out
+    size = -(-counts.shape[1] // out.shape[1])
+    padded = nn.functional.pad(counts, (0, 0, 0, out.shape[1] * size - counts.shape[1]))
+    return out.where(padded.unflatten(1, (out.shape[1], size)).all(2), 0.0)
+
+
 def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
     return families.output(model(**copies))
@@ -86,23 +109,6 @@ def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
 def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
         return forward(model, given)
-
-
-class _Seen(TorchDispatchMode):
-    """Whether the operator ran."""
-
-    operator = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operator |= "triton_relattn" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether its forward does. That may compute the stock model's numbers, bit for bit."""
-    with _Seen() as seen:
-        output(model, given)
-    return seen.operator
 
 
 class Sizes(TorchDispatchMode):
@@ -121,28 +127,44 @@ class Sizes(TorchDispatchMode):
             self.shapes += [tuple(tensor.shape) for tensor in each if isinstance(tensor, torch.Tensor)]
         return made
 
+    @property
+    def ours(self) -> bool:
+        """Whether the operator ran. That may compute the stock model's numbers, bit for bit."""
+        return any("triton_relattn" in each for each in self.operators)
 
-def is_square(shape: tuple[int, ...], length: int) -> bool:
-    return sum(each >= length - 1 for each in shape) > 1
+    def squares(self, length: int) -> list[tuple[int, ...]]:
+        return [shape for shape in self.shapes if sum(each >= length - 1 for each in shape) > 1]
+
+
+def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
+    with Sizes() as seen:
+        output(model, given)
+    return seen.ours
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
-    """The output and the gradients of all parameters for a random gradient of the output, both zero where nothing counts."""
+    """The output, and the gradients of all parameters and of inputs that are numbers, for a random gradient of the output; both
+    are zero where nothing counts."""
     model.zero_grad()
     torch.manual_seed(seed)
     np.random.seed(seed)
-    out = forward(model, given)
+    numbers = {key: each for key, each in given.items() if isinstance(each, torch.Tensor) and each.is_floating_point()}
+    inputs = {key: each.clone().requires_grad_() for key, each in numbers.items() if "mask" not in key}
+    out = forward(model, {**given, **inputs})
     d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
     out.backward(counted(d_out, counts))
-    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    leaves = {**{f"input {key}": each for key, each in inputs.items()}, **dict(model.named_parameters())}
+    gradients = {name: each.grad.clone() for name, each in leaves.items() if each.grad is not None}
     return {"out": counted(out.detach(), counts), **gradients}
 
 
 def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:
-    """Results of the enabled model and of the stock one, which it is again afterwards."""
+    """Results of the enabled model, which runs the operator, and of the stock one, which it is again afterwards."""
     stock = results(model, given, counts)
     assert enable(model)
-    ours = results(model, given, counts)
+    with Sizes() as seen:
+        ours = results(model, given, counts)
+    assert seen.ours
     disable(model)
     return ours, stock
 
@@ -198,7 +220,7 @@ def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
         probabilities = states if states.dim() == 4 else states.unflatten(0, (-1, heads))
         batch, _, queries, keys = probabilities.shape
         keep = [dropout_mask(each, heads, queries, keys, p) for each in ([1] * batch if one_by_one else [batch])]
-        return (probabilities * torch.cat(keep) * keep_scale(p)).view_as(states)
+        return (probabilities * torch.cat(keep) / (1 - p)).view_as(states)
 
     def attend(
         query: torch.Tensor,

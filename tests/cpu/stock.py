@@ -285,6 +285,18 @@ class Block(nn.Module):
         return x + self.attention(self.norm(x))
 
 
+class Adapter(nn.Module):
+    """A linear layer with a correction of low rank, as adapters have it."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
 def refusal(model: nn.Module) -> str:
     """Return why nothing of a model is enabled, in one line."""
     with pytest.raises(RuntimeError, match="was enabled, and it is as it was") as caught:

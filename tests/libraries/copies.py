@@ -14,8 +14,9 @@ from torch import nn
 
 from tests.libraries.standins import absent, bare
 
-LENGTH = 29
-REAL = torch.arange(LENGTH) < torch.tensor([LENGTH, 17])[:, None]
+LENGTH = 363
+"""Two sequences of it have 2**19 scores in two heads, from which on a CPU uses the operator; two grids of 32 x 32 have 2**22."""
+REAL = torch.arange(LENGTH) < torch.tensor([LENGTH, 200])[:, None]
 """Positions of two sequences that are no padding."""
 
 
@@ -121,7 +122,7 @@ def borzoi(**settings: Any) -> nn.Module:
 
 VITS = {"hidden_channels": 16, "filter_channels": 24, "n_heads": 2, "n_layers": 2, "kernel_size": 3, "window_size": 3}
 VITS_USUAL = {"hidden_channels": 192, "filter_channels": 768, "n_heads": 2, "n_layers": 6, "kernel_size": 3}
-SAM = {"img_size": 28, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True, "window_size": 3}
+SAM = {"img_size": 128, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True, "window_size": 3}
 SAM_USUAL = {"use_rel_pos": True, "window_size": 14, "global_attn_indexes": (2, 5, 8, 11)}
 GENES = {"dim": 1536, "heads": 8, "dim_key": 64, "dim_value": 192}
 
@@ -141,7 +142,7 @@ def frames_and_mask_first() -> tuple[Any, ...]:
 
 
 def image() -> tuple[Any, ...]:
-    return (states(2, 3, 28, 28),)
+    return (states(2, 3, 128, 128),)
 
 
 OF_SPEECH = REAL[:, None]
@@ -182,7 +183,7 @@ COPIES = (
         "cellpose",
         cellpose,
         {"embed_dim": 16, "depth": 2, "num_heads": 2, "window_size": 14, "global_attn_indexes": (1,)},
-        lambda: (states(1, 3, 256, 256),),
+        lambda: (states(2, 3, 256, 256),),
         {"embed_dim": 1024, "depth": 2, "num_heads": 16, "window_size": 14, "global_attn_indexes": (1,)},
         at=1024,
     ),

@@ -14,7 +14,6 @@ from torch import nn
 from tests.cpu.models import varied
 from tests.libraries.standins import absent, bare
 from triton_relattn.integrations.espnet import small as of_espnet
-from triton_relattn.integrations.fairseq2 import small as of_fairseq2
 from triton_relattn.integrations.nemo import small as of_nemo
 from triton_relattn.integrations.small import HEADS as HEADS
 from triton_relattn.integrations.small import WIDTH as WIDTH
@@ -89,25 +88,12 @@ def x_transformers(**settings: Any) -> nn.Module:
     return cast(nn.Module, layers)
 
 
-def fairseq2(**settings: Any) -> nn.Module:
-    absent("fairseq2n", "huggingface_hub", "importlib_resources", "importlib_metadata", "safetensors", "ruamel", "clusterscope")
-    absent(
-        "wandb", "tiktoken", "sacrebleu", "torcheval", "tensorboard", "editdistance", "rich", "s3fs", "psutil", "mypy_extensions"
-    )
-    absent("transformers")
-    made = of_fairseq2.build(**settings)
-    naive: Any = importlib.import_module("fairseq2.models.transformer.sdpa.naive")
-    naive.softmax = lambda logits, dim, dtype: torch.softmax(logits, dim)  # in float32 else
-    return made
-
-
 SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int, list[int]], dict[str, Any]]]] = {
     "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, of_nemo.given),
     "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, of_speechbrain.given),
     "espnet": ("espnet", "espnet2", "espnet", of_espnet.espnet, of_espnet.of_espnet),
     "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, of_espnet.of_cosyvoice),
     "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, of_x_transformers.given),
-    "fairseq2": ("fairseq2", "fairseq2", "fairseq2", fairseq2, of_fairseq2.given),
 }
 """Library, package, distribution, how a model is built, and its arguments."""
 
@@ -143,9 +129,4 @@ EVERY = (
     entry("x dynamic log", dynamic_pos_bias=True, dynamic_pos_bias_log_distance=True, causal=True),
     entry("x alibi", alibi_pos_bias=True, alibi_num_heads=3, attn_kv_heads=2),
     entry("x inkling", attn_use_rel_proj_pos_bias=True, causal=True),
-    entry("fairseq2 shaw", kind="shaw"),
-    entry("fairseq2 shaw values", kind="shaw", use_rel_pos_values=True, bias="CausalAttentionBias"),
-    entry("fairseq2 relative", kind="relative"),
-    entry("fairseq2 window", kind="shaw", bias="CausalAttentionBias", bias_settings={"attn_window_len": 9}),
-    entry("fairseq2 alibi", kind="relative", bias="ALiBiAttentionBias", bias_settings={"num_heads": HEADS}),
 )

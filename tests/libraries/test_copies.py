@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.cpu.models import Sizes, assert_same, varied
 from tests.cpu.stock import refusal
+from tests.libraries.compared import computed
 from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, of_file, states, timm
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
-from triton_relattn.integrations import proof, structure
-from triton_relattn.integrations.proof import float32_is_float64
 
 DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
 every_copy = pytest.mark.parametrize(
@@ -31,41 +30,19 @@ every_copy = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(proof, "_passed", {})
-    monkeypatch.setattr(structure, "_proven", {})
-    for kind in structure.KINDS:
-        monkeypatch.setattr(kind, "fewest", 0)
-
-
-def computed(model: Any, given: tuple[Any, ...], counts: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    leaves = [each.detach().requires_grad_() if each.dtype == torch.float64 else each for each in given]  # masks are none
-    with float32_is_float64():
-        out = model(*leaves)
-        out = out[0] if isinstance(out, tuple) else out
-        out = out if counts is None else out.where(counts, 0.0)
-        found = {**dict(model.named_parameters()), **{f"input {n}": each for n, each in enumerate(leaves) if each.requires_grad}}
-        found = {name: each for name, each in found.items() if each.requires_grad}
-        d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-        gradients = torch.autograd.grad(out, list(found.values()), d_out, allow_unused=True, materialize_grads=True)
-    return {proof.OUTPUT: out.detach(), **{proof.GRADIENT + name: each for name, each in zip(found, gradients, strict=True)}}
-
-
 @every_copy
 def test_copies_are_equal(kind: Copy) -> None:
     """The whole encoder, or the attention where the package has no encoder of its own, in float64."""
     torch.manual_seed(0)
-    model = proof.varied(kind.build(**kind.small))
+    model = varied(kind.build(**kind.small)).double().eval()
     given = kind.given()
-    expected = computed(model, given, kind.counts)
+    expected = computed(model, lambda model, *given: model(*given), *given, counts=kind.counts)
     report = enable(model)
     assert report and not report.left, str(report)
-    assert all(row.error is not None and row.error < proof.LIMIT for row in report.rows)
-    ours = computed(model, given, kind.counts)
-    assert not torch.equal(ours[proof.OUTPUT], expected[proof.OUTPUT]), "bit for bit what the stock path computes"
-    proof.compare(kind.name, ours, expected)
+    with Sizes() as seen:
+        ours = computed(model, lambda model, *given: model(*given), *given, counts=kind.counts)
+    assert seen.ours
+    assert_same(ours, expected)
     assert disable(model) == dict(report)
 
 
@@ -102,14 +79,17 @@ def test_funasr_s_other_classes() -> None:
 @pytest.mark.skipif(not is_installed("chatterbox"), reason="not installed: make test-libraries")
 def test_chatterbox_with_a_cache() -> None:
     torch.manual_seed(0)
-    model = proof.varied(chatterbox(n_head=2, n_feat=16, dropout_rate=0.0))
-    x, positions, cache = states(1, 4, 16), states(1, 19, 16), states(1, 2, 6, 16)
-    mask = torch.ones(1, 1, 10, dtype=torch.bool)
-    for given in ((x, x, x, mask, positions, cache), (x, x, x, mask[..., :4], states(1, 4, 16))):
+    model = varied(chatterbox(n_head=2, n_feat=16, dropout_rate=0.0)).double().eval()
+    x, positions, cache = states(1, 512, 16), states(1, 2 * 518 - 1, 16), states(1, 2, 6, 16)
+    mask = torch.ones(1, 1, 518, dtype=torch.bool)
+    for given, is_ours in (((x, x, x, mask, positions, cache), True), ((x, x, x, mask[..., :512], states(1, 512, 16)), False)):
         disable(model)
         expected = model(*given)
         enable(model)
-        for ours, stock in zip(model(*given), expected, strict=True):
+        with Sizes() as seen:
+            found = model(*given)
+        assert seen.ours or not is_ours
+        for ours, stock in zip(found, expected, strict=True):
             assert_near("the enabled model", ours, stock)
 
 

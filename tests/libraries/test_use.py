@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.models import LENGTH, PADDED, assert_same, in_float64, output, results, runs_the_operator
-from tests.libraries.models import HEADS, WIDTH, entry
+from tests.libraries.models import entry
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near, within
 
@@ -134,31 +134,3 @@ def test_x_transformers_weights_are_refused() -> None:
     kind.integration.enable(model)
     with pytest.raises(ValueError, match="never made"):
         output(model, kind.arguments(LENGTH, PADDED))
-
-
-@needs("fairseq2")
-@pytest.mark.parametrize("bias", ["IdentityBias", "CausalAttentionBias"])
-@pytest.mark.parametrize("kind", ["shaw", "relative"])
-def test_fairseq2_packed(kind: str, bias: str) -> None:
-    """Packed sequences, which the stock classes refuse, are computed as one after the other."""
-    model = entry("fairseq2", kind=kind, bias=bias).make()
-    lengths = [7, 1, 12]
-    states = torch.randn(1, sum(lengths), WIDTH, dtype=torch.float64)
-    alone = torch.cat([output(model, {"x": part, "lengths": [part.shape[1]]}) for part in states.split(lengths, 1)], 1)
-    sdpa: Any = model.sdpa
-    entry("fairseq2").integration.enable(model)
-    layout = type(model.layout((1, 1), [1]))((sum(lengths),), lengths, packed=True)
-    query, key, value = (each(states[0]).unflatten(-1, (HEADS, -1)) for each in model.project[:3])
-    out, _ = sdpa(query, layout, key, layout, value, model.cache())
-    assert_near("packed", model.project[3](out.flatten(1))[None], alone)
-
-
-@needs("fairseq2")
-def test_fairseq2_weights() -> None:
-    """A call for weights is the stock class's."""
-    model = entry("fairseq2", kind="shaw").make()
-    entry("fairseq2").integration.enable(model)
-    state = torch.randn(1, 5, HEADS, 8, dtype=torch.float64)
-    layout = model.layout((1, 5), [5])
-    _, weights = model.sdpa(state, layout, state, layout, state, model.cache(), needs_weights=True)
-    assert weights.shape == (1, HEADS, 5, 5)

@@ -36,8 +36,8 @@ AREAS = {
     "__main__": "interpreter/test_check",
     "_distributed": "cpu/test_context_parallel cpu/test_distributed",
     "_implementations": "cpu/test_validation cpu/test_random implementations",
-    "integrations": "cpu/test_structure cpu/test_structure_state cpu/test_proof",
-    "integrations/transformers": "cpu/test_transformers cpu/test_transformers_decoders cpu/test_transformers_whole",
+    "integrations": "cpu/test_structure cpu/test_enable",
+    "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enable",
     "kernels": "implementations interpreter/test_tables fuzz/test_kernels interpreter/test_features interpreter/test_backward "
     "interpreter/test_key_terms interpreter/test_workspace",
     "kernels/config": "compile/test_profiles compile/test_launches",

@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.families import EVERY, FAMILIES, Family
-from tests.cpu.test_transformers_images import WHOLE as OF_IMAGES
-from tests.cpu.test_transformers_images import images
+from tests.cpu.whole_models import VISION, images
 
 LAYERS = 2
 Inputs = Callable[[Any, int, int], dict[str, torch.Tensor]]
@@ -110,7 +109,7 @@ WHOLE = (
     Subject("fastspeech2_conformer", "fastspeech2_conformer", "FastSpeech2ConformerModel", "FastSpeech2ConformerConfig",
           small("fastspeech2_conformer", **TO_SPEECH), tokens),
     Subject("vits", "vits", "VitsModel", "VitsConfig", small("vits", **FLOWS), tokens),
-    *(Subject(name, name, each.model, each.config, each.sizes, images_of(name)) for name, each in OF_IMAGES.items()),
+    *(Subject(name, name, each.model, each.config, each.sizes, images_of(name)) for name, each in VISION.items()),
 )  # fmt: skip
 
 SUBJECTS = (*(of_family(family) for family in EVERY if is_whole(family)), *WHOLE)

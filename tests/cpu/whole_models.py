@@ -1,23 +1,19 @@
-"""Whole models of transformers whose encoder, or part of it, is enabled: found inside, and the same numbers come out."""
+"""Whole models of transformers that have relative attention inside: models around an encoder of another family, and vision
+encoders that begin with images."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from tests.tolerance import assert_near
-
-pytest.importorskip("transformers")
-
-import transformers
-
 from bench.families import FAMILIES
-from tests.cpu.models import varied
-from triton_relattn.integrations.transformers import disable, enable, supported_families
+from tests.cpu.models import padding_first, varied
 
 SMALL = {name: {**family.small, **dict.fromkeys(family.layers, 2)} for name, family in FAMILIES.items()}
 PARAKEET = {**SMALL["parakeet"], "model_type": "parakeet_encoder", "dropout": 0.0}
@@ -177,8 +173,35 @@ def deepseek_vl_hybrid() -> tuple[Any, Run]:
     return transformers.DeepseekVLHybridModel(config), lambda model: model.high_res_vision_model(images).last_hidden_state
 
 
+def vits() -> tuple[Any, Run]:
+    """Speech from the enabled text encoder."""
+    small = {**SMALL["vits"], "upsample_initial_channel": 16, "spectrogram_bins": 9}
+    small |= {"upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4], "resblock_kernel_sizes": [3]}
+    small |= {"resblock_dilation_sizes": [[1, 2]], "prior_encoder_num_flows": 1, "prior_encoder_num_wavenet_layers": 1}
+    model = transformers.VitsModel(transformers.VitsConfig(**small, noise_scale=0.0, noise_scale_duration=0.0)).double()
+    tokens, mask = torch.randint(1, 38, (2, 11)), shown(11, 7)
+    return model, lambda model: model(tokens, attention_mask=mask).waveform
+
+
+def inkling() -> tuple[Any, Run]:
+    """Build all but what looks at images; its run has padding, packed sequences, and is_causal, which its masks do not ask."""
+    text, audio = SMALL["inkling"], {"n_mel_bins": 4, "mel_vocab_size": 8, "text_hidden_size": 32}
+    config = transformers.InklingConfig(text_config=text, audio_config=audio)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.models.inkling.modeling_inkling, "InklingVisionModel", lambda config: nn.Identity())
+        model = transformers.InklingForConditionalGeneration._from_config(config, attn_implementation="eager")
+    tokens, mask = torch.randint(1, 50, (2, 37)), padding_first(9)
+    packed = torch.cat([torch.arange(20), torch.arange(17)]).expand(2, -1)
+
+    def run(model: Any) -> torch.Tensor:
+        padded = model(tokens, attention_mask=mask).logits.where(mask.bool()[..., None], 0.0)
+        return torch.cat([padded, model(tokens, position_ids=packed).logits, model(tokens, is_causal=False).logits])
+
+    return model, run
+
+
 DECODER_OF_SOUND = {**{key: each for key, each in DECODER.items() if key != "vocab_size"}, "head_dim": 8}
-WHOLE: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
+WHOLE_MODELS: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
     "wavlm": (wavlm, {"WavLMEncoder", "WavLMAttention"}),
     "speecht5": (speecht5, {"SpeechT5Encoder", "SpeechT5Attention", "SpeechT5RelativePositionalEncoding"}),
     "fastspeech2_conformer": (fastspeech2_conformer, {"FastSpeech2ConformerAttention"}),
@@ -190,6 +213,8 @@ WHOLE: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
     "embedding_gemma2": (embedding_gemma2, {"Gemma4AudioModel", "Gemma4AudioAttention"}),
     "musicgen": (musicgen, {"T5Stack", "T5Attention"}),
     "musicgen_melody": (musicgen_melody, {"T5Stack", "T5Attention"}),
+    "vits": (vits, {"VitsEncoder", "VitsAttention"}),
+    "inkling": (inkling, {"InklingModel", "InklingTextModel", "InklingAttention"}),
     "deepseek_vl_hybrid": (deepseek_vl_hybrid, {"SamVisionSdpaAttention"}),
     "nemotron3_5_asr": (
         nemotron3_5_asr,
@@ -198,24 +223,78 @@ WHOLE: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_models(name: str) -> None:
-    make, replaced = WHOLE[name]
+SIZE = 32
+SMALL_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "mlp_dim": 48,
+    "image_size": SIZE,
+    "patch_size": 4,
+    "num_hidden_layers": 2,
+}
+SAM: dict[str, Any] = {**SMALL_VISION, "window_size": 3, "global_attn_indexes": (1,), "output_channels": 16}
+DOWN: dict[str, Any] = {**SAM, "downsample_channels": [16, 16]}
+
+
+class Vision(NamedTuple):
+    """A vision encoder by the names of its class and its config, and the height of its images."""
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    height: int = SIZE
+
+
+VISION = {
+    "sam": Vision("SamVisionModel", "SamVisionConfig", SAM),
+    "sam_hq": Vision("SamHQVisionModel", "SamHQVisionConfig", SAM),
+    "vitdet": Vision(
+        "VitDetModel",
+        "VitDetConfig",
+        {
+            **SMALL_VISION,
+            "pretrain_image_size": SIZE,
+            "window_size": 3,
+            "window_block_indices": (0,),
+            "residual_block_indices": (1,),
+            "use_relative_position_embeddings": True,
+        },
+        height=24,
+    ),
+    "seggpt": Vision(
+        "SegGptModel",
+        "SegGptConfig",
+        {**SMALL_VISION, "image_size": (2 * SIZE, SIZE), "intermediate_hidden_state_indices": (0, 1), "merge_index": 0}
+        | {"drop_path_rate": 0.0},
+    ),
+    "got_ocr2": Vision("GotOcr2VisionEncoder", "GotOcr2VisionConfig", SAM),
+    "deepseek_ocr2": Vision("DeepseekOcr2SamVisionEncoder", "DeepseekOcr2SamVisionConfig", DOWN, height=24),
+    "unlimited_ocr": Vision("UnlimitedOcrSamVisionEncoder", "UnlimitedOcrSamVisionConfig", DOWN, height=24),
+    "slanext": Vision("SLANeXtVisionEncoder", "SLANeXtVisionConfig", SAM),
+    "pp_formulanet": Vision(
+        "PPFormulaNetVisionModel",
+        "PPFormulaNetVisionConfig",
+        {
+            **SAM,
+            "post_conv_in_channels": 16,
+            "post_conv_out_channels": 16,
+            "post_conv_mid_channels": 16,
+            "decoder_hidden_size": 8,
+        },
+    ),
+}
+
+
+def vision_encoder(name: str, implementation: str = "eager", **changes: Any) -> Any:
+    whole = VISION[name]
+    config = getattr(importlib.import_module(f"transformers.models.{name}.configuration_{name}"), whole.config)
+    model = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), whole.model)
     torch.manual_seed(0)
-    model, run = make()
-    varied(model).eval()
-    with torch.no_grad():
-        stock = run(model)
-        enabled = enable(model)
-        ours = run(model)
-        assert set(enabled.values()) == replaced
-        assert_near("ours", ours, stock)
-        assert not torch.equal(ours, stock), "bit for bit what the stock path computes"
-        assert disable(model) == enabled and torch.equal(run(model), stock)
+    made = model._from_config(config(**{**whole.sizes, **changes}), attn_implementation=implementation)
+    return varied(made).eval().double()
 
 
-def test_models_that_contain_an_encoder() -> None:
-    """All that the list names are among those above."""
-    inside = {each.folder: each.inside for each in supported_families() if each.inside}
-    assert inside and inside.keys() <= WHOLE.keys()
-    assert set(inside.values()) <= {each.folder for each in supported_families() if not each.inside}
+def images(name: str, batch: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    names = ["pixel_values", *(["prompt_pixel_values", "prompt_masks"] if name == "seggpt" else [])]
+    return {each: torch.randn(batch, 3, VISION[name].height, SIZE, dtype=dtype) for each in names}

@@ -1,0 +1,524 @@
+"""What enable and disable do to any model: what stays, what is given back, what is refused, and what works afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import triton_relattn
+from tests.tolerance import assert_near
+
+pytest.importorskip("transformers")
+
+from tests.cpu import stock
+from tests.cpu.models import (
+    PADDED,
+    arguments,
+    assert_same,
+    build,
+    counted,
+    counting,
+    in_float64,
+    output,
+    real,
+    results,
+    runs_the_operator,
+)
+from tests.cpu.whole_models import WHOLE_MODELS, images, vision_encoder
+from triton_relattn import disable, enable
+from triton_relattn.integrations import transformers
+
+# Parts that are plain modules, an encoder that asks for masks, one with a forward of its own, two stacks, a class of no library.
+SUBJECTS = ("wav2vec2_bert", "inkling", "parakeet", "t5", "toy")
+every_subject = pytest.mark.parametrize("name", SUBJECTS)
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """A model and arguments, long enough that the operator is used."""
+    if name != "toy":
+        model = build(name, dtype)
+        return model, arguments(name, model, PADDED)
+    torch.manual_seed(0)
+    toy = nn.Sequential(*(stock.Block(stock.ShawAttention()) for _ in range(2)))
+    return toy.to(dtype).eval(), {"input": torch.randn(16, 128, 32, dtype=dtype)}
+
+
+def classes(model: nn.Module) -> list[tuple[str, str]]:
+    """The names of all modules and of their classes; names, since some classes are made when a model is enabled."""
+    return [(name, f"{type(each).__module__}.{type(each).__qualname__}") for name, each in model.named_modules()]
+
+
+def configs(model: nn.Module) -> list[Any]:
+    return [each.config for each in model.modules() if hasattr(each, "config")]
+
+
+@every_subject
+def test_disable_gives_everything_back(name: str) -> None:
+    model, given = made(name)
+    types, held = [type(each) for each in model.modules()], configs(model)
+    settings, expected = [copy.deepcopy(each.to_dict()) for each in held], results(model, given)
+    state, called = dict(model.state_dict(keep_vars=True)), list[str]()
+    enabled = dict(enable(model))
+    for path in enabled:
+        model.get_submodule(path).register_forward_hook(lambda module, *_: called.append(type(module).__name__))
+    changed = [
+        (path, was)
+        for (path, each), was in zip(model.named_modules(), types, strict=True)
+        if type(each) is not was and isinstance(each, was)
+    ]
+    assert {path: was.__name__ for path, was in changed} == enabled
+    assert runs_the_operator(model, given) and set(called) == set(enabled.values())
+    now = model.state_dict(keep_vars=True)
+    assert now.keys() == state.keys() and all(each is state[key] for key, each in now.items())
+    model.load_state_dict(model.state_dict())
+    assert enable(model) == {}
+    assert disable(model) == enabled and disable(model) == {}
+    assert [type(each) for each in model.modules()] == types
+    assert all(now is then for now, then in zip(configs(model), held, strict=True))
+    assert [each.to_dict() for each in held] == settings
+    again = results(model, given)
+    assert all(torch.equal(again[each], expected[each]) for each in expected)
+
+
+def test_what_enable_returns() -> None:
+    attention = {f"encoder.layers.{i}.self_attn": "Wav2Vec2BertSelfAttention" for i in range(2)}
+    assert dict(enable(build("wav2vec2_bert"))) == {"encoder": "Wav2Vec2BertEncoder", **attention}
+    alone = build("parakeet").get_submodule("layers.0.self_attn")
+    assert transformers.enable(alone) == {"": "ParakeetEncoderAttention"} == transformers.disable(alone)
+
+
+@every_subject
+def test_other_models_stay_as_they_are(name: str) -> None:
+    """One of the same class, one that shares the config, one that is made later, one that was enabled and no more is."""
+    (model, given), (other, _) = made(name), made(name)
+    expected, before = output(model, given), classes(other)
+    sharing = copy.deepcopy(model) if name == "toy" else type(model)(model.config).eval()
+    sharing.load_state_dict(model.state_dict())
+    enable(model)
+    for stranger in (other, sharing, made(name)[0]):
+        assert classes(stranger) == before and torch.equal(output(stranger, given), expected)
+    enable(sharing)
+    disable(model)
+    assert torch.equal(output(model, given), expected)
+    assert runs_the_operator(sharing, given)
+
+
+@pytest.mark.parametrize("name", ["inkling", "wav2vec2_bert"])
+def test_a_model_of_an_enabled_ones_class(name: str) -> None:
+    """It is enabled as a whole, whichever config it is made of."""
+    model, given = made(name)
+    inner = model if name == "inkling" else model.encoder
+    config = copy.deepcopy(inner.config)
+    enable(model)
+    for each in (config, inner.config):
+        other = type(inner)(each).eval()
+        other.load_state_dict(inner.state_dict())
+        assert classes(other) == classes(inner)
+        assert disable(other)
+    if name == "inkling":
+        enable(other)
+        assert torch.equal(output(other, given), output(model, given))
+
+
+@every_subject
+def test_copies_and_files_stay_enabled_and_independent(name: str) -> None:
+    model, given = made(name)
+    expected = output(model, given)
+    enabled = enable(model)
+    ours = output(model, given)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(model), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))):
+        assert classes(copied) == classes(model)
+        assert torch.equal(output(copied, given), ours) and runs_the_operator(copied, given)
+        assert not {id(each) for each in configs(copied)} & {id(each) for each in configs(model)}
+        for each in configs(copied)[:1]:
+            each.layerdrop = 0.123
+            assert getattr(model.config, "layerdrop", None) != 0.123
+        assert disable(copied) == enabled
+        assert torch.equal(output(copied, given), expected)
+        assert torch.equal(output(model, given), ours)
+
+
+@every_subject
+def test_threads_replicas_and_checkpoints(name: str) -> None:
+    """Threads share a model; a replica, as DataParallel makes, has the modules' attributes; activations may be computed again."""
+    model, given = made(name)
+    enable(model)
+    ours = output(model, given)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(torch.equal(each, ours) for each in pool.map(lambda _: output(model, given), range(3)))
+    if name == "toy":
+        model[0].attention = model[0].attention._replicate_for_data_parallel()
+        assert torch.equal(output(model, given), ours) and runs_the_operator(model, given)
+    else:
+        plain = results(model.train(), given)
+        model.gradient_checkpointing_enable()
+        assert_same(results(model, given), plain)
+
+
+@pytest.mark.parametrize("part", ["layers.1", "layers.0.self_attn", "layers"])
+def test_a_part_of_a_model(part: str) -> None:
+    model, given = made("parakeet", torch.float64)
+    with in_float64():
+        expected, before = results(model, given, real(PADDED)), classes(model)
+        enabled = enable(model.get_submodule(part))
+        changed = [path for (path, kind), old in zip(classes(model), before, strict=True) if (path, kind) != old]
+        assert changed == [f"{part}.{path}".rstrip(".") for path in enabled]
+        assert_same(results(model, given, real(PADDED)), expected)
+    disable(model.get_submodule(part))
+    assert classes(model) == before
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5"])
+def test_a_part_that_is_disabled(name: str) -> None:
+    """An encoder with some of its attention enabled says so when it is called."""
+    model, given = made(name)
+    enabled = enable(model)
+    disable(model.get_submodule(next(reversed(enabled))))
+    with pytest.raises((ValueError, RuntimeError)):
+        output(model, given)
+    assert disable(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("facebook/sam-vit-base", TypeError, "got the string 'facebook/sam-vit-base': load it first"),
+        (stock.GridAttention, TypeError, "got the class GridAttention: make one"),
+        (stock.GridAttention().state_dict(), TypeError, "got a state_dict: load it into the module"),
+        (3, TypeError, "wants a torch.nn.Module, or an object that holds some, got int"),
+        (nn.Linear(2, 2), ValueError, "Linear has no relative attention that triton_relattn knows"),
+    ],
+    ids=["name", "class", "state_dict", "number", "nothing"],
+)
+def test_what_cannot_be_enabled(model: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        enable(model)
+    assert len(str(caught.value)) < 300
+
+
+def test_models_without_the_term() -> None:
+    """They stay stock, beside one that has it, too; and the error of transformers names all families."""
+    rotating = build("falcon", alibi=False)
+    for model in (rotating, vision_encoder("sam", use_rel_pos=False), nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no relative attention") as caught:
+            transformers.enable(model)
+    families = transformers.supported_families()
+    assert all(each.folder in str(caught.value) and each.name in str(caught.value) for each in families)
+    both_kinds = nn.ModuleList([rotating, build("falcon")])
+    before = classes(rotating)
+    assert set(enable(both_kinds)) == {"1", "1.h.0.self_attention", "1.h.1.self_attention"}
+    assert classes(rotating) == before
+    assert len(disable(both_kinds)) == 3
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "toy"])
+def test_a_forward_of_its_own(name: str) -> None:
+    """As hooks of other libraries leave it: it would hide ours. Nothing is changed."""
+    model, _ = made(name)
+    for each in model.modules():
+        if type(each).__name__ in ("Wav2Vec2BertSelfAttention", "ShawAttention"):
+            each.forward = each.forward
+    before = classes(model)
+    with pytest.raises(RuntimeError, match="a forward of its own"):
+        enable(model)
+    assert classes(model) == before
+
+
+def test_weights_are_refused() -> None:
+    """Or, if transformers collects them, there are none, and one warning says so."""
+    vits, vitdet, inkling = build("vits"), vision_encoder("vitdet"), build("inkling")
+    for model, given in ((vits, arguments("vits", vits, PADDED)), (vitdet, images("vitdet"))):
+        enable(model)
+        with pytest.raises(ValueError, match="output_attentions"):
+            output(model, {**given, "output_attentions": True})
+    given = arguments("inkling", inkling, PADDED)
+    inkling.config.output_attentions = True
+    enable(inkling)
+    with pytest.warns(UserWarning, match="no weights to collect") as caught, torch.no_grad():
+        assert not inkling(**given).attentions
+    inkling.config.output_attentions = False
+    assert len({str(each.message) for each in caught}) == 1
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        inkling(**given, output_hidden_states=True)
+
+
+PACKED = ("cu_seq_lens_q", "max_length_q", "block_table")
+
+
+@pytest.mark.parametrize("argument", [*PACKED, "head_mask", "softcap", "s_aux", "sliding_window", "a_later_one"])
+@pytest.mark.parametrize("name", ["t5", "mpt", "wav2vec2_bert", "parakeet"])
+def test_arguments_that_change_results_are_refused(name: str, argument: str) -> None:
+    """They are of a packed batch, of another softmax, or of a later version: no enabled class swallows one."""
+    enabled = enable(model := build(name))
+    attention = model.get_submodule(next(path for path, kind in enabled.items() if "Attention" in kind))
+    with pytest.raises(TypeError, match=rf"\b{argument}\b"):
+        attention(torch.randn(1, 3, 32), **{argument: torch.tensor([0, 3])})
+
+
+def test_causality_that_is_asked_for() -> None:
+    """An encoder's attention does not become causal, so that is refused."""
+    model = build("t5")
+    encoder, decoder = (part.block[0].layer[0].SelfAttention for part in (model.encoder, model.decoder))
+    enable(model)
+    decoder(torch.randn(1, 4, 32), is_causal=True)
+    with pytest.raises(ValueError, match="attends in both directions"):
+        encoder(torch.randn(1, 4, 32), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("nemotron_asr_streaming", {"sliding_window": 0}, "sliding_window must be positive"),
+        ("gemma4", {"attention_chunk_size": 3, "attention_context_left": 1}, "attention_context_left must be at least 2"),
+    ],
+)
+def test_settings_that_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    """No limit to the past, which the stock model takes for a window of 0; a window that hides a frame from itself."""
+    model = build(name, **settings)
+    with pytest.raises(ValueError, match=message):
+        enable(model)
+        output(model, arguments(name, model, PADDED))
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "t5", "inkling"])
+def test_saved_models_are_stock_models(name: str, tmp_path: Path) -> None:
+    """The same files: settings, and tensors under their published names, which load into a stock model."""
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = WHOLE_MODELS["inkling"][0]()[0] if name == "inkling" else build(name)
+    model.save_pretrained(tmp_path / "stock")
+    enable(model)
+    model.save_pretrained(tmp_path / "ours")
+    files = [[tmp_path / each / file for each in ("ours", "stock")] for file in ("config.json", "model.safetensors")]
+    assert files[0][0].read_text() == files[0][1].read_text()
+    ours, expected = (load_file(each) for each in files[1])
+    assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in ours)
+    disable(model)
+    loaded = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert disable(loaded) == {}
+    state = model.state_dict()
+    assert all(torch.equal(each, state[key]) for key, each in loaded.state_dict().items())
+
+
+def test_settings_that_are_changed_later() -> None:
+    """A model's config is its encoder's, enabled or not; one that is put in its place does as well, and is not lost."""
+    model = build("wav2vec2_bert", layers=3).train()
+    given = arguments("wav2vec2_bert", model, PADDED)
+    enable(model)
+    for rate in (1.0, 0.0):
+        (model if rate else model.encoder).config.layerdrop = rate
+        assert model.config.layerdrop == rate
+        assert any("layers.2" in each for each in dict(model.named_parameters()).keys() - results(model, given).keys()) == bool(
+            rate
+        )
+
+    inkling, given = made("inkling")
+    enable(inkling)
+    for use_cache in (True, False):
+        inkling.config.use_cache = use_cache
+        assert (inkling(**given).past_key_values is not None) == use_cache
+    inkling.config.is_causal = False
+    ours = counted(output(inkling, given), real(PADDED))
+    other = copy.deepcopy(build("inkling").config)
+    other.is_causal = other.use_cache = False
+    for each in inkling.modules():
+        if hasattr(each, "config"):
+            each.config = other
+    assert_near("another config", counted(output(inkling, given), real(PADDED)), ours)
+    disable(inkling)
+    assert all(each is other for each in configs(inkling))
+    assert_near("ours", ours, counted(output(inkling, given), real(PADDED)))
+
+
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "t5"])
+def test_an_implementation_that_is_changed_later(name: str) -> None:
+    """It waits until the model is stock again."""
+    model, given = made(name)
+    expected = output(model, given)
+    enable(model)
+    ours = output(model, given)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(output(model, given), ours)
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert_near("output", output(model, given)[0], expected[0])
+    assert not torch.equal(output(model, given), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "longt5", "wavlm"])
+def test_tables_that_are_offloaded(name: str) -> None:
+    """A table's weight may be on another device until its module is called, as accelerate's offloading leaves it."""
+    model, given = made(name)
+    enable(model)
+    expected = output(model, given)
+    tables = [each for path, each in model.named_modules() if path.endswith(("relative_attention_bias", "rel_attn_embed"))]
+    assert tables
+
+    def load(module: Any, _: Any, weight: nn.Parameter) -> None:
+        module.weight = weight
+
+    def offload(module: Any, *_: Any) -> None:
+        module.weight = nn.Parameter(module.weight.detach().to("meta"))
+
+    for table in tables:
+        table.register_forward_pre_hook(functools.partial(load, weight=table.weight))
+        table.register_forward_hook(offload)
+        offload(table)
+    assert torch.equal(output(model, given), expected)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["t5", "wav2vec2_bert", "toy"])
+def test_adapters(name: str, before: bool) -> None:
+    """Projections with a correction of low rank count, and learn, whether they came before enable or after."""
+    model, given = made(name)
+
+    def adapt() -> None:
+        for path, each in list(model.named_modules()):
+            if path.endswith((".q", ".linear_q", ".wq", ".v", ".linear_v", ".wv")):
+                model.get_submodule(path.rpartition(".")[0]).register_module(path.rpartition(".")[2], stock.Adapter(each))
+
+    torch.manual_seed(3)
+    if before:
+        adapt()
+    enable(model)
+    if not before:
+        adapt()
+    assert runs_the_operator(model, given)
+    ours = results(model, given)
+    learned = [each for path, each in ours.items() if ".up." in path]
+    assert learned and all(each.any() for each in learned)
+    disable(model)
+    counts = counting(name, PADDED) if name != "toy" else None
+    assert_near("ours", counted(ours["out"], counts), counted(output(model, given), counts))
+
+
+def test_objects_that_hold_modules() -> None:
+    """Pipelines: their attributes, and the components of those of diffusers."""
+
+    class Pipeline:
+        def __init__(self) -> None:
+            self.model, self.name = stock.ShawAttention(), "a pipeline"
+
+        @property
+        def components(self) -> dict[str, Any]:
+            return {"encoder": nn.ModuleList([stock.GridAttention()]), "tokenizer": None}
+
+    parts = Pipeline()
+    assert dict(enable(parts)) == {"model": "ShawAttention", "encoder.0": "GridAttention"}
+    assert disable(parts) == {"model": "ShawAttention"}  # the others were made anew
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "nothing": nullcontext,
+    "meta": lambda: torch.device("meta"),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_the_caller_has_set_stays(name: str) -> None:
+    """And has no effect on a comparison."""
+
+    class New(stock.ShawAttention):  # a class that was compared before would not be compared again
+        pass
+
+    def state() -> list[Any]:
+        drawn: Any = np.random.get_state()
+        numbers = [torch.get_rng_state().tolist(), random.getstate(), drawn[1].tolist()]
+        modes = [
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            warnings.filters[:],
+        ]
+        return [
+            *numbers,
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_num_threads(),
+            *modes,
+            *warnings.filters,
+        ]
+
+    model = New()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with CONTEXTS[name]():
+            before = state()
+            assert enable(model)
+            assert state() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+CHILD = """
+import importlib.util, pathlib, sys, warnings
+name, folder, old, new = sys.argv[1:]
+spec = importlib.util.find_spec(name)
+source = pathlib.Path(spec.origin).read_text()
+assert old in source
+file = pathlib.Path(folder, "modeling_bloom.py")
+file.write_text(source.replace(old, new))
+spec = importlib.util.spec_from_file_location(name, file)
+module = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from transformers import BloomConfig
+from triton_relattn.integrations.transformers import disable, enable
+model = module.BloomModel(BloomConfig(vocab_size=50, hidden_size=24, n_head=3, n_layer=2))
+types = [type(each) for each in model.modules()]
+for _ in range(2):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            print("enabled", len(enable(model)), end="; ")
+            disable(model)
+        except RuntimeError as error:
+            print("refused", str(error).replace("\\n", " "), end="; ")
+    print("warned" if any("BLOOM" in str(each.message) for each in caught) else "silent", end="; ")
+    assert [type(each) for each in model.modules()] == types
+print("unproven", len(enable(model, prove=False)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("import math", "import math  # harmless", ["enabled 3; warned; enabled 3; silent; unproven 3"]),
+        (
+            "alpha=self.inv_norm_factor,",
+            "alpha=self.inv_norm_factor * (1 + 1e-6),",
+            ["refused BLOOM was not enabled, and the model is as it was", "the output differs by", "pip install", "unproven 3"],
+        ),
+    ],
+    ids=["harmless", "another-scale"],
+)
+def test_another_version_of_a_library(old: str, new: str, said: list[str], tmp_path: Path) -> None:
+    """Its models are compared before they are enabled, once, with a warning; if they compute something else they stay."""
+    command = [sys.executable, "-c", CHILD, "transformers.models.bloom.modeling_bloom", str(tmp_path), old, new]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(triton_relattn.__file__).parents[1])
+    assert run.returncode == 0, run.stderr
+    assert all(each in run.stdout for each in said), run.stdout

@@ -1,0 +1,47 @@
+"""What a model or an object that holds some computes, in float64, with gradients: the same for stock and enabled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tests.cpu.models import Results
+
+
+class Float32IsFloat64(TorchFunctionMode):
+    """Functions of torch that are asked for float32 give float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        return func(*args, **{name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()})
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """The module, or those that an object holds."""
+    if isinstance(model, nn.Module):
+        return [model]
+    parts = {**vars(model), **getattr(model, "components", {})}
+    return [each for each in parts.values() if isinstance(each, nn.Module)]
+
+
+def computed(model: Any, run: Callable[..., Any], *given: torch.Tensor, counts: torch.Tensor | None = None) -> Results:
+    """The output of a run, and the gradients of arguments and parameters; without gradients the output alone."""
+    leaves = [each.detach().requires_grad_() if each.dtype == torch.float64 else each for each in given]  # masks are none
+    with Float32IsFloat64():
+        torch.manual_seed(3)
+        out = run(model, *leaves)
+        out = out[0] if isinstance(out, tuple) else out
+        if not out.requires_grad:
+            return {"out": out}
+        found: Results = {f"{n}.{name}": each for n, root in enumerate(modules_of(model)) for name, each in root.named_parameters()}
+        found |= {f"input {n}": each for n, each in enumerate(leaves)}
+        found = {name: each for name, each in found.items() if each.requires_grad}
+        out = out if counts is None else out.where(counts, 0.0)
+        d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(out, list(found.values()), d_out, allow_unused=True, materialize_grads=True)
+    return {"out": out.detach(), **dict(zip(found, gradients, strict=True))}
