@@ -38,8 +38,9 @@ def computed(model: Any, run: Callable[..., Any], *given: torch.Tensor, counts: 
         out = out[0] if isinstance(out, tuple) else out
         if not out.requires_grad:
             return {"out": out}
-        found: Results = {f"{n}.{name}": each for n, root in enumerate(modules_of(model)) for name, each in root.named_parameters()}
-        found |= {f"input {n}": each for n, each in enumerate(leaves)}
+        found: Results = {f"input {n}": each for n, each in enumerate(leaves)}
+        for n, root in enumerate(modules_of(model)):
+            found |= {f"{n}.{name}": each for name, each in root.named_parameters()}
         found = {name: each for name, each in found.items() if each.requires_grad}
         out = out if counts is None else out.where(counts, 0.0)
         d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
