@@ -97,6 +97,20 @@ def forget_warnings() -> None:
     warn._given.clear()
 
 
+def take_processor(patch: pytest.MonkeyPatch, *flags: str) -> None:
+    """Let blockwise find a processor that has just these of torch's flags, and multiply in 16 bits in short calls, too: what it
+    computes depends on the processor, and each is to be tested on any."""
+    from triton_relattn._blockwise import products
+
+    for flag in ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_amx_fp16_supported"):
+        patch.setattr(torch.cpu, flag, lambda flag=flag: flag in flags, raising=False)
+    patch.setattr("platform.machine", lambda: "x86_64")
+    for name in ("fast_dtypes", "has_fast_fused_attention"):  # which remember what they have found
+        patch.setattr(products, name, functools.cache(getattr(products, name).__wrapped__))
+    patch.setattr("triton_relattn._blockwise.attention.has_fast_fused_attention", products.has_fast_fused_attention)
+    patch.setattr(products, "FEWEST_PRODUCTS", 0)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN, so that a result that depends on it is wrong every time instead of rarely."""
