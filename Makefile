@@ -38,7 +38,7 @@ test: setup ## the tests in plain torch and in the interpreter, but the thorough
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
 suite: setup ## the tests alone, in the two processes that they need
 	$(PYTEST) tests --ignore tests/interpreter $(SOME)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/implementations tests/fuzz/test_kernels.py $(SOME)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/operator tests/fuzz/test_kernels.py $(SOME)
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
@@ -92,7 +92,7 @@ test-all: lint suite ## lint, all tests but the long sweeps, and two minutes of 
 
 test-slow: setup ## the long sweeps, hours: before a release
 	$(PYTEST) -m slow tests --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter tests/implementations
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter tests/operator
 
 # The documentation as a site that needs no network, in out/docs; every warning is an error. docs/figures.py draws its figures.
 docs: $(VENV)/installed-docs ## build the documentation, in out/docs

@@ -1,0 +1,128 @@
+"""Dropout: what is dropped is a function of the seed and of where a probability stands, the same in every implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.tolerance import assert_near
+from tests.way import Way
+from triton_relattn.testing import Inputs, dropout_mask, make_inputs
+
+TERMS: dict[str, Any] = {"rel_width": 4, "rel_value": True, "rel_bias": True}
+
+
+def operator_inputs(way: Way, num_queries: int = 35, num_keys: int = 37, **others: Any) -> Inputs:
+    options: dict[str, Any] = {"num_rows": 15, "key_heads": 1, **TERMS, "dtype": way.dtype, "seed": 3, **others}
+    return make_inputs(2, 2, num_queries, num_keys, way.width, **options)
+
+
+@pytest.mark.parametrize("dropout_p", [0.05, 0.5, 0.9])
+def test_rate(dropout_p: float) -> None:
+    """In all, and along each axis, within five standard deviations."""
+    torch.manual_seed(0)
+    dropped = (~dropout_mask(3, 4, 200, 200, dropout_p)).double()
+    for dims in ([], [0], [1], [2], [3], [0, 1]):
+        others = [each for each in range(4) if each not in dims]
+        samples = dropped.mean(others).numel() / dropped.numel()
+        spread = (dropout_p * (1 - dropout_p) * samples) ** 0.5
+        assert float((dropped.mean(others) - dropout_p).abs().max()) < 5 * spread, dims
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_neighbours_are_independent(dim: int) -> None:
+    """Half of all neighbours along each axis differ, also of those that are a few apart."""
+    torch.manual_seed(1)
+    mask = dropout_mask(8, 9, 100, 100, 0.5)
+    for distance in (1, 2, 3, 4, 8)[: 5 if dim > 1 else 4]:
+        length = mask.shape[dim] - distance
+        differ = (mask.narrow(dim, distance, length) != mask.narrow(dim, 0, length)).double()
+        assert abs(float(differ.mean()) - 0.5) < 5 * 0.5 / differ.numel() ** 0.5, distance
+
+
+@pytest.mark.parametrize("dropout_p", [0.2, 0.7])
+def test_the_mask_is_what_is_kept(dropout_p: float, way: Way) -> None:
+    """Values that are the identity show what is left of the probabilities, and such a d_out what is left of them in the backward:
+    dropout_mask, after the same torch.manual_seed, though torch's generator has moved on before the backward. The gradient of a
+    table of values, along its diagonals, has it as well. lse is that of the call without dropout."""
+    length = 35
+    identity = torch.eye(length, dtype=way.dtype)
+    inputs = operator_inputs(way, length, length, num_rows=2 * length - 1, rel_bias=False, per_head=True)
+    inputs = inputs._replace(
+        value=identity.expand(2, 1, -1, -1), rel_value=torch.zeros(2, 2 * length - 1, length, dtype=way.dtype)
+    )
+    leaves = [each.clone().requires_grad_() for each in (inputs.value, inputs.terms()["rel_value"])]
+
+    def attend(p: float) -> Any:
+        value, rel_value = leaves
+        terms = {**inputs.terms(), "rel_value": rel_value}
+        masks: dict[str, Any] = {"is_causal": True, "query_offset": 0, "enable_gqa": True}
+        return way.attend(inputs.query, inputs.key, value, inputs.rel_key, **terms, **masks, dropout_p=p)
+
+    probs, expected_lse = attend(0.0)
+    torch.manual_seed(5)
+    keep = dropout_mask(2, 2, length, length, dropout_p)
+    torch.manual_seed(5)
+    out, lse = attend(dropout_p)
+    torch.manual_seed(6)
+    assert_near("probabilities", out, probs * keep / (1 - dropout_p))
+    assert torch.equal(out > 0, keep & (probs > 0)) and torch.equal(lse, expected_lse)
+    d_out = torch.zeros_like(out)
+    d_out[:, :1] = identity  # of the first of the heads that share a value
+    d_value, d_rel_value = torch.autograd.grad(out, leaves, d_out)
+    assert torch.equal(d_value.mT > 0, (out > 0)[:, :1])
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    assert torch.equal(d_rel_value[:1, j - i + length - 1, i] > 0, (out > 0)[:, :1].any(0))
+
+
+@pytest.mark.parametrize("dropout_p", [2**-32, 0.3, 1.0])
+def test_results(dropout_p: float, way: Way) -> None:
+    """All results, where next to nothing is dropped, something or everything: then out is 0, and only lse has gradients."""
+    inputs = operator_inputs(way)
+    arguments: dict[str, Any] = {"enable_gqa": True, "window_size": (25, 30), "dropout_p": dropout_p}
+    results = way.results(inputs, **arguments)
+    if dropout_p == 1:
+        for name in ("out", "d_value", "d_rel_value"):
+            assert not results.pop(name).any(), name
+    way.check(results, inputs, **arguments)
+
+
+def test_only_dropout_moves_the_generator(way: Way) -> None:
+    """The same seed gives the same call, and each call draws for itself; dropout_p = 0 is the call without it, and draws
+    nothing."""
+    inputs = operator_inputs(way, 5, 6)
+
+    def out(**arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = way.attend(*inputs[:4], **inputs.terms(), enable_gqa=True, **arguments)[0]
+        return found
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert torch.equal(out(), out(dropout_p=0.0)) and torch.equal(state, torch.get_rng_state())
+    first, second = out(dropout_p=0.3), out(dropout_p=0.3)
+    torch.manual_seed(1)
+    assert torch.equal(out(dropout_p=0.3), first) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_draws_the_same_again(use_reentrant: bool, way: Way) -> None:
+    """The forward that activation checkpointing repeats drops what the first did."""
+    inputs = operator_inputs(way, 9, 10)
+    gradients = []
+    for checkpointed in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:4] if tensor is not None]
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = way.attend(*tensors, **inputs.terms(), enable_gqa=True, dropout_p=0.4)[0]
+            return out
+
+        torch.manual_seed(5)
+        out = checkpoint(layer, *leaves, use_reentrant=use_reentrant) if checkpointed else layer(*leaves)
+        torch.manual_seed(6)
+        out.backward(inputs.d_out)
+        gradients.append([leaf.grad for leaf in leaves])
+    for plain, repeated in zip(*gradients, strict=True):
+        assert plain is not None and plain.any() and torch.equal(plain, repeated)

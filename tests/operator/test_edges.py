@@ -1,0 +1,414 @@
+"""Calls at the edges of the definition: each mask, queries that see nothing, the lowest numbers, and NaN where nobody sees it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.blind import BATCH, BLIND, KEYS, QUERIES
+from tests.cases import assert_bit_equal, one_hot_case
+from tests.tolerance import tolerance_of, within
+from tests.way import Way
+from triton_relattn import RelativePositions
+from triton_relattn.testing import Inputs, assert_table_gradient, dense_gradients, make_inputs, with_different_strides
+
+HEADS = 2
+TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
+POSITIONS = {
+    "full": RelativePositions(-60, 60),
+    "clamp": RelativePositions(-4, 6),
+    "zero": RelativePositions(-4, 6, "zero"),
+}
+PLAIN: dict[str, Any] = {}
+FURTHER: dict[str, Any] = {"softcap": 5.0, "dropout_p": 0.3}
+
+
+def all_terms(way: Way, positions: RelativePositions, sizes: tuple[int, ...] = (QUERIES, KEYS), **others: Any) -> Inputs:
+    """Inputs with every table, and a query of its own for rel_key."""
+    terms: dict[str, Any] = {"rel_width": 4, "rel_value": True, "rel_bias": True, "rel_p2c": True}
+    given = {"num_rows": positions.num_rows, "dtype": way.dtype, "seed": 4, **terms, **others}
+    return make_inputs(BATCH, HEADS, sizes[0], sizes[1], way.width, **given)
+
+
+# Table rows: each belongs to one diagonal. Nothing else moves with it, and nothing else gets its gradient.
+
+
+@pytest.mark.parametrize(("query_offset", "r"), [(0, -9), (0, 0), (0, 2), (4, 11), (4, -1), (-3, 0)])
+def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: Way) -> None:
+    """Values that are the identity show the probabilities: exactly the logits with j - i - query_offset = r change."""
+    inputs = make_inputs(1, 2, 33, 35, 16, 35, num_rows=41, dtype=way.dtype, seed=r + 20)
+    assert inputs.rel_key is not None
+    table = torch.zeros_like(inputs.rel_key)
+    table[r + 20] = inputs.rel_key[r + 20]
+    identity = torch.eye(35, dtype=way.dtype).expand(1, 2, 35, 35)
+
+    def logits(rel_key: torch.Tensor | None) -> torch.Tensor:
+        out, lse = way.attend(inputs.query, inputs.key, identity, rel_key, query_offset=query_offset)
+        found: torch.Tensor = out.double().log() + lse.double()[..., None]
+        return found
+
+    changed, plain = logits(table), logits(None)
+    i, j = torch.arange(33)[:, None], torch.arange(35)
+    moved = torch.where(j - i - query_offset == r, (inputs.query @ table[r + 20] / 4).double()[..., None], 0)
+    # Of each of the two a handful of numbers are rounded that are at most as large as the largest logit.
+    rounding = 16 * torch.finfo(way.dtype).eps * max(float(plain.abs().max()), float(changed.abs().max()))
+    assert rounding < moved.abs().max()
+    within("change of the logits", (changed - plain - moved).abs(), rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, None], ids=["float16", "exact"])
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype | None, way: Way) -> None:
+    """The gradient of one query's output touches its own row, its visible keys and their table rows; all else is exactly zero."""
+    inputs, arguments, hit = one_hot_case(outside, way.width, dtype or way.dtype)
+    results = way.results(inputs, **arguments)
+    way.check(results, inputs, **arguments)
+    assert torch.equal(results["d_rel_key"].any(-1), hit)
+    assert torch.equal(results["d_query"].any(-1).nonzero(), torch.tensor([[1, 0, 21]]))
+    keys = torch.zeros(2, 2, 50, dtype=torch.bool)
+    keys[1, 0, : 21 + 5 + 1] = True
+    assert torch.equal(results["d_key"].any(-1), keys) and torch.equal(results["d_value"].any(-1), keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
+    """rel_bias may stay in float32 beside inputs of 16 bits; its gradient is float32, and not rounded to 16 bits on the way."""
+    if way.implementation == "triton" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter computes bfloat16 otherwise")
+    inputs = make_inputs(2, 2, 33, 35, 16, num_rows=21, rel_bias=True, dtype=dtype, seed=0)
+    assert inputs.rel_bias is not None
+    inputs = inputs._replace(rel_bias=inputs.rel_bias.float())
+    results, golden = way.results(inputs), dense_gradients(inputs).d_rel_bias
+    assert results["d_rel_bias"].dtype == torch.float32 and results["out"].dtype == dtype
+    if way.implementation != "reference":
+        assert_table_gradient("d_rel_bias", results["d_rel_bias"], inputs, table="rel_bias")
+        assert golden is not None
+        rounded = (golden.to(dtype).double() - golden).norm()
+        assert (results["d_rel_bias"].double() - golden).norm() < rounded
+
+
+# Masks.
+
+WINDOWS = ((-1, -1), (0, 0), (3, -1), (-1, 2), (4, 1))
+OFFSETS: tuple[int | torch.Tensor, ...] = (0, 5, -4, torch.tensor([3, -6]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_what_is_seen(is_causal: bool, way: Way) -> None:
+    """Values that are the identity show the probabilities: positive for exactly the keys that no mask hides."""
+    query, key = make_inputs(BATCH, HEADS, QUERIES, KEYS, way.width, num_rows=None, dtype=way.dtype, seed=0)[:2]
+    identity = torch.eye(KEYS, dtype=way.dtype).expand(BATCH, HEADS, KEYS, KEYS)
+    lengths, mask = torch.tensor([KEYS, 6]), torch.ones(HEADS, 1, KEYS, dtype=torch.bool)
+    mask[1, 0, 3] = False
+    i, j = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
+    for window_size, query_offset in [*itertools.product(WINDOWS, OFFSETS)][is_causal::2]:
+        masks: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "query_offset": query_offset}
+        probs, _ = way.attend(query, key, identity, **masks, key_lengths=lengths, attn_mask=mask)
+        r = j - i - torch.as_tensor(query_offset).view(-1, 1, 1, 1)
+        seen = mask & (j < lengths.view(-1, 1, 1, 1)) & ((r <= 0) | (not is_causal))
+        for size, side in zip(window_size, (-r, r), strict=True):
+            seen = seen & ((side <= size) | (size < 0))
+        assert torch.equal(probs > 0, seen.expand_as(probs)), masks
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_numbers"),
+    [
+        ((), True),
+        ((), False),
+        ((1, 1, 1, KEYS), False),
+        ((QUERIES, 1), True),
+        ((BATCH, 1, 1, KEYS), True),
+        ((HEADS, QUERIES, KEYS), False),
+        ((BATCH, 1, QUERIES, 1), False),
+    ],
+    ids=str,
+)
+def test_masks_broadcast(shape: tuple[int, ...], of_numbers: bool, way: Way) -> None:
+    """A mask that broadcasts is that mask expanded."""
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    mask = mask if of_numbers else mask > 0
+    inputs = all_terms(way, POSITIONS["clamp"])
+    results = way.results(inputs, positions=POSITIONS["clamp"], attn_mask=mask)
+    expanded = mask.expand(BATCH, HEADS, QUERIES, KEYS).contiguous()
+    way.check(results, inputs, positions=POSITIONS["clamp"], attn_mask=expanded)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"),
+    [(None, None), (None, torch.float32), (torch.float16, torch.float32)],
+    ids=["exact", "exact_and_float32", "float16_and_float32"],
+)
+def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torch.dtype | None, way: Way) -> None:
+    """It is finite, so it hides nothing: a row of it, beside which all logits vanish, is uniform, as softmax has it, and lse is
+    that number. Where only some keys have it, they are as good as hidden."""
+    if dtype == torch.float16 and way.implementation == "reference":
+        pytest.skip("plain torch adds in float16, where that number is -inf")
+    dtype, positions = dtype or way.dtype, POSITIONS["clamp"]
+    mask = torch.zeros(QUERIES, KEYS, dtype=mask_dtype or dtype)
+    lowest = torch.finfo(mask.dtype).min
+    mask[5], mask[6, 3:] = lowest, lowest
+    inputs = all_terms(way, positions, dtype=dtype)._replace(rel_value=None)
+    results = way.results(inputs, positions=positions, attn_mask=mask)
+    golden: Any = dense_gradients(inputs, positions=positions, attn_mask=mask)._asdict()
+    golden["out"][:, :, 5] = inputs.value.double().mean(2)
+    # In 16 bits P, dS, out for delta and the result are rounded: half a unit each, with a factor of two to spare.
+    relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else tolerance_of(dtype)
+    for name, result in results.items():
+        assert result.isfinite().all(), name
+        error, exact = result.double() - golden[name], golden[name]
+        if name == "lse":
+            within(name, (error[:, :, 5] / lowest).abs(), tolerance_of(result.dtype))
+            error[:, :, 5], exact[:, :, 5] = 0, 0
+        within(name, error.norm(), relative * float(exact.norm()))
+
+
+def test_a_mask_of_minus_1e9(way: Way) -> None:
+    """Such a number hides keys as a bool mask does."""
+    inputs = all_terms(way, POSITIONS["zero"])
+    visible = torch.arange(KEYS) % 3 != torch.arange(QUERIES)[:, None] % 4
+    arguments: dict[str, Any] = {"positions": POSITIONS["zero"], "softcap": 20.0}
+    results = way.results(inputs, attn_mask=torch.zeros(QUERIES, KEYS).masked_fill(~visible, -1e9), **arguments)
+    way.check(results, inputs, attn_mask=visible, **arguments)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_that_hides_keys(masked: bool, way: Way) -> None:
+    """A query whose logits are all -inf, by the bias alone or with a mask, sees nothing; the others are as with a bool mask."""
+    inputs = all_terms(way, RelativePositions(-29, 39), (30, 40))._replace(rel_value=None)
+    positions, mask = RelativePositions(-29, 39), torch.arange(40) > 3 if masked else torch.ones(40, dtype=torch.bool)
+    assert inputs.rel_bias is not None
+    bias = inputs.rel_bias.clone()
+    bias[29 - 6 :] = -math.inf  # only keys more than six before the query are seen
+    results = way.results(inputs._replace(rel_bias=bias), positions=positions, attn_mask=mask if masked else None)
+    visible = (torch.arange(40) - torch.arange(30)[:, None] < -6) & mask
+    assert_blind(results, (~visible.any(-1)).expand(BATCH, HEADS, 30))
+    assert not results["d_rel_bias"][29 - 6 :].any()
+    way.check(results, inputs, positions=positions, attn_mask=visible)
+
+
+# Queries that see nothing: out 0, lse -inf, gradients exactly 0, and all that is beside them as ever.
+
+KINDS_OF_BLIND: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
+    *((case, kind, PLAIN, None) for case, kind in zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), strict=False)),
+    *((case, kind, FURTHER, None) for case, kind in zip(list(BLIND)[::2], itertools.cycle(["zero", "clamp"]), strict=False)),
+    *((case, "clamp", PLAIN, torch.float16) for case in ("bool_mask", "float_mask_of_all", "lengths", "window_beside")),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "options", "dtype"), KINDS_OF_BLIND, ids=lambda each: "" if each == PLAIN else None)
+def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dtype: torch.dtype | None, way: Way) -> None:
+    """By each mask, also for rows that share a block with rows that see something."""
+    arguments, blind = BLIND[case]
+    inputs = all_terms(way, POSITIONS[kind], dtype=dtype or way.dtype)
+    results = way.results(inputs, positions=POSITIONS[kind], **arguments, **options)
+    assert_blind(results, blind[:, None].expand(BATCH, HEADS, QUERIES))
+
+
+WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
+    "lengths": {"key_lengths": torch.tensor([0, 0])},
+    "causal": {"is_causal": True, "query_offset": -17},
+    "both": {"is_causal": True, "query_offset": -40, "key_lengths": torch.tensor([0, 5])},
+    "all": {"is_causal": True, "query_offset": -50},
+}
+
+
+@pytest.mark.parametrize("kind", [*POSITIONS, None])
+@pytest.mark.parametrize("case", WHOLE_BLOCKS)
+def test_whole_blocks_that_see_nothing(case: str, kind: str | None, way: Way) -> None:
+    """The same where a block has no query that sees a key; the others are right."""
+    positions, arguments = POSITIONS[kind] if kind else None, WHOLE_BLOCKS[case]
+    num_rows = positions.num_rows if positions else None
+    inputs = make_inputs(2, 1, 50, 13, way.width, num_rows=num_rows, dtype=way.dtype, seed=4)
+    results = way.results(inputs, positions=positions, **arguments)
+    limit = arguments.get("key_lengths", torch.tensor([13, 13]))[:, None]
+    sees = torch.arange(50) + arguments.get("query_offset", 0) >= 0 if "is_causal" in arguments else torch.ones(50).bool()
+    assert_blind(results, ~(sees & (limit > 0))[:, None])
+    way.check(results, inputs, positions=positions, **arguments)
+
+
+def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
+    """Results are those of queries of which the blind ones (B, H, Nq) see nothing."""
+    assert blind.any() and torch.equal(results["lse"] == -math.inf, blind)
+    for name in ("out", "d_query", "d_rel_query"):
+        assert name not in results or not results[name][blind].any(), name
+    gradients = {name: result for name, result in results.items() if name.startswith("d_")}
+    assert results["out"].isfinite().all() and all(gradient.isfinite().all() for gradient in gradients.values())
+    assert any(gradient.any() for gradient in gradients.values()) != bool(blind.all())
+
+
+@pytest.mark.parametrize(
+    "case", ["bool_mask", "lengths", "causal_offsets", "window_future", "window_and_length", "mask_and_causal"]
+)
+def test_nan_in_queries_that_see_nothing(case: str, way: Way) -> None:
+    """Their rows are as ever, and only gradients of what the query itself is multiplied with get NaN."""
+    arguments, blind = BLIND[case]
+    inputs = all_terms(way, POSITIONS["clamp"])
+    spoilt = {name: getattr(inputs, name).masked_fill(blind[:, None, :, None], math.nan) for name in ("query", "rel_query")}
+    results = way.results(inputs._replace(**spoilt), positions=POSITIONS["clamp"], **arguments)
+    expected = way.results(inputs, positions=POSITIONS["clamp"], **arguments)
+    for name in results.keys() - {"d_key", "d_rel_key"}:
+        assert torch.equal(results[name], expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["clamp", "zero"])
+def test_nan_gradient_of_an_lse_that_is_infinite(kind: str, way: Way) -> None:
+    """It is ignored: merging partial results may give one for a query that sees nothing."""
+    inputs = all_terms(way, POSITIONS[kind])
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "is_causal": True, "query_offset": -3}
+    expected = way.results(inputs, **arguments)
+    assert (expected["lse"][:, :, :3] == -math.inf).all()
+    d_lse = inputs.d_lse.clone()
+    d_lse[:, :, :3] = math.nan
+    assert_bit_equal(way.results(inputs._replace(d_lse=d_lse), **arguments), expected)
+
+
+# NaN that no query sees.
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "lengths": {"key_lengths": torch.tensor([7, 0])},
+    "lengths_softcap": {"key_lengths": torch.tensor([7, 0]), **FURTHER},
+    "causal_offset": {"is_causal": True, "query_offset": -20},
+    "window": {"window_size": (2, 1), "query_offset": 9},
+    "window_softcap": {"window_size": (2, 1), "query_offset": 9, **FURTHER},
+    "window_left": {"window_size": (2, -1), "query_offset": 9, "key_lengths": torch.tensor([30, 30])},
+    "window_right": {"window_size": (-1, 1), "query_offset": -9, **FURTHER},
+    "window_and_causal": {"window_size": (3, 7), "is_causal": True, "query_offset": 9},
+    "offsets": {"window_size": (2, 1), "query_offset": torch.tensor([9, 12])},
+    "offsets_softcap": {"window_size": (2, 1), "query_offset": torch.tensor([9, 12]), **FURTHER},
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_nan_that_no_query_sees(case: str, tiled: Way) -> None:
+    """Keys and values that no query sees, table rows that no visible pair has, and the storage around all tensors may hold NaN:
+    no result has any, and their gradients are exactly 0."""
+    positions, arguments = RelativePositions(-50, 50), UNSEEN[case]
+    inputs = all_terms(tiled, positions, (37, 41))
+    masks = {name: each for name, each in arguments.items() if name not in FURTHER}
+    pairs = dense_gradients(inputs, positions=positions, **masks).probs[:, 0] > 0
+    seen_keys = pairs.any(1)
+    offset = torch.as_tensor(arguments.get("query_offset", 0)).view(-1, 1, 1)
+    row = (50 + torch.arange(41) - torch.arange(37)[:, None] - offset).expand_as(pairs)[pairs]
+    rows = torch.zeros(101, dtype=torch.bool).index_fill(0, row, True)
+    assert not seen_keys.all() and not rows.all()
+    spoilt = {name: tensor.clone() for name, tensor in inputs._asdict().items() if tensor is not None}
+    for name in TABLES:
+        spoilt[name][~rows] = math.nan
+    for name in ("key", "value"):
+        spoilt[name].masked_fill_(~seen_keys[:, None, :, None], math.nan)
+    results = tiled.results(with_different_strides(Inputs(**spoilt)), positions=positions, **arguments)
+    tiled.check(results, inputs, positions=positions, **arguments)
+    assert_bit_equal(results, tiled.results(with_different_strides(inputs), positions=positions, **arguments))
+    for name in TABLES:
+        assert not results[f"d_{name}"][~rows].any() and results[f"d_{name}"][rows].any(), name
+    for name in ("d_key", "d_value"):
+        assert not results[name].transpose(1, 2)[~seen_keys].any() and results[name].any(), name
+
+
+UNREAD_ROWS: dict[str, tuple[RelativePositions, dict[str, Any], slice]] = {
+    # table, arguments, and the rows (of 101) that a visible pair of 37 queries and 41 keys has
+    "longer": (RelativePositions(-50, 50), {}, slice(50 - 36, 50 + 41)),
+    "causal": (RelativePositions(-50, 50), {"is_causal": True}, slice(50 - 36, 51)),
+    "causal_zero": (RelativePositions(-2, 98, "zero"), {"is_causal": True}, slice(0, 3)),
+    "causal_clamp": (RelativePositions(-2, 98), {"is_causal": True}, slice(0, 3)),
+    "lengths": (RelativePositions(-50, 50), {"key_lengths": torch.tensor([7])}, slice(50 - 36, 50 + 7)),
+    "lengths_clamp": (RelativePositions(-9, 91), {"key_lengths": torch.tensor([7])}, slice(0, 9 + 7)),
+    "lengths_zero": (RelativePositions(-9, 91, "zero"), {"key_lengths": torch.tensor([7])}, slice(0, 9 + 7)),
+    "lengths_none": (RelativePositions(-9, 91), {"key_lengths": torch.tensor([0])}, slice(0, 0)),
+    "offset": (RelativePositions(-50, 50), {"query_offset": 20}, slice(0, 50 + 41 - 20)),
+    "past_zero": (RelativePositions(-200, -100, "zero"), {}, slice(0, 0)),
+    "past_clamp": (RelativePositions(-200, -100), {}, slice(100, 101)),
+    "past_none": (RelativePositions(-200, -100), {"key_lengths": torch.tensor([0])}, slice(0, 0)),
+    "future_zero": (RelativePositions(100, 200, "zero"), {}, slice(0, 0)),
+    "future_clamp": (RelativePositions(100, 200), {"is_causal": True}, slice(0, 1)),
+    # Queries 0 to 33 see nothing: the first small block.
+    "blind_block": (RelativePositions(-50, 50), {"is_causal": True, "query_offset": -34}, slice(50 - 2, 51)),
+    "blind_block_zero": (RelativePositions(-1, 99, "zero"), {"is_causal": True, "query_offset": -34}, slice(0, 2)),
+    "blind_block_clamp": (RelativePositions(-1, 99), {"is_causal": True, "query_offset": -34}, slice(0, 2)),
+    # 37 queries divide no block: rows that only the queries beyond would have.
+    "longer_past_clamp": (RelativePositions(-80, 20), {}, slice(80 - 36, 101)),
+    "longer_past_zero": (RelativePositions(-80, 20, "zero"), {}, slice(80 - 36, 101)),
+    "all_blind": (RelativePositions(-1, 99), {"is_causal": True, "query_offset": -40}, slice(0, 0)),
+    "all_blind_future": (RelativePositions(10, 110), {"is_causal": True, "query_offset": -40}, slice(0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD_ROWS)
+def test_rows_that_no_visible_pair_has_may_hold_nan(case: str, tiled: Way) -> None:
+    """Their part of dS is 0, but 0 times NaN is NaN: they are not multiplied by it. Their own gradient is exactly 0. In every
+    other case there are all four tables, and softcap."""
+    positions, arguments, seen = UNREAD_ROWS[case]
+    is_alone = list(UNREAD_ROWS).index(case) % 2 == 0
+    further: dict[str, Any] = {} if is_alone else dict.fromkeys(("rel_value", "rel_bias", "rel_p2c"), True)
+    arguments = arguments if is_alone else {**arguments, "softcap": 5.0}
+    inputs = make_inputs(1, 2, 37, 41, tiled.width, num_rows=101, **further, dtype=tiled.dtype, seed=3)
+    unread = torch.ones(101, dtype=torch.bool)
+    unread[seen] = False
+    tables = {name: getattr(inputs, name) for name in TABLES if getattr(inputs, name) is not None}
+    spoilt = {name: table.clone() for name, table in tables.items()}
+    for table in spoilt.values():
+        table[unread] = math.nan
+    results = tiled.results(inputs._replace(**spoilt), positions=positions, **arguments)
+    tiled.check(results, inputs, positions=positions, **arguments)
+    for name, table in tables.items():
+        assert torch.equal(results[f"d_{name}"].view(len(table), -1).any(-1), ~unread), name
+
+
+# NaN that somebody sees, which goes no further.
+
+WITH_NAN = [
+    *itertools.product(["query", "d_out"], POSITIONS, [{"is_causal": True}]),
+    ("rel_query", "clamp", {}),
+    ("query", "clamp", {"softcap": 5.0, "window_size": (20, 9)}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "arguments"), WITH_NAN, ids=str)
+def test_nan_in_one_query_stays_in_its_row(name: str, kind: str, arguments: dict[str, Any], tiled: Way) -> None:
+    """NaN in a row of a query, or of d_out, reaches only that row and the gradients that it adds to: its head's keys, values and
+    tables. All else is bit-equal."""
+    inputs = all_terms(tiled, POSITIONS[kind], (40, 29), per_head=True, rel_p2c=False, dtype=torch.float32)
+    spoilt = getattr(inputs, name).clone()
+    spoilt[1, 1, 20] = math.nan
+    results = tiled.results(inputs._replace(**{name: spoilt}), positions=POSITIONS[kind], **arguments)
+    expected = tiled.results(inputs, positions=POSITIONS[kind], **arguments)
+    for result in ("d_query", "d_rel_query") if name == "d_out" else ("out", "lse", "d_query", "d_rel_query"):
+        assert results[result][1, 1, 20].isnan().all(), result
+        results[result][1, 1, 20] = expected[result][1, 1, 20]
+    for result in ("d_key", "d_value"):
+        assert results[result][1, 1].isnan().any(), result
+        results[result][1, 1] = expected[result][1, 1]
+    for result in ("d_rel_key", "d_rel_value", "d_rel_bias"):
+        assert results[result][1].isnan().any(), result
+        results[result][1] = expected[result][1]
+    assert_bit_equal(results, expected)
+
+
+@pytest.mark.parametrize(
+    ("masks", "hidden"),
+    [
+        ({"attn_mask": torch.arange(KEYS) != 4}, slice(0, QUERIES)),
+        ({"is_causal": True}, slice(0, 4)),
+        ({"window_size": (2, -1)}, slice(7, QUERIES)),
+    ],
+    ids=["mask", "causal", "window"],
+)
+def test_nan_in_a_key_stays_with_those_that_see_it(masks: dict[str, Any], hidden: slice, tiled: Way) -> None:
+    """Forward, NaN in key 4 reaches no query that mask or window hide it from."""
+    inputs = all_terms(tiled, POSITIONS["clamp"])
+    key = inputs.key.clone()
+    key[:, :, 4] = math.nan
+    results = tiled.results(inputs._replace(key=key), positions=POSITIONS["clamp"], **masks)
+    expected = tiled.results(inputs, positions=POSITIONS["clamp"], **masks)
+    for name in ("out", "lse"):
+        assert torch.equal(results[name][:, :, hidden], expected[name][:, :, hidden]), name
+    shown = [query for query in range(QUERIES) if query not in range(QUERIES)[hidden]]
+    assert results["lse"][:, :, shown].isnan().all()
+    if not shown:  # 0 times NaN is NaN only in gradients of what the key is multiplied with
+        for name in results.keys() - {"d_query", "d_key", "d_rel_p2c"}:
+            assert torch.equal(results[name], expected[name]), name
