@@ -232,16 +232,21 @@ def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
         attend(both, both, both)
 
 
-DROPPING = (
+REPLICATED, ENTRIES, OF_HEADS, POSITIONS = Replicate(), Shard(0), Shard(1), Shard(2)
+DROPPING: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (
     # Sizes of a mesh, placements of what has positions.
-    *(((4,), (each,)) for each in (Replicate(), Shard(0), Shard(1), Shard(2))),
-    *(((2, 2), each) for each in itertools.permutations((Replicate(), Shard(0), Shard(1), Shard(2)), 2)),
-    *(((2, 2), (each, each)) for each in (Shard(0), Shard(1))),
+    *(((4,), (each,)) for each in (REPLICATED, ENTRIES, OF_HEADS, POSITIONS)),
+    ((2, 2), (ENTRIES, REPLICATED)),
+    ((2, 2), (REPLICATED, POSITIONS)),
+    ((2, 2), (POSITIONS, ENTRIES)),
+    ((2, 2), (OF_HEADS, POSITIONS)),
+    ((2, 2), (ENTRIES, OF_HEADS)),
+    ((2, 2), (OF_HEADS, OF_HEADS)),
 )
 
 
 def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Whatever the placement, what one process drops is dropped if all ranks' generators are in the same state, also if compiled;
+    """Whatever the placement, what one process drops is dropped if all ranks' generators are in the same state;
     replicas are equal in any case."""
     tables = {"rel_key": normal(9, WIDTH), "rel_value": normal(HEADS, 9, WIDTH + 1), "rel_bias": normal(HEADS, 9)}
     tensors = {**operands(9, 11, key_heads=4), **tables}
@@ -258,9 +263,11 @@ def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
         d_out = normal(*leaves["query"].shape[:3], WIDTH + 1, seed=4)
         torch.manual_seed(7)
         expected = results_of(on_grid if call is on_grid else attend, leaves, d_out, **others)
-        for sizes, placements in DROPPING if leaves is not of_thirds else DROPPING[2:10]:
-            of_positions = placements.count(Shard(2))
+        for sizes, placements in DROPPING:
+            of_positions = placements.count(POSITIONS)
             if (of_positions and call is on_grid) or (call is all_to_all and not of_positions):
+                continue
+            if leaves is of_thirds and OF_HEADS not in placements:
                 continue
             mesh, what = init_device_mesh("cpu", sizes), (call, placements)
             per_head = [Shard(0) if each == Shard(1) else Replicate() for each in placements]
@@ -275,14 +282,6 @@ def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
             of_first = out.clone()
             dist.broadcast(of_first, 0)
             assert torch.equal(out, of_first), what
-    eager, mesh = functools.partial(attend, enable_gqa=True, dropout_p=0.4), init_device_mesh("cpu", (2, 2))
-    compiled, whole = torch.compile(eager, fullgraph=True, backend="aot_eager"), [tensors[name] for name in BY_POSITION[:3]]
-    torch.manual_seed(7)
-    expected_out = eager(*whole)
-    torch.manual_seed(7)
-    close(
-        compiled(*(distribute_tensor(each, mesh, [Shard(1), Shard(2)]) for each in whole)).full_tensor(), expected_out, "compiled"
-    )
 
 
 SHARED = (
@@ -442,7 +441,7 @@ def check_merging(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
-    """As one graph, forward and backward."""
+    """As one graph, forward and backward; DTensors drop what one process drops."""
     x, table = normal(1, 4, 5, WIDTH, seed=dist.get_rank()).requires_grad_(), normal(23, WIDTH).requires_grad_()
 
     def run(x: torch.Tensor, table: torch.Tensor, method: Any) -> torch.Tensor:
@@ -452,6 +451,14 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
         ways = torch.compile(run, fullgraph=True, backend="aot_eager"), run
         for actual, exact in zip(*(torch.autograd.grad(each(x, table, method), (x, table)) for each in ways), strict=True):
             close(actual, exact, method)
+    eager, mesh = functools.partial(attend, enable_gqa=True, dropout_p=0.4), init_device_mesh("cpu", (2, 2))
+    compiled, whole = torch.compile(eager, fullgraph=True, backend="aot_eager"), list(operands(9, 11, key_heads=4).values())
+    torch.manual_seed(7)
+    expected_out = eager(*whole)
+    torch.manual_seed(7)
+    close(
+        compiled(*(distribute_tensor(each, mesh, [Shard(1), Shard(2)]) for each in whole)).full_tensor(), expected_out, "compiled"
+    )
 
 
 def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
