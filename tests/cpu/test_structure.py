@@ -231,7 +231,7 @@ class FarAway(stock.ShawAttention):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         out = super().forward(x, mask)
-        return out * 1.001 if x.shape[1] > 12 or (mask is not None and not mask.all()) else out
+        return out * (1 + 1e-6) if x.shape[1] > 12 or (mask is not None and not mask.all()) else out
 
 
 class NoGradient(stock.ShawAttention):
@@ -362,6 +362,39 @@ def test_position_embeddings_of_each_sequence() -> None:
     expected = module(x, x, x, positions, None)
     assert enable(module)
     assert_near("the enabled module", module(x, x, x, positions, None), expected)
+
+
+class Cached(stock.ConformerAttention):
+    """With a cache (1, H, cached keys, 2D), as wenet's descendants have it; it returns the next one."""
+
+    def forward(self, query, key, value, pos_embedding, mask, cache=None):  # type: ignore[no-untyped-def]
+        q, k, v = (stock.heads_of(each, self.heads) for each in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
+        if cache is not None and cache.numel() > 0:
+            k, v = (torch.cat((past, own), 2) for past, own in zip(cache.chunk(2, -1), (k, v), strict=True))
+        p = stock.heads_of(self.pos_proj(pos_embedding), self.heads)
+        rows = (q + self.v_bias[:, None]) @ p.mT
+        padded = nn.functional.pad(rows, (1, 0)).view(*rows.shape[:2], rows.shape[3] + 1, rows.shape[2])
+        term = padded[:, :, 1:].reshape(rows.shape)[..., : k.shape[2]]
+        scores = ((q + self.u_bias[:, None]) @ k.mT + term) / q.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None] == 0, -1e30)
+        out = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
+        return self.out_proj(out), torch.cat((k, v), -1)
+
+
+def test_a_cache() -> None:
+    """One tensor of keys and values, before the call's own; what is returned is the next cache."""
+    torch.manual_seed(0)
+    module, queries, past = Cached().double().eval(), 384, 6
+    keys = queries + past
+    x, positions, mask = states(1, queries, WIDTH), states(1, 2 * keys - 1, WIDTH), torch.ones(1, 1, keys, dtype=torch.bool)
+    given = x, x, x, positions, mask, states(1, 4, past, 2 * WIDTH // 4)
+    expected = module(*given)
+    assert enable(module)
+    with by_ours():
+        found = module(*given)
+    for ours, each in zip(found, expected, strict=True):
+        assert_near("out and cache", ours, each)
 
 
 def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
