@@ -4,7 +4,8 @@ encoders that begin with images."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -183,12 +184,19 @@ def vits() -> tuple[Any, Run]:
     return model, lambda model: model(tokens, attention_mask=mask).waveform
 
 
+@contextmanager
+def without_vision() -> Iterator[None]:
+    """Inkling is built without what looks at images, which is large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.models.inkling.modeling_inkling, "InklingVisionModel", lambda config: nn.Identity())
+        yield
+
+
 def inkling() -> tuple[Any, Run]:
     """Build all but what looks at images; its run has padding, packed sequences, and is_causal, which its masks do not ask."""
     text, audio = SMALL["inkling"], {"n_mel_bins": 4, "mel_vocab_size": 8, "text_hidden_size": 32}
     config = transformers.InklingConfig(text_config=text, audio_config=audio)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.models.inkling.modeling_inkling, "InklingVisionModel", lambda config: nn.Identity())
+    with without_vision():
         model = transformers.InklingForConditionalGeneration._from_config(config, attn_implementation="eager")
     tokens, mask = torch.randint(1, 50, (2, 37)), padding_first(9)
     packed = torch.cat([torch.arange(20), torch.arange(17)]).expand(2, -1)
