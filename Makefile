@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help setup demo lint test suite smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
+.PHONY: help setup demo lint test rest smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
 	test-libraries docs hub bench gpu gpu-cache fuzz mutants
 
 USED := demo test test-all docs gpu
@@ -32,17 +32,26 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup ## the tests in plain torch and in the interpreter, but the thorough ones: before a pull request
-	$(MAKE) suite SOME='-m "not slow and not thorough"'
-
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-suite: setup ## the tests alone, in the two processes that they need
-	$(PYTEST) tests --ignore tests/interpreter $(SOME)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/operator tests/fuzz/test_kernels.py $(SOME)
+test: setup ## all parts, in plain torch and in Triton's interpreter: before a pull request
+	$(PYTEST) tests/cpu tests/operator -m $(QUICK)
+	TRITON_INTERPRET=1 $(PYTEST) tests/operator $(INTERPRETED) -m $(QUICK)
+	@echo "Not run: long cases, and the other tests of kernels, interpreted, compiled and emulated (make rest);"
+	@echo "other libraries (make test-libraries); other versions (make help)."
+
+QUICK := "not slow and not thorough"
+INTERPRETED := tests/interpreter/test_ops.py tests/interpreter/test_grids.py
+
+rest: setup ## what make test leaves out: long cases, and kernels interpreted, compiled and emulated
+	$(PYTEST) tests/cpu tests/operator -m "thorough and not slow"
+	$(PYTEST) tests/compile tests/emulator
+	TRITON_INTERPRET=1 $(PYTEST) tests/operator -m "thorough and not slow"
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter $(addprefix --ignore ,$(INTERPRETED))
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "thorough and not slow"
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
-	$(MAKE) suite VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test rest VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 # Every kernel compiled by the oldest triton that is supported, which torch 2.11 comes with. It refuses some things that later ones
 # take: words handed from one kernel function to another, and groups of arguments that are compared with None. On Hopper it leaves
@@ -56,8 +65,7 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
 	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED)
 
-COMPILED := tests/compile/test_launches.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_features.py \
-	tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
+COMPILED := tests/compile/test_features.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
 
 # The families of transformers with the oldest version that is supported.
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
@@ -67,7 +75,7 @@ models-oldest: setup ## the models of transformers with its oldest supported ver
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)
-	$(MAKE) suite VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+	$(MAKE) test rest VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 # Classes of other libraries and copies of attention in packages, enabled, and the repository for the hub, in .venv-libraries,
 # which has these libraries' own files, and stand-ins for the hundreds of packages that they import beside what is tested.
@@ -87,7 +95,7 @@ smoke: setup ## imports, compiled kernels, some calls: for another version of tr
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
 		tests/interpreter/test_backward.py::test_widths tests/fuzz/test_kernels.py
 
-test-all: lint suite ## lint, all tests but the long sweeps, and two minutes of fuzzing: what a pull request is held to
+test-all: lint test rest ## lint, all tests but the long sweeps, and two minutes of fuzzing: what a pull request is held to
 	$(MAKE) fuzz SECONDS=60
 
 test-slow: setup ## the long sweeps, hours: before a release
