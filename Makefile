@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .PHONY: help setup demo lint test rest smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
-	test-libraries docs hub bench gpu gpu-cache fuzz mutants
+	test-libraries docs hub bench gpu gpu-cache draws mutants
 
 USED := demo test test-all docs gpu
 
@@ -93,10 +93,10 @@ test-libraries: .venv-libraries/installed ## classes of other libraries, enabled
 smoke: setup ## imports, compiled kernels, some calls: for another version of triton
 	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py tests/compile/test_rotations.py
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
-		tests/interpreter/test_backward.py::test_widths tests/fuzz/test_kernels.py
+		tests/interpreter/test_backward.py::test_widths tests/operator/test_draws.py
 
-test-all: lint test rest ## lint, all tests but the long sweeps, and two minutes of fuzzing: what a pull request is held to
-	$(MAKE) fuzz SECONDS=60
+test-all: lint test rest ## lint, all tests but the long sweeps, and two minutes of draws: what a pull request is held to
+	$(MAKE) draws SECONDS=60
 
 test-slow: setup ## the long sweeps, hours: before a release
 	$(PYTEST) -m slow tests --ignore tests/interpreter
@@ -121,10 +121,10 @@ bench: setup ## speed and memory beside other methods, and figures; RESULTS=out/
 	$(BIN)/python -m bench memory --csv $(or $(RESULTS),out/bench)/memory.csv
 	$(BIN)/python -m bench plot $(or $(RESULTS),out/bench)/speed.csv $(or $(RESULTS),out/bench)/memory.csv --out $(or $(RESULTS),out/bench)
 
-# Calls that hypothesis thinks of, for SECONDS each on blockwise and kernels; a failure is shrunk and printed as a command.
-fuzz: setup ## search for calls that go wrong; SECONDS=300 SEED=0
-	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
-	TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0) --kernels
+# Calls that hypothesis thinks of, for SECONDS each in plain torch and the kernels; a failure is shrunk and printed as a command.
+draws: setup ## search for calls that go wrong; SECONDS=300 SEED=0
+	$(BIN)/python -m tests.draws --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.draws --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0) --kernels
 
 # Faults, each put into a copy of the repository: which test notices it? Known ones, or so many drawn at random. JOBS=2.
 mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERATE=40 JOBS=1

@@ -8,8 +8,9 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,15 +112,38 @@ def take_processor(patch: pytest.MonkeyPatch, *flags: str) -> None:
     patch.setattr(products, "FEWEST_PRODUCTS", 0)
 
 
+def poison_memory(patch: pytest.MonkeyPatch) -> None:
+    """Let all memory that the package creates hold NaN, or the largest integer, until it is written to."""
+    made_by = ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty", "new_empty_strided")))
+    for owner, names in made_by:
+        for name in names:
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+    patch.setattr(Buffers, "__call__", poisoned(Buffers.__call__))
+
+
+def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
+    """Let the kernels have these tiles, by their names: (block_m, block_n), where they carry, how they rotate. In the interpreter
+    every call is short, and one for a GPU with 16-bit terms would never be. What was decided for calls before is forgotten.
+
+    Args:
+        rounds_terms: whether terms of tables are rounded to float16; None: as by default.
+    """
+    from triton_relattn._core import residual
+    from triton_relattn.kernels import call
+    from triton_relattn.kernels.config import selection
+
+    patch.setattr(residual, "FEWEST_QUERIES", 30)
+    patch.setattr(call, "fixed", call.fixed.__wrapped__)
+    if tiles is not None:
+        configs = {name: selection.TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
+        patch.setattr(selection, "select", lambda kernel, *_, **__: configs[kernel])
+    if rounds_terms is not None:
+        patch.setattr(selection, "rounds_terms", lambda *_: rounds_terms)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN, so that a result that depends on it is wrong every time instead of rarely."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, names in (
-            (torch, ("empty", "empty_like", "empty_strided")),
-            (torch.Tensor, ("new_empty", "new_empty_strided")),
-        ):
-            for name in names:
-                patch.setattr(owner, name, poisoned(getattr(owner, name)))
-        patch.setattr(Buffers, "__call__", poisoned(Buffers.__call__))
+        poison_memory(patch)
         yield

@@ -111,18 +111,6 @@ def test_all_features_at_once(dtype: torch.dtype, implementation: str, block_siz
     assert all(result.count_nonzero() for result in results(implementation, inputs, arguments).values())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_random_calls(implementation: str) -> None:
-    for seed in range(15):
-        assert_repeats_anyhow(implementation, *random_case(seed, dtype=torch.float32, features=ALL_FEATURES))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_random_packed_calls(implementation: str) -> None:
-    for seed in range(10):
-        assert_repeats_anyhow(implementation, *random_varlen_case(seed, dtype=torch.float32, features=ALL_FEATURES))
-
-
 @pytest.mark.parametrize("threads", [2, 3])
 def test_repeats_in_any_number_of_threads(threads: int) -> None:
     """Each number repeats. Different ones need not agree: blockwise takes larger blocks, whose sums round differently."""

@@ -5,7 +5,7 @@ Each result obeys several rules; what counts is the one that it comes closest to
 - "plain": 2 times (gradients 3 times) the error of plain torch in the same precision, and two units in the last place;
 - "table": of a table's gradient, 1.5 times what rounding dS (or P) once costs;
 - "norm": of float32 gradients, instead of "plain", 2e-4 in norm;
-- "element": of each element by itself, what rounding may take it off to first order, with room (tests/fuzz/budget.py). Not with
+- "element": of each element by itself, what rounding may take it off to first order, with room (tests/expected.py). Not with
   bfloat16 inputs and rel_key: the kernels round its terms to float16, after which the first order says too little.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.cases import by_sequence, unpacked
-from tests.fuzz import budget
+from tests.expected import expected
 from tests.tolerance import farthest, tolerance_of
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn.testing import (
@@ -109,10 +109,10 @@ class Judge:
         inputs, arguments = self.call
         tensors = {name: tensor for name, tensor in inputs._asdict().items() if name not in ("d_out", "d_lse")}
         call = {**tensors, **arguments, "implementation": "triton"}
-        expected = budget.expected(call, inputs.d_out, inputs.d_lse, self.keep, rounds_terms=self.dtype == torch.bfloat16)
+        found = expected(call, inputs.d_out, inputs.d_lse, self.keep, rounds_terms=self.dtype == torch.bfloat16)
         info = torch.finfo(self.dtype)
         smallest = info.tiny * (1 if info.bits >= 32 else info.eps)
-        return {name: each.budget + info.eps * each.golden.abs() + smallest for name, each in expected.items()}
+        return {name: each.budget + info.eps * each.golden.abs() + smallest for name, each in found.items()}
 
     def ratios(self, results: dict[str, torch.Tensor]) -> dict[str, Ratio]:
         """Return the largest ratio of each result."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.blind import KEYS, QUERIES
-from tests.cases import assert_bit_equal, by_sequence, random_case, random_varlen_case
+from tests.cases import assert_bit_equal, by_sequence
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
@@ -114,16 +114,6 @@ SHORT: dict[str, Any] = {
     "lengths": (1, 2, 15, 16, 17, 31, 33),
     "uneven_lengths": ((1, 40), (40, 1), (3, 35)),
 }
-
-
-@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 240))])
-def test_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out, lse and all gradients; a fifth in float16, and most with a workspace in several parts."""
-    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[seed % len(WORKSPACES)])
-    inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT)
-    if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
-        arguments["exact_query_grad"] = True  # out, rounded, is no key's value: delta is off by more than plain torch's
-    check_every_term(inputs, (SMALL, OTHER, None)[seed % 3], **arguments)
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
@@ -229,18 +219,6 @@ def check_packed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.T
     keep = dropout_mask(len(arguments["cu_seqlens_q"]) - 1, heads, longest, longest, dropout_p) if dropout_p else None
     assert_close(results, by_sequence(inputs, arguments, keep))
     return results
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 150))])
-def test_packed_random_combination(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packed call equals a loop over its sequences, some of them empty; every other one with several tiles a sequence, and
-    every other one of either with a workspace in several parts."""
-    if seed % 2:
-        monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: SMALL[kernel])
-    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[seed // 2 % len(WORKSPACES)])
-    sizes: dict[str, Any] = {"widths": (8, 20), "value_widths": (8, 16), "lengths": (0, 1, 15, 17, 20)}
-    check_packed(*random_varlen_case(seed, dtype=torch.float32, **sizes))
 
 
 def packed_inputs(total_q: int, total_k: int, **others: Any) -> Inputs:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import LENGTHS, UNEVEN_LENGTHS, random_case
+from tests.cases import LENGTHS, UNEVEN_LENGTHS
 from tests.interpreter.launch import attend, check, has_wide_index, resolve, run, selectable
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.selection import TileConfig
@@ -100,14 +100,6 @@ def test_tables(table: str, outside: Any, config: TileConfig) -> None:
         inputs = make_inputs(1, 2, 70, 90, 16, num_rows=positions.num_rows, per_head=seed > 0, dtype=torch.float32, seed=seed)
         lengths = torch.tensor([37]) if seed else None
         check(inputs, config, positions=positions, is_causal=is_causal, query_offset=query_offset, key_lengths=lengths)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 400))])
-def test_random_combination(seed: int, dtype: torch.dtype) -> None:
-    """Any shapes, tables, masks, offsets, strides and scales; sharp attention among them."""
-    inputs, arguments = random_case(seed, dtype=dtype, widths=(8, 16, 20, 40), value_widths=(8, 16, 33), features=())
-    check(inputs, SMALL if seed % 2 else None, **arguments)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from tests.cases import ALL_FEATURES, random_case, random_varlen_case
 from tests.interpreter.guard import (
     GuardedMemory,
     Launch,
@@ -234,27 +233,7 @@ def test_guarded_parts(name: str, kind: str, limit: str, monkeypatch: pytest.Mon
     assert [launch.kernel for launch in launches].count("dkv_kernel") > 1
 
 
-SHORT: dict[str, Any] = {"widths": (5, 8, 20), "value_widths": (3, 16), "rel_widths": (3, 24), "features": ALL_FEATURES}
-SIZES = ("", "0", "3000", "12000")
 """Bytes of the workspace: the usual ones, and those for several parts of a call that has tables."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(90))
-def test_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planning.VARIABLE, SIZES[seed % 4])
-    inputs, arguments = random_case(
-        seed, dtype=torch.float32, **SHORT, lengths=(1, 2, 15, 16, 17, 20), uneven_lengths=((1, 33), (20, 1), (3, 17))
-    )
-    check_guarded(inputs, arguments, (SMALL, OTHER, None)[seed % 3], ORDERS[seed % 2], seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
-def test_packed_random_combination_guarded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planning.VARIABLE, SIZES[seed % 4])
-    inputs, arguments = random_varlen_case(seed, dtype=torch.float32, **SHORT, lengths=(0, 1, 2, 17))
-    check_guarded(inputs, arguments, (SMALL, OTHER)[seed % 2], ORDERS[seed // 2 % 2], seed)
 
 
 # Kernels that are wrong.

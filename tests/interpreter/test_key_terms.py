@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import ALL_FEATURES, assert_bit_equal, by_sequence, random_case, random_varlen_case
+from tests.cases import assert_bit_equal
 from tests.interpreter.guard import Launch
 from tests.interpreter.launch import all_gradients, check_every_term, record_plans, run_backward
-from tests.interpreter.test_features import OTHER, SHORT, SMALL, assert_close, attend_varlen, tile
+from tests.interpreter.test_features import OTHER, SMALL, tile
 from tests.tolerance import within
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.table_sums import TableSums
@@ -23,8 +22,6 @@ from triton_relattn.testing import (
     Inputs,
     assert_table_gradient,
     dense_gradients,
-    dropout_mask,
-    forward_backward,
     make_inputs,
     table_gradient_budget,
     with_different_strides,
@@ -41,47 +38,11 @@ REGISTERS = {
 TILES = (SMALL, OTHER, REGISTERS, None)
 WORKSPACES = ("0", "4000", "20000", "")
 """Limits in bytes: a block of keys of one head at a time, some keys, some heads, the usual one."""
-NUMBERS = [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 120))]
-
-
-def with_table(draw: Any, number: int, **sizes: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Draw a random case that has rel_p2c."""
-    cases = (draw(seed, features=ALL_FEATURES, **sizes) for seed in itertools.count(100 * number))
-    return next((inputs, arguments) for inputs, arguments in cases if inputs.rel_p2c is not None)
 
 
 def p2c_inputs(sizes: tuple[int, int, int, int] = (2, 2, 37, 41), num_rows: int = 101, **others: Any) -> Inputs:
     given: dict[str, Any] = {"rel_p2c": True, "dtype": torch.float32, "seed": 3, **others}
     return make_inputs(*sizes, 16, 12, num_rows=num_rows, **given)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", NUMBERS)
-def test_random_combination(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out, lse and all gradients, with any other term and mask; a fifth in float16, most with a workspace in several parts."""
-    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[number // 2 % len(WORKSPACES)])
-    inputs, arguments = with_table(random_case, number, dtype=torch.float16 if number % 5 == 4 else torch.float32, **SHORT)
-    if inputs.query.dtype == torch.float16 and inputs.rel_value is not None:
-        arguments["exact_query_grad"] = True
-    check_every_term(inputs, TILES[number % len(TILES)], **arguments)
-
-
-@pytest.mark.parametrize("number", NUMBERS[:6])
-def test_packed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packed call equals a loop over its sequences; half of them with several tiles a sequence, or a workspace in parts."""
-    if number % 2:
-        monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: SMALL[kernel])
-    monkeypatch.setenv(planning.VARIABLE, WORKSPACES[-1 - number % 3])
-    sizes = {name: SHORT[name] for name in ("widths", "value_widths", "rel_widths")}
-    inputs, arguments = with_table(random_varlen_case, number, dtype=torch.float32, lengths=(0, 1, 17, 33), **sizes)
-    torch.manual_seed(0)
-    results = forward_backward(attend_varlen, inputs, **arguments)
-    torch.manual_seed(0)
-    longest = max(arguments["max_seqlen_q"], arguments["max_seqlen_k"])
-    keep = dropout_mask(
-        len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], longest, longest, arguments.get("dropout_p", 0.0)
-    )
-    assert_close(results, by_sequence(inputs, arguments, keep if arguments.get("dropout_p") else None))
 
 
 FAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.launch import check, check_every_term
+from tests.interpreter.launch import check_every_term
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
@@ -21,14 +21,6 @@ def test_a_table_one_row_short(first: int, last: int) -> None:
     """A clamped table that has a row for every pair of 33 queries and 20 keys but one."""
     inputs = make_inputs(1, 1, 33, 20, 16, num_rows=last - first + 1, rel_value=True, dtype=torch.float32, seed=2)
     check_every_term(inputs, SMALL, positions=RelativePositions(first, last))
-
-
-@pytest.mark.parametrize("outside", ["clamp", "zero"])
-def test_every_alignment_of_the_near_part(outside: Any) -> None:
-    """The borders between near and far tiles lie at every column of a tile."""
-    inputs = make_inputs(1, 1, 33, 55, 16, num_rows=4, dtype=torch.float32, seed=3)
-    for first in range(-8, 8):
-        check(inputs, SMALL["forward"], positions=RelativePositions(first, first + 3, outside))
 
 
 @pytest.mark.parametrize("kind", ["clamp", "zero"])
@@ -51,12 +43,3 @@ def test_far_keys(options: dict[str, Any], rel_width: int | None) -> None:
     terms: dict[str, Any] = {"num_rows": 5, "rel_width": rel_width, "rel_value": True, "rel_bias": True}
     inputs = make_inputs(1, 2, 40, 90, 16, 12, **terms, dtype=torch.float32, seed=5)
     check_every_term(inputs, SMALL, positions=RelativePositions(-2, 2), query_offset=25, **options)
-
-
-@pytest.mark.thorough
-def test_every_alignment_of_a_window() -> None:
-    """The ends of all loops lie at every place of a tile, those of the window at every row of a block of table rows."""
-    for shift in range(16):
-        positions = RelativePositions(-20 - shift, 20, "zero")
-        inputs = make_inputs(1, 1, 33, 50, 16, num_rows=positions.num_rows, dtype=torch.float32, seed=shift)
-        check_every_term(inputs, SMALL, positions=positions, window_size=(3, 2), query_offset=shift)

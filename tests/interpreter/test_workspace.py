@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case, unpacked
+from tests.cases import by_sequence, unpacked
 from tests.interpreter.guard import Launch, programs_in_order
 from tests.interpreter.launch import GRADIENTS, check_backward, check_every_term, kept, record_plans, resolve, with_keep
 from tests.interpreter.test_guards import resolved
@@ -241,10 +241,6 @@ def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **
     return inputs._replace(**packed, d_lse=inputs.d_lse[0]), arguments
 
 
-def has_table(inputs: Inputs) -> bool:
-    return any(getattr(inputs, name) is not None for name in TABLES)
-
-
 def named_call(name: str, kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     """One of CALLS or PACKED_CALLS."""
     shape, arguments = (CALLS | PACKED_CALLS)[name]
@@ -327,29 +323,6 @@ def test_parts_change_only_how_tables_are_summed(
                 assert_gradients_close_fp32(result, results[result], expected, gradients)
             else:
                 assert torch.equal(results[result], expected), result
-
-
-SHORT: dict[str, Any] = {"widths": (8, 16, 20), "value_widths": (8, 33), "rel_widths": (3, 24), "features": ALL_FEATURES}
-PADDED: dict[str, Any] = {"lengths": (1, 2, 15, 16, 17, 31, 33), "uneven_lengths": ((1, 40), (40, 1), (3, 35))}
-SIZES = ("", "0", "4000", "20000")
-
-
-@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 200))])
-def test_random_combination(seed: int, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any call, most in several parts; a fifth in float16."""
-    monkeypatch.setenv(VARIABLE, SIZES[seed % 4])
-    inputs, arguments = random_case(seed, dtype=torch.float16 if seed % 5 == 4 else torch.float32, **SHORT, **PADDED)
-    check_call(inputs, arguments, (*TILES.values(), None)[seed % 5])
-    assert [plan is None for plan in plans] == [not has_table(inputs)]
-
-
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 100))])
-def test_packed_random_combination(seed: int, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, SIZES[seed % 4])
-    inputs, arguments = random_varlen_case(seed, dtype=torch.float32, **SHORT, lengths=(0, 1, 2, 15, 17, 40))
-    check_call(inputs, arguments, (*TILES.values(), None)[seed % 5])
-    is_empty = inputs.query.numel() * inputs.key.numel() == 0
-    assert [plan is None for plan in plans] == ([] if is_empty else [not has_table(inputs)])
 
 
 # A band of relative positions in place of all keys.

@@ -32,14 +32,14 @@ FAULTS, CAUGHT_BY = HERE / "faults.jsonl", HERE / "caught.json"
 SECONDS = 60
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 AREAS = {
-    "": "cpu/test_random implementations cpu/test_masks cpu/test_products cpu/test_blockwise cpu/test_validation cpu/test_packed",
+    "": "operator/test_draws cpu/test_validation operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_torch",
     "__main__": "interpreter/test_check",
-    "_distributed": "cpu/test_context_parallel cpu/test_distributed",
-    "_implementations": "cpu/test_validation cpu/test_random implementations",
+    "_distributed": "cpu/test_distributed",
+    "_implementations": "cpu/test_validation operator/test_draws operator/test_edges cpu/test_blockwise",
     "integrations": "cpu/test_structure cpu/test_enable",
     "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enable",
-    "kernels": "implementations interpreter/test_tables fuzz/test_kernels interpreter/test_features interpreter/test_backward "
-    "interpreter/test_key_terms interpreter/test_workspace",
+    "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_features "
+    "interpreter/test_backward interpreter/test_key_terms interpreter/test_workspace",
     "kernels/config": "compile/test_profiles compile/test_launches",
     "kernels/grid": "interpreter/test_grids",
     "nn": "cpu/test_nn cpu/test_tables",
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{fault.name}: {fault.effect}" for fault in faults))
         return 0
-    variables = dict.fromkeys(("tests/interpreter", "tests/fuzz/test_kernels.py", "[triton_in"), INTERPRETED)
+    variables = dict.fromkeys(("tests/interpreter", "[triton_in"), INTERPRETED)
     runner = Runner(ROOT, PACKAGE, variables=variables, cpu_seconds=SECONDS)
     runner.check_imports()
     before = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}

@@ -1,40 +1,57 @@
-"""Each model's own algorithm, dense, as its code writes it, against the call that replaces it: out and every gradient."""
+"""The papers' own algorithms, dense, as their code writes them, against the call that replaces each: out and every gradient."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.cpu.test_reference import diagonal_stacking, pad_reshape_slice
-from tests.oracle import assert_same
+from tests.tolerance import assert_near, tolerance_of
+from tests.way import WAYS, Way
 from triton_relattn import RelativePositions, fused_relative_attention, tables
+from triton_relattn.testing import Inputs, dense_gradients
 
 Attention = Callable[..., Tensor]
 
 
-@pytest.fixture(params=["reference", "blockwise"])
+@pytest.fixture(params=[way for way in WAYS if not way.small], ids=str)
 def attend(request: pytest.FixtureRequest) -> Attention:
-    return functools.partial(fused_relative_attention, implementation=request.param)  # type: ignore[return-value]
+    """The public function, computed in the most precise dtype that the way has; results in float64."""
+    way: Way = request.param
+
+    def attend(*tensors: Tensor, **arguments: Any) -> Tensor:
+        given = [tensor.to(way.dtype) for tensor in tensors]
+        named = {name: each.to(way.dtype) if is_floating(each) else each for name, each in arguments.items()}
+        out = fused_relative_attention(*given, **named, implementation=way.implementation)  # type: ignore[arg-type]
+        assert isinstance(out, Tensor) and out.dtype == way.dtype
+        return out.double()
+
+    attend.tolerance = tolerance_of(way.dtype)  # type: ignore[attr-defined]
+    return attend
 
 
-def check(model: Attention, ours: Attention, **shapes: tuple[int, ...]) -> None:
+def is_floating(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.is_floating_point()
+
+
+def check(model: Attention, ours: Attention, attend: Attention, **shapes: tuple[int, ...]) -> None:
     """Both of the same random parameters: equal out, and equal gradients of each parameter, none of which is zero."""
     torch.manual_seed(0)
     parameters = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
     expected, actual = model(**parameters), ours(**parameters)
-    assert_same("out", actual.detach(), expected.detach())
+    options = {"tolerance": attend.tolerance, "smallest": 1.0}  # type: ignore[attr-defined]
+    assert_near("out", actual, expected, **options)
     d_out = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, list(parameters.values()), d_out)
     gradients = torch.autograd.grad(actual, list(parameters.values()), d_out)
     for name, gradient, expected_gradient in zip(parameters, gradients, expected_gradients, strict=True):
         assert expected_gradient.abs().max() > 0.001, f"{name} has no part in the model"
-        assert_same(f"gradient of {name}", gradient, expected_gradient)
+        assert_near(f"gradient of {name}", gradient, expected_gradient, **options)
 
 
 def shapes_of(
@@ -55,6 +72,25 @@ def shift(scores: Tensor) -> Tensor:
     return pad(scores, (1, 0)).view(*batch, num_rows + 1, num_queries)[..., 1:, :].reshape(scores.shape)
 
 
+def diagonal_stacking(query: Tensor, general_table: Tensor, num_keys: int) -> Tensor:
+    """S = truncate(transpose(diagonals(Q E))), E (d, 2T - 1) from the most distant future to the most distant past.
+
+    Key j is met on the diagonal of Q E that starts in column T - 1 - j.
+    """
+    num_queries, max_length = query.shape[-2], (general_table.shape[-1] + 1) // 2
+    products = query @ general_table
+    diagonals = [products.diagonal(max_length - 1 - j, -2, -1)[..., :num_queries] for j in range(num_keys)]
+    return torch.stack(diagonals, -2).mT
+
+
+def pad_reshape_slice(query: Tensor, table: Tensor) -> Tensor:
+    """Music Transformer's skewing of Q E^T, E (L, d) with rows for -(L - 1) .. 0: right on and below the diagonal."""
+    products = query @ table.mT
+    length = products.shape[-1]
+    padded = pad(products, (1, 0))
+    return padded.reshape(*products.shape[:-2], length + 1, length)[..., 1:, :]
+
+
 def test_general_relative_attention(attend: Attention) -> None:
     """E (heads, d, 2T - 1), most distant future first; cross attention with Nq != Nk < T."""
 
@@ -65,7 +101,7 @@ def test_general_relative_attention(attend: Attention) -> None:
     def ours(query: Tensor, key: Tensor, value: Tensor, general_table: Tensor) -> Tensor:
         return attend(query, key, value, tables.from_general_layout(general_table))
 
-    check(model, ours, **shapes_of(2, 3, 7, 11, 8), general_table=(3, 8, 25))
+    check(model, ours, attend, **shapes_of(2, 3, 7, 11, 8), general_table=(3, 8, 25))
 
 
 def test_music_transformer(attend: Attention) -> None:
@@ -78,7 +114,7 @@ def test_music_transformer(attend: Attention) -> None:
     def ours(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
         return attend(query, key, value, table, positions=RelativePositions(-11, 0), is_causal=True)
 
-    check(model, ours, **shapes_of(2, 3, 12, 12, 6), table=(3, 12, 6))
+    check(model, ours, attend, **shapes_of(2, 3, 12, 12, 6), table=(3, 12, 6))
 
 
 def test_shaw(attend: Attention) -> None:
@@ -93,7 +129,7 @@ def test_shaw(attend: Attention) -> None:
     def ours(query: Tensor, key: Tensor, value: Tensor, table_k: Tensor, table_v: Tensor) -> Tensor:
         return attend(query, key, value, table_k, rel_value=table_v)
 
-    check(model, ours, **shapes_of(2, 3, 9, 14, 8), table_k=(7, 8), table_v=(7, 8))
+    check(model, ours, attend, **shapes_of(2, 3, 9, 14, 8), table_k=(7, 8), table_v=(7, 8))
 
 
 @pytest.mark.parametrize("way", ["folded", "rel_query"])
@@ -121,7 +157,7 @@ def test_conformer(way: str, attend: Attention) -> None:
         return attend(query, key, value, table, rel_bias=bias, key_lengths=lengths)
 
     inputs = shapes_of(2, heads, length, length, width)
-    check(model, ours, **inputs, linear_pos=(heads * width, model_width), u=(heads, width), v=(heads, width))
+    check(model, ours, attend, **inputs, linear_pos=(heads * width, model_width), u=(heads, width), v=(heads, width))
 
 
 def test_transformer_xl_with_memory(attend: Attention) -> None:
@@ -146,21 +182,7 @@ def test_transformer_xl_with_memory(attend: Attention) -> None:
         positions = RelativePositions(-(total - 1), 0, outside="error")
         return attend(query, key, value, table, rel_bias=bias, positions=positions, is_causal=True, query_offset=memory)
 
-    check(model, ours, **shapes_of(2, 2, length, total, width), r_net=(2 * width, 8), u=(2, width), v=(2, width))
-
-
-def test_wav2vec2_bert(attend: Attention) -> None:
-    """relative_key: one table shared by the heads, clamped at 6 to the left and at 2 to the right."""
-    row = distances(15, 15).clamp(-6, 2) + 6
-
-    def model(query: Tensor, key: Tensor, value: Tensor, distance_embedding: Tensor) -> Tensor:
-        bias = torch.einsum("bhld,lrd->bhlr", query, distance_embedding[row]) * 8**-0.5
-        return (query @ key.mT * 8**-0.5 + bias).softmax(-1) @ value
-
-    def ours(query: Tensor, key: Tensor, value: Tensor, distance_embedding: Tensor) -> Tensor:
-        return attend(query, key, value, distance_embedding, positions=RelativePositions(-6, 2))
-
-    check(model, ours, **shapes_of(2, 3, 15, 15, 8), distance_embedding=(9, 8))
+    check(model, ours, attend, **shapes_of(2, 2, length, total, width), r_net=(2 * width, 8), u=(2, width), v=(2, width))
 
 
 def t5_buckets_of_pairs(relative_position: Tensor, bidirectional: bool = True) -> Tensor:
@@ -181,7 +203,7 @@ def test_t5_encoder(attend: Attention) -> None:
         bias = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T
         return attend(query, key, value, rel_bias=bias, scale=1.0)
 
-    check(model, ours, **shapes_of(2, 3, 40, 40, 4), weight=(16, 3))
+    check(model, ours, attend, **shapes_of(2, 3, 40, 40, 4), weight=(16, 3))
 
 
 def test_t5_decoder_with_cache(attend: Attention) -> None:
@@ -198,7 +220,7 @@ def test_t5_decoder_with_cache(attend: Attention) -> None:
         positions = RelativePositions(-24, 0)
         return attend(query, key, value, rel_bias=bias, positions=positions, scale=1.0, is_causal=True, query_offset=30)
 
-    check(model, ours, **shapes_of(2, 3, 6, 36, 4), weight=(16, 3))
+    check(model, ours, attend, **shapes_of(2, 3, 6, 36, 4), weight=(16, 3))
 
 
 def test_wavlm(attend: Attention) -> None:
@@ -217,7 +239,7 @@ def test_wavlm(attend: Attention) -> None:
         table = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T[..., None]
         return attend(query, key, value, table, rel_query=gate_of(gate, constant), rel_scale=1.0)
 
-    check(model, ours, **shapes_of(2, 3, 30, 30, 8), gate=(2, 3, 30, 2), constant=(1, 3, 1, 1), weight=(16, 3))
+    check(model, ours, attend, **shapes_of(2, 3, 30, 30, 8), gate=(2, 3, 30, 2), constant=(1, 3, 1, 1), weight=(16, 3))
 
 
 def test_alibi(attend: Attention) -> None:
@@ -231,7 +253,7 @@ def test_alibi(attend: Attention) -> None:
         positions = RelativePositions(-16, 0, outside="error")
         return attend(query, key, value, rel_bias=tables.alibi_bias(slopes, -16, 0), positions=positions, is_causal=True)
 
-    check(model, ours, **shapes_of(2, 3, 17, 17, 8), slopes=(3,))
+    check(model, ours, attend, **shapes_of(2, 3, 17, 17, 8), slopes=(3,))
 
 
 @pytest.mark.parametrize("length", [3, 12])
@@ -261,92 +283,7 @@ def test_vits(length: int, attend: Attention) -> None:
         arguments = {"rel_value": emb_rel_v[0], "positions": positions, "scale": 1.0}
         return attend(query * width**-0.5, key, value, emb_rel_k[0], **arguments)
 
-    check(model, ours, **shapes_of(2, 2, length, length, width), emb_rel_k=(1, 9, width), emb_rel_v=(1, 9, width))
-
-
-@pytest.mark.parametrize("sliding", [False, True], ids=["global", "sliding"])
-def test_inkling(sliding: bool, attend: Attention) -> None:
-    """A bank of profiles by distance, mixed by a projection of width 16, unscaled; grouped heads, causal, a cache.
-
-    The sliding layers see as far as the bank reaches; the global ones see farther, and have a temperature by position.
-    """
-    extent, num_queries, num_keys, width = 6, 9, 14, 8
-    offset = num_keys - num_queries
-    distance = -distances(num_queries, num_keys, offset)
-    hidden = (distance < 0) | (distance >= extent) if sliding else distance < 0
-    positions = torch.arange(num_queries, dtype=torch.float64) + offset
-    tau = 1 + 0.1 * ((positions + 1) / 4).clamp(min=1).log()[:, None] * (not sliding)
-
-    def model(query: Tensor, key: Tensor, value: Tensor, relative: Tensor, proj: Tensor) -> Tensor:
-        profiles = (relative @ proj).transpose(1, 2)
-        index = distance.clamp(0, extent - 1).expand(*profiles.shape[:2], -1, -1)
-        position_bias = profiles.gather(-1, index).masked_fill((distance < 0) | (distance >= extent), 0.0)
-        key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
-        logits = (query * tau) @ key.mT / width + position_bias * tau
-        return logits.masked_fill(hidden, -math.inf).softmax(-1) @ value
-
-    def ours(query: Tensor, key: Tensor, value: Tensor, relative: Tensor, proj: Tensor) -> Tensor:
-        return attend(
-            query * tau,
-            key,
-            value,
-            tables.from_future_first(proj.T, dim=-2),
-            rel_query=relative.transpose(1, 2) * tau,
-            positions=RelativePositions(-(extent - 1), 0, outside="zero"),
-            scale=1 / width,
-            rel_scale=1.0,
-            is_causal=True,
-            window_size=(extent - 1, 0) if sliding else (-1, -1),
-            query_offset=offset,
-            enable_gqa=True,
-        )
-
-    check(model, ours, **shapes_of(2, 4, num_queries, num_keys, width, 2), relative=(2, num_queries, 4, 16), proj=(16, extent))
-
-
-def test_gemma_audio(attend: Attention) -> None:
-    """Chunks of queries with their context of keys, the relative shift by chunk, and a soft cap on the sum of both terms.
-
-    The window reaches one position farther into the future than the table, whose term is zero there.
-    """
-    chunk, past, future, rows, length, width, cap = 4, 4, 3, 6, 14, 8, 5.0
-    context, chunks = chunk + past + future, -(-length // chunk)
-    scale = width**-0.5 / math.log(2)
-    i = torch.arange(chunks * chunk).view(chunks, chunk, 1)
-    j = torch.arange(chunks).view(-1, 1, 1) * chunk + torch.arange(context) - past
-    hidden = (j - i < -past) | (j - i > 2) | (j < 0) | (j >= length)
-
-    def contexts(x: Tensor) -> Tensor:
-        """(B, H, N, D) to (B, H, chunks, context, D)."""
-        return pad(x, (0, 0, past, future + chunk - 1)).unfold(2, context, chunk)[:, :, :chunks].mT
-
-    def shift_in_chunks(x: Tensor) -> Tensor:
-        padded = pad(x, (0, context + 1 - rows)).flatten(-2)
-        return padded[..., : chunk * context].unflatten(-1, (chunk, context))
-
-    def model(query: Tensor, key: Tensor, value: Tensor, per_dim_scale: Tensor, relative_key: Tensor) -> Tensor:
-        query = query * scale * torch.nn.functional.softplus(per_dim_scale)
-        queries = pad(query, (0, 0, 0, chunks * chunk - length)).unflatten(2, (chunks, chunk))
-        matrix_ac = queries @ contexts(key).mT
-        matrix_bd = shift_in_chunks(queries @ relative_key.permute(1, 2, 0)[None, :, None])
-        logits = torch.tanh((matrix_ac + matrix_bd) / cap) * cap
-        # The queries that pad the last chunk may see nothing; they are cut off.
-        probs = logits.masked_fill(hidden, -1e9).softmax(-1)
-        return (probs @ contexts(value)).flatten(2, 3)[:, :, :length]
-
-    def ours(query: Tensor, key: Tensor, value: Tensor, per_dim_scale: Tensor, relative_key: Tensor) -> Tensor:
-        return attend(
-            query * scale * torch.nn.functional.softplus(per_dim_scale),
-            key,
-            value,
-            relative_key.transpose(0, 1),
-            positions=RelativePositions(-past, rows - 1 - past, outside="zero"),
-            window_size=(past, 2),
-            scale=1.0,
-            softcap=cap,
-        )
-
-    check(model, ours, **shapes_of(2, 2, length, length, width), per_dim_scale=(width,), relative_key=(rows, 2, width))
+    check(model, ours, attend, **shapes_of(2, 2, length, length, width), emb_rel_k=(1, 9, width), emb_rel_v=(1, 9, width))
 
 
 @pytest.mark.parametrize("kinds", ["c2p", "p2c", "c2p and p2c"])
@@ -377,4 +314,29 @@ def test_deberta(kinds: str, attend: Attention) -> None:
 
     wanted = {"position_key": "c2p", "position_query": "p2c"}
     shapes = {name: (2, 2 * span, width) for name, kind in wanted.items() if kind in kinds}
-    check(model, ours, **shapes_of(2, 2, length, length, width), **shapes)
+    check(model, ours, attend, **shapes_of(2, 2, length, length, width), **shapes)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_two_by_two_by_hand(way: Way) -> None:
+    """d = 1, queries 1 and 2, keys 1 and 0, values 1 and 3, E = -1, 0, 1 + ln 3 for r = -1, 0, 1, scale 1.
+
+    Logits [[1 + 0, 0 + 1 + ln 3], [2 - 2, 0 + 0]]: P = [[1/4, 3/4], [1/2, 1/2]], out = 5/2, 2, lse = 1 + ln 4, ln 2.
+    For d_out = 1, 0: dP = 1, 3, delta = 5/2, dS = -3/8, 3/8 in row 0. dE = 0, -3/8, 3/8; dq_0 = 3/8 (ln 3), as
+    key + row is 1 for the first pair and 1 + ln 3 for the second; dk = -3/8, 3/8; dv = 1/4, 3/4.
+    """
+    column = lambda *numbers: torch.tensor(numbers, dtype=torch.float64).view(1, 1, -1, 1)  # noqa: E731
+    table = column(-1, 0, 1 + math.log(3))[0, 0]
+    inputs = Inputs(column(1, 2), column(1, 0), column(1, 3), table, column(1, 0), torch.zeros(1, 1, 2, dtype=torch.float64))
+    expected = {
+        "out": column(2.5, 2),
+        "lse": column(1 + math.log(4), math.log(2))[..., 0],
+        "d_query": column(0.375 * math.log(3), 0),
+        "d_key": column(-0.375, 0.375),
+        "d_value": column(0.25, 0.75),
+        "d_rel_key": column(0, -0.375, 0.375)[0, 0],
+    }
+    by_hand = dense_gradients(inputs)._asdict()
+    for name, result in way.results(inputs.to(way.dtype), scale=1.0).items():
+        assert_near(name, result.double(), expected[name], tolerance=tolerance_of(way.dtype), smallest=1.0)
+        assert_near(name, by_hand[name], expected[name])

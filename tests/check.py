@@ -1,0 +1,265 @@
+"""One check of any call: ``check(sample, way)``.
+
+out, lse and all gradients that are asked for are right, element by element (tests/expected.py), have the right dtypes and
+shapes, and come out bit for bit again; others are None. Nothing depends on uninitialised memory, on what lies beside tensors, or
+on the NaN that the sample puts where nobody looks: into table rows without a pair, keys and values that no query sees, and the
+gradients of what is -inf. Inputs, global state and the generator are as before, but for one draw with dropout.
+
+``check_refused`` is for calls in which something is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory
+from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, expected
+from tests.samples import Sample
+from tests.tolerance import within
+from tests.way import Way
+from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn.testing import dropout_mask
+
+DOCUMENTED = (ValueError, TypeError, NotImplementedError)
+BLOCKS = ((16, 1, 4), (7, 1 << 11, 2), (1, 1, 1), (16, 1 << 18, 8))
+"""Queries and scores of a block, and rows of a panel, of blockwise in small blocks."""
+REGISTERS = ("scores", "registers")
+TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
+    {"forward": (32, 16), "dq": (32, 16), "dq_from_ds": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
+    {
+        **{"forward": (16, 16, None), "dq": (32, 32, None), "dq_from_ds": (32, 16)},
+        **{"dkv": (32, 16), "dtable": (32, 16), "dp2c": (16, 16)},
+    },
+    {"forward": (32, 32), "dq": (16, 16), "dq_from_ds": (16, 64), "dkv": (32, 32), "dtable": (32, 32), "dp2c": (32, 16)},
+    {
+        **{"forward": (32, 16, *REGISTERS), "dq": (32, 32, *REGISTERS), "dq_from_ds": (64, 32)},
+        **{"dkv": (16, 16, *REGISTERS), "dtable": (64, 32), "dp2c": (64, 32)},
+    },
+)
+"""Tiles of the kernels in small tiles; rows and columns, where scores are carried, and how rows are rotated."""
+
+
+@contextmanager
+def environment(sample: Sample, way: Way) -> Iterator[None]:
+    """Blocks or tiles, default dtype and mode of the sample; memory that is not written to holds NaN."""
+    default = torch.get_default_dtype()
+    mode = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[sample.mode]
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), mode():
+        poison_memory(patch)
+        if sample.workspace is not None:
+            patch.setenv("TRITON_RELATTN_WORKSPACE", str(sample.workspace))
+        if way.implementation == "triton":
+            from tests.interpreter.conftest import change_interpreter
+
+            change_interpreter(patch)
+            if way.small or sample.round_terms:
+                cut_tiles(patch, TILES[sample.blocks % len(TILES)] if way.small else None, sample.round_terms)
+        elif way.small:
+            cut_blocks(patch, *BLOCKS[sample.blocks % len(BLOCKS)])
+        torch.set_default_dtype(getattr(torch, sample.default_dtype))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def global_state() -> dict[str, Any]:
+    """The global state that a call must not change, without torch's generator, from which dropout draws."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        # Not those of a module's own warnings: what torch imports when it first needs it may bring some.
+        "warnings' filters": [entry for entry in warnings.filters if entry[2].__module__ == "builtins"],
+        "numpy's error handling": np.geterr(),
+        "random": (random.getstate(), repr(np.random.get_state())),
+        "environment": dict(os.environ),
+    }
+
+
+def assert_same_state(before: dict[str, Any]) -> None:
+    moved = [name for name, value in global_state().items() if value != before[name]]
+    assert not moved, f"the call changed global state: {', '.join(moved)}"
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, padding included."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def function_of(sample: Sample) -> Callable[..., Any]:
+    return fused_relative_attention if sample.sequences is None else fused_relative_attention_varlen
+
+
+def kept(sample: Sample, call: dict[str, Any]) -> Tensor | None:
+    """What dropout keeps; it draws from torch's generator as the call does."""
+    if not call.get("dropout_p"):
+        return None
+    heads, p = call["query"].shape[1], call["dropout_p"]
+    return dropout_mask(len(sample.sizes), heads, sample.longest(0), sample.longest(1), p)
+
+
+def spoilt(sample: Sample, call: dict[str, Any]) -> dict[str, Any]:
+    """The call with NaN (or inf) in rows of tables without a pair, and in keys and values that no query sees.
+
+    A mask does not count: what it hides is read.
+    """
+    if sample.spoilt is None:
+        return call
+    batch = Batch(call)
+    pairs = Pairs({**call, "attn_mask": None}, batch)
+    row_used = torch.zeros(pairs.num_rows, dtype=torch.bool)
+    row_used[pairs.row[pairs.visible & pairs.applies]] = True
+    key_used = batch.packed(pairs.visible.any(2).any(1)[:, None, :, None], "k")
+    used = dict.fromkeys(TABLES, row_used[:, None]) | {"rel_bias": row_used}
+    used |= {} if sample.same else {"key": key_used, "value": key_used}
+    changed = {}
+    for name, mask in used.items():
+        if name in call and call[name].is_contiguous():
+            changed[name] = call[name].masked_fill(~mask, float(sample.spoilt))
+    return {**call, **changed}
+
+
+Results = dict[str, Tensor | None]
+
+
+def run(sample: Sample, call: dict[str, Any]) -> Results:
+    """out, lse, and the gradient of each input, None where there is none."""
+    leaves: dict[int, Tensor] = {}
+    for name in INPUTS:
+        if name in call:
+            leaves.setdefault(id(call[name]), call[name].detach().requires_grad_(name in sample.requires_grad))
+    given = {name: leaves.get(id(value), value) if name in INPUTS else value for name, value in call.items()}
+    torch.manual_seed(sample.seed)
+    outs = function_of(sample)(**given)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    results: Results = dict(zip(("out", "lse"), outs, strict=False))
+    differentiable = sample.mode == "grad" and any(leaf.requires_grad for leaf in leaves.values())
+    assert all(out.requires_grad == differentiable for out in outs), "requires_grad of the results is wrong"
+    if differentiable:
+        of_all = call["implementation"] == "reference"  # of what is not used, autograd has no gradients, not zeros
+        named = [(name, out) for name, out in results.items() if out is not None and (of_all or wants(sample, name))]
+        d_outs = [cotangent(sample, name, out.dtype) for name, out in named]
+        if sample.spoilt == "nan" and call["implementation"] != "reference":
+            d_outs = [d_out.masked_fill(out == -math.inf, math.nan) for d_out, (_, out) in zip(d_outs, named, strict=True)]
+        torch.autograd.backward([out for _, out in named], d_outs)
+    return results | {f"d_{name}": given[name].grad for name in INPUTS if name in given}
+
+
+def wants(sample: Sample, result: str) -> bool:
+    """Whether gradients come from out, or from lse."""
+    return sample.cotangents in (result, "both") and (result == "out" or sample.return_lse)
+
+
+def cotangent(sample: Sample, result: str, dtype: torch.dtype) -> Tensor:
+    numbers = sample.numbers(f"d_{result}", dtype=dtype)
+    return numbers if wants(sample, result) else torch.zeros_like(numbers)
+
+
+@functools.lru_cache(maxsize=2)
+def right(sample: Sample, implementation: str) -> tuple[dict[str, Expected], Tensor]:
+    """What the call should give, and the state of torch's generator after it."""
+    call = {**sample.call(), "implementation": implementation}
+    torch.manual_seed(sample.seed)
+    keep, state = kept(sample, call), torch.get_rng_state()
+    cotangents = [cotangent(sample, name, torch.promote_types(call["query"].dtype, torch.float32)) for name in ("out", "lse")]
+    results = expected(call, cotangents[0].to(call["query"].dtype), cotangents[1], keep, sample.round_terms)
+    if sample.same:  # one tensor, whose gradient is the sum of three
+        eps = 2 * torch.finfo(call["query"].dtype).eps
+        parts = [results[f"d_{name}"] for name in ("query", "key", "value")]
+        budget = sum((part.budget + eps * part.golden.abs() for part in parts), torch.zeros(()))
+        total = Expected(sum((part.golden for part in parts), torch.zeros(())), budget)
+        results |= dict.fromkeys(("d_query", "d_key", "d_value"), total)
+    return results, state
+
+
+def check(sample: Sample, way: Way) -> None:
+    """The sample, computed in this way, is right. See the module."""
+    clean = {**sample.call(), "implementation": way.implementation}
+    call = clean if way.implementation == "reference" else spoilt(sample, clean)
+    stored = {name: memory(tensor).clone() for name, tensor in call.items() if isinstance(tensor, Tensor)}
+    golden, drawn = right(sample, "triton" if way.implementation == "triton" else "")
+    with environment(sample, way):
+        before = global_state()
+        results = run(sample, call)
+        assert torch.equal(torch.get_rng_state(), drawn), "torch's generator is not where it should be"
+        assert_same_state(before)
+        again = results if INTERPRETED else run(sample, call)  # the interpreter has no races
+    for name, bytes_before in stored.items():
+        assert torch.equal(memory(call[name]), bytes_before), f"{name} was written to"
+
+    dtypes = {"out": call["query"].dtype, "lse": torch.promote_types(call["query"].dtype, torch.float32)}
+    for name, result in results.items():
+        tensor, other = call.get(name.removeprefix("d_")), again[name]
+        if tensor is not None:
+            wanted = sample.mode == "grad" and name.removeprefix("d_") in sample.requires_grad
+            assert (result is not None) == wanted, f"{name}: {'missing' if wanted else 'not asked for'}"
+        if result is None:
+            continue
+        dtype = dtypes[name] if tensor is None else tensor.dtype
+        assert result.dtype == dtype, f"{name}: {result.dtype}, expected {dtype}"
+        assert other is not None and torch.equal(result, other), f"{name}: not the same in a second run"
+        assert_within(name, result, *golden[name])
+
+
+def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> None:
+    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything."""
+    info = torch.finfo(actual.dtype)
+    assert actual.shape == golden.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(golden.shape)}"
+    assert not budget.isnan().any(), f"{name}: the budget is NaN"
+    infinite = golden == -math.inf
+    golden = golden.masked_fill(infinite, 0)
+    budget = budget + info.eps * golden.abs() + info.tiny * (1 if info.bits >= 32 else info.eps)
+    result = actual.detach().double().masked_fill(infinite & (actual == -math.inf), 0)
+    representable = golden.abs() + budget <= info.max
+
+    def message() -> str:
+        wrong = ~((result - golden).abs() <= budget) & representable
+        where = tuple(wrong.nonzero()[0].tolist())
+        exact = -math.inf if infinite[where] else golden[where].item()
+        return (
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first at {where}: "
+            f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
+        )
+
+    within(name, (result - golden).abs()[representable], budget[representable], message)
+
+
+def check_refused(sample: Sample, way: Way, changes: dict[str, Any]) -> str | None:
+    """With these arguments changed, a call is refused by a documented error that says something, before anything is drawn or
+    changed; or it is accepted. Returns the error's name.
+
+    Raises:
+        AssertionError: it raised another error, or left a trace.
+    """
+    call = {**sample.call(), "implementation": way.implementation, **changes}
+    torch.manual_seed(sample.seed)
+    seeded = torch.get_rng_state()
+    with environment(sample, way):
+        before = global_state()
+        try:
+            function_of(sample)(**call)
+        except DOCUMENTED as error:
+            assert str(error), f"{type(error).__name__} says nothing"
+            assert torch.equal(torch.get_rng_state(), seeded), "refused, but torch's generator moved"
+            assert_same_state(before)
+            return type(error).__name__
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            raise AssertionError(f"{type(error).__name__} instead of a documented error: {first_line}") from error
+    return None

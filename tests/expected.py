@@ -1,0 +1,264 @@
+"""What a call should give, in float64 from nothing of the package, and how far rounding may move each element of it.
+
+The oracle is the definition, a dense one; autograd makes its gradients. A packed call is the padded batch of its sequences.
+
+Other rules compare with what plain torch is off in the same precision, over many elements. Of any call at all (a single key,
+terms that cancel, 16 bits) that says too little: the budget here is first-order error analysis, element by element. It grows with
+the magnitude of what is summed, so that it never fails for rounding, and a wrong term never fits in it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+UNITS = 16
+"""Rounding errors, in units in the last place, that a number goes through one after the other."""
+SMALLEST_SCALE = 2.0**-59
+"""Largest difference between a scale near 0 and the smallest one, which the kernels compute with instead."""
+SCALES_THAT_ROUND = 0.03, 16384.0
+"""Beyond these, terms stay float32 even where others are rounded to float16: docs/numerics.md."""
+TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
+OF_QUERIES, OF_KEYS = ("query", "rel_query"), ("key", "value")
+INPUTS = (*OF_QUERIES, *OF_KEYS, *TABLES)
+"""The tensors that have gradients."""
+
+
+class Precision(NamedTuple):
+    """Errors of one implementation, to first order."""
+
+    sums: float
+    """Relative error of logits, probabilities and sums."""
+    products: float = 0.0
+    """Relative error of probabilities and dS where they are operands of products."""
+    smallest: float = 0.0
+    """Absolute error of those operands."""
+    out: float = 0.0
+    """Relative error of the out that delta is computed from; 0 if it is not."""
+    rounds_terms: bool = False
+    """Whether products with tables are rounded to float16, at scales at which it holds them; a bias is with rel_key's."""
+
+
+def precision_of(implementation: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
+    sums = UNITS * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    if implementation != "triton":
+        return Precision(sums)
+    info = torch.finfo(dtype)
+    low = info.eps if info.bits < 32 else 0.0
+    return Precision(sums, low, info.tiny * low, info.eps, rounds_terms)
+
+
+class Batch:
+    """The places of a packed call's sequences in a padded batch; those of a call that is not packed are as they are."""
+
+    def __init__(self, call: dict[str, Any]) -> None:
+        self.index, self.lengths = {}, {}
+        for which in "qk" if call.get("cu_seqlens_q") is not None else "":
+            starts = call[f"cu_seqlens_{which}"].long()
+            places = starts[:-1, None] + torch.arange(call[f"max_seqlen_{which}"])
+            self.index[which] = places.masked_fill(places >= starts[1:, None], starts[-1])
+            self.lengths[which] = starts.diff()
+
+    def padded(self, tensor: Tensor, which: str) -> Tensor:
+        """(total, H, ...) as (B, H, N, ...), with zeros after each sequence."""
+        if not self.index:
+            return tensor
+        return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[self.index[which]].transpose(1, 2)
+
+    def packed(self, tensor: Tensor, which: str) -> Tensor:
+        """(B, H, N, ...) as (total, H, ...)."""
+        return tensor.transpose(1, 2)[self.index[which] < self.lengths[which].sum()] if self.index else tensor
+
+    def inputs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        sides = dict.fromkeys(OF_QUERIES, "q") | dict.fromkeys(OF_KEYS, "k")
+        return {name: self.padded(tensor, sides[name]) if name in sides else tensor for name, tensor in tensors.items()}
+
+
+class Pairs:
+    """What a call says of each query and key, (B, H, Nq, Nk): its table row and whether the table applies, what is visible, and
+    the number that a mask adds."""
+
+    def __init__(self, call: dict[str, Any], batch: Batch | None = None) -> None:
+        batch = batch or Batch(call)
+        query, key = batch.padded(call["query"], "q"), batch.padded(call["key"], "k")
+        shape = (*query.shape[:3], key.shape[2])
+        i, j = torch.arange(shape[2])[:, None], torch.arange(shape[3])
+        by_entry = lambda numbers: numbers.view(-1, 1, 1, 1)  # noqa: E731
+        offset = call.get("query_offset", 0)
+        relative = (j - i - (by_entry(offset) if isinstance(offset, Tensor) and offset.dim() else int(offset))).expand(shape)
+        self.num_rows = next(
+            (call[name].shape[-1 if name == "rel_bias" else -2] for name in TABLES if call.get(name) is not None), 1
+        )
+        positions = call.get("positions")
+        self.row = relative - (-(self.num_rows // 2) if positions is None else positions.first)
+        self.applies = (self.row >= 0) & (self.row < self.num_rows) | (positions is None or positions.outside != "zero")
+        self.row = self.row.clamp(0, self.num_rows - 1)
+        left, right = call.get("window_size") or (-1, -1)
+        right = 0 if call.get("is_causal") and right != 0 else right
+        self.visible = ((relative >= -left) | (left < 0)) & ((relative <= right) | (right < 0))
+        if batch.index:
+            self.visible = self.visible & (i < by_entry(batch.lengths["q"])) & (j < by_entry(batch.lengths["k"]))
+        if call.get("key_lengths") is not None:
+            self.visible = self.visible & (j < by_entry(call["key_lengths"]))
+        self.added, mask = torch.zeros(shape, dtype=torch.float64), call.get("attn_mask")
+        if mask is not None:
+            shown = mask if mask.dtype == torch.bool else mask != -math.inf
+            self.visible = self.visible & shown
+            self.added = self.added if mask.dtype == torch.bool else self.added + mask.double().masked_fill(~shown, 0)
+
+    def of(self, by_row: Tensor) -> Tensor:
+        """Of numbers by query and row, those of each pair."""
+        return by_row.expand(*self.row.shape[:3], self.num_rows).gather(-1, self.row) * self.applies
+
+    def terms(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q.k, p.E + k.F and b of each pair; zero for those that the call lacks."""
+        query = inputs["query"]
+        key = inputs["key"].repeat_interleave(query.shape[1] // max(inputs["key"].shape[1], 1), 1)
+        relative = bias = query.new_zeros(())
+        if "rel_key" in inputs:
+            relative = self.of(inputs.get("rel_query", query) @ inputs["rel_key"].mT)
+        if "rel_p2c" in inputs:
+            relative = relative + (inputs["rel_p2c"] @ key.mT).gather(-2, self.row) * self.applies
+        if "rel_bias" in inputs:
+            bias = self.of(inputs["rel_bias"][..., None, :])
+        return query @ key.mT, relative, bias
+
+    def attend(self, inputs: dict[str, Tensor], weights: Tensor) -> Tensor:
+        """The sum over keys of weights (V + A)."""
+        out = weights @ inputs["value"].repeat_interleave(weights.shape[1] // max(inputs["value"].shape[1], 1), 1)
+        if "rel_value" not in inputs:
+            return out
+        by_row = weights.new_zeros(*weights.shape[:3], self.num_rows).scatter_add(-1, self.row, weights * self.applies)
+        return out + by_row @ inputs["rel_value"]
+
+
+def probabilities(logits: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Probabilities and lse of logits; zeros and -inf for queries that see nothing."""
+    blind = ~pairs.visible.any(-1, keepdim=True)
+    logits = logits.masked_fill(~pairs.visible, -math.inf).masked_fill(blind, 0)
+    probs = torch.softmax(logits, -1).masked_fill(blind, 0) if logits.shape[-1] else logits
+    return probs, torch.logsumexp(logits, -1).masked_fill(blind[..., 0], -math.inf)
+
+
+def scales_of(call: dict[str, Any]) -> tuple[float, float]:
+    scale = call["query"].shape[-1] ** -0.5 if call.get("scale") is None else call["scale"]
+    return scale, scale if call.get("rel_scale") is None else call["rel_scale"]
+
+
+def kept_weights(call: dict[str, Any], keep: Tensor | None, pairs: Pairs) -> Tensor:
+    """What dropout multiplies each probability by."""
+    if keep is None:
+        return torch.ones_like(pairs.added)
+    p = call["dropout_p"]
+    return keep[..., : pairs.row.shape[2], : pairs.row.shape[3]].double() * (1 / (1 - p) if p < 1 else 0)
+
+
+def forward(call: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of a call whose tensors are float64; autograd through it gives the gradients."""
+    batch = Batch(call)
+    pairs, inputs = Pairs(call, batch), batch.inputs({name: call[name] for name in INPUTS if call.get(name) is not None})
+    (content, relative, bias), (scale, rel_scale), softcap = pairs.terms(inputs), scales_of(call), call.get("softcap")
+    logits = scale * content + rel_scale * relative + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    probs, lse = probabilities(logits + pairs.added, pairs)
+    out = batch.packed(pairs.attend(inputs, probs * kept_weights(call, keep, pairs)), "q")
+    return out, batch.packed(lse, "q").T if batch.index else lse
+
+
+def exact(call: dict[str, Any], keep: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The inputs as leaves in float64, and out and lse of them."""
+    leaves = {name: call[name].detach().double().requires_grad_() for name in INPUTS if call.get(name) is not None}
+    return leaves, *forward({**call, **leaves}, keep)
+
+
+def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | None, precision: Precision) -> dict[str, Tensor]:
+    """The budget of out, lse and each gradient, before the rounding of the results themselves."""
+    leaves = {name: call[name].detach().double().abs().requires_grad_() for name in INPUTS if call.get(name) is not None}
+    batch = Batch(call)
+    signed = batch.inputs({name: call[name].detach().double() for name in leaves})
+    pairs, sizes = Pairs({**call, **leaves}, batch), batch.inputs(leaves)
+    d_out = batch.padded(d_out.double().abs(), "q")
+    d_lse = batch.padded(d_lse.T, "q") if batch.index else d_lse
+    visible, (scale, rel_scale), softcap, unit = pairs.visible, scales_of(call), call.get("softcap"), precision.sums
+
+    (content, relative, bias), of_sizes = pairs.terms(signed), pairs.terms(sizes)
+    with torch.no_grad():
+        z = scale * content + rel_scale * relative + bias
+        content, relative, bias = of_sizes
+        z_error = unit * ((abs(scale) + SMALLEST_SCALE) * content + abs(rel_scale) * relative + bias)
+        if precision.rounds_terms and SCALES_THAT_ROUND[0] <= abs(scale) <= SCALES_THAT_ROUND[1]:
+            half = torch.finfo(torch.float16)
+            terms = abs(rel_scale) * relative + bias * ("rel_key" in sizes)
+            z_error = z_error + half.eps * terms + half.tiny * half.eps * abs(scale) * bool({"rel_key", "rel_p2c"} & sizes.keys())
+        slope, slope_error = torch.ones_like(z), torch.zeros_like(z)
+        if softcap is not None:
+            share = torch.tanh(z / softcap)
+            slope = 1 - share.square()
+            share_error = (slope * z_error / softcap + unit * (1 + share.abs())).clamp_max(2)
+            slope_error = (2 * share.abs() + share_error) * share_error
+            z, z_error = softcap * share, softcap * share_error
+        if pairs.added.any():
+            z, z_error = z + pairs.added, z_error + unit * (z.abs() + pairs.added.abs())
+        z_error = z_error.masked_fill(~visible, 0)
+        probs, lse = probabilities(z, pairs)
+        shifts = ((probabilities(z + sign * z_error, pairs)[1] - lse).abs() for sign in (1, -1))
+        lse_error = (torch.maximum(*shifts) + unit * (1 + lse.abs())).masked_fill(lse == -math.inf, 0)
+        relative_error = (z_error + lse_error[..., None] + unit).masked_fill(~visible, 0)
+        raised = torch.where(visible, (probs.log() + relative_error).clamp_max(0).exp(), 0)
+        # Of a row whose logits say nothing anymore, lse being so large, the probabilities are anything.
+        probs_error = (raised - probs).clamp_min(0) + probs * relative_error.clamp_max(1)
+        probs_error = visible * (probs_error + torch.finfo(torch.float32).tiny)
+        probs_error = torch.where(relative_error > 0.5, visible * torch.maximum(probs_error, raised), probs_error)
+
+        kept, tiniest = kept_weights(call, keep, pairs), precision.smallest * visible
+        operand_error = (probs_error + (precision.products + unit) * probs + tiniest) * kept
+        out_error, out_size = (pairs.attend(sizes, weights) for weights in (operand_error, probs * kept))
+    ones = torch.ones_like(probs, requires_grad=True)
+    d_probs = torch.autograd.grad(pairs.attend(sizes, ones), ones, d_out)[0] * kept
+    delta = (probs * d_probs).sum(-1, keepdim=True)
+    delta_error = (probs_error * d_probs).sum(-1, keepdim=True) + 2 * unit * delta
+    if precision.out:
+        delta_error = delta_error + ((out_error + precision.out * out_size) * d_out).sum(-1, keepdim=True)
+    inner = d_probs + delta + d_lse.abs()[..., None]
+    d_scores = probs * inner * slope
+    d_scores_error = slope * (probs_error * inner + probs * (delta_error + 2 * unit * inner)) + slope_error * inner * raised
+    d_scores_error = d_scores_error + (precision.products + unit) * d_scores + tiniest
+
+    # From here on all is linear: sums of products with the errors are gradients of sums of products.
+    d_content = abs(scale) * d_scores_error + SMALLEST_SCALE * (d_scores + d_scores_error)
+    of_tiniest, (content, relative, bias) = max(abs(scale), abs(rel_scale)) * tiniest, of_sizes
+    of_scores = (
+        (d_content + of_tiniest) * content + (abs(rel_scale) * d_scores_error + of_tiniest) * relative + d_scores_error * bias
+    )
+    of_values = pairs.attend(sizes, operand_error) * d_out
+    found = torch.autograd.grad(of_scores.sum() + of_values.sum(), list(leaves.values()), materialize_grads=True)
+    results = {"out": batch.packed(out_error, "q"), "lse": batch.packed(lse_error, "q").T if batch.index else lse_error}
+    return results | {f"d_{name}": budget for name, budget in zip(leaves, found, strict=True)}
+
+
+class Expected(NamedTuple):
+    golden: Tensor
+    budget: Tensor
+
+
+def expected(
+    call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | None, rounds_terms: bool = False
+) -> dict[str, Expected]:
+    """out, lse and the gradients of all tensors of a call, by "d_" and their names.
+
+    Args:
+        call: the arguments of a public function by name, implementation among them, which decides about the budget.
+        keep: what dropout keeps, (B, H, ...) of at least the longest sequence's sizes; None without dropout.
+        rounds_terms: the kernels round terms to float16.
+    """
+    call = {name: value for name, value in call.items() if value is not None}
+    leaves, out, lse = exact(call, keep)
+    cotangents = [d_out.double(), d_lse.double()]
+    gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents, materialize_grads=True)
+    golden = {"out": out.detach(), "lse": lse.detach(), **dict(zip((f"d_{name}" for name in leaves), gradients, strict=True))}
+    precision = precision_of(call.get("implementation"), call["query"].dtype, rounds_terms)
+    allowed = budgets(call, d_out, d_lse.double(), keep, precision)
+    return {name: Expected(result, allowed[name].detach()) for name, result in golden.items()}

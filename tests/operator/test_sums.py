@@ -1,0 +1,68 @@
+"""Sums over thousands of terms are rounded once: out and all eight gradients, in 16 bits, in every way to compute them.
+
+All terms of a sum have one sign, and little but the sum is rounded: a sum in float32 is within one unit of the last place, one
+that is rounded to 16 bits at every tile is off by some. Plain torch's error would hide that. Through lse alone dS is P; through
+out alone the gradients of values are sums of P dO.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.check import environment, function_of
+from tests.conftest import INTERPRETED
+from tests.expected import exact
+from tests.samples import Sample
+from tests.tolerance import within
+from tests.way import WAYS, Way
+
+TERMS = 1500
+KEYS = Sample(num_queries=2, num_keys=TERMS, cotangents="lse", scale=2.0**-6, dtype="float16", tables=("rel_key",))
+QUERIES = Sample(num_queries=TERMS, num_keys=1, cotangents="lse", scale=2.0**-6, dtype="float16")
+# Each row of the table has pairs in every sequence.
+MANY = Sample(batch=TERMS // 10, num_queries=4, num_keys=4, positions=(-3, 3, "clamp"), scale=2.0**-6, dtype="float16")
+
+
+def of(sample: Sample, *wanted: str, **fields: object) -> Sample:
+    return Sample(**{**vars(sample), "requires_grad": wanted, **fields})  # type: ignore[arg-type]
+
+
+SUMS = {
+    "out": of(KEYS, cotangents="out", tables=()),
+    "d_query": of(KEYS, "query", positions=(-1, TERMS - 1, "clamp")),
+    "d_rel_query": of(KEYS, "rel_query", rel_width=16, positions=(-1, TERMS - 1, "clamp")),
+    "d_key": of(QUERIES, "key"),
+    "d_value": of(QUERIES, "value", cotangents="out"),
+    "d_rel_key": of(MANY, "rel_key", cotangents="lse", tables=("rel_key",)),
+    "d_rel_bias": of(MANY, "rel_bias", cotangents="lse", tables=("rel_bias",)),
+    "d_rel_p2c": of(MANY, "rel_p2c", cotangents="lse", tables=("rel_p2c",)),
+    "d_rel_value": of(MANY, "rel_value", cotangents="out", tables=("rel_value",)),
+}
+
+
+SLOW = ("d_rel_bias", "d_rel_p2c", "d_rel_value") if INTERPRETED else ()
+RUNS = [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) for name in SUMS]
+
+
+@pytest.mark.parametrize("dtype", ["float16"] if INTERPRETED else ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.small], ids=str)
+def test_sums_are_rounded_once(way: Way, name: str, dtype: str) -> None:
+    sample = of(SUMS[name], *SUMS[name].requires_grad, dtype=dtype)
+    call = {key: 1 + value.abs() / 8 if isinstance(value, torch.Tensor) else value for key, value in sample.call().items()}
+    cotangent = 1 + sample.numbers(f"d_{sample.cotangents}", dtype=torch.float32).abs() / 8
+    wanted = name.removeprefix("d_")
+    leaf = call[wanted].requires_grad_() if wanted in call else None
+    with environment(sample, way):
+        results = dict(zip(("out", "lse"), function_of(sample)(**call, implementation=way.implementation), strict=True))
+        result = results[sample.cotangents]
+        if leaf is not None:
+            (found,) = torch.autograd.grad(result, leaf, cotangent.to(result.dtype))
+        else:
+            found = result.detach()
+    leaves, *expected = exact(call)
+    total = expected[sample.cotangents == "lse"]
+    if leaf is not None:
+        (total,) = torch.autograd.grad(total, leaves[wanted], cotangent.to(result.dtype).double())
+    within(name, (found.double() - total).abs(), torch.finfo(found.dtype).eps * total.abs())
