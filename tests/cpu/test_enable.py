@@ -306,7 +306,7 @@ def test_saved_models_are_stock_models(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     torch.manual_seed(0)
-    model = WHOLE_MODELS["inkling"][0]()[0] if name == "inkling" else build(name)
+    model = WHOLE_MODELS["inkling"][0]()[0].model if name == "inkling" else build(name)
     model.save_pretrained(tmp_path / "stock")
     enable(model)
     model.save_pretrained(tmp_path / "ours")
