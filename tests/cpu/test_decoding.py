@@ -194,7 +194,7 @@ def test_streaming(lookahead: int, masked: bool) -> None:
         return torch.cat(frames, 1)
 
     with torch.no_grad(), in_float64(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "attn_mask hides")  # rows of a chunk that has not come yet see nothing
+        warnings.filterwarnings("ignore", "attn_mask hides")  # as such a mask does with later pieces
         stock = in_pieces()
         enable(model)
         ours = in_pieces()
