@@ -43,13 +43,13 @@ QUICK := "not slow and not thorough"
 LONG := "thorough and not slow"
 INTERPRETED := $(addprefix tests/operator/test_,draws.py sweeps.py sums.py) tests/interpreter/test_ops.py
 
-kernels: setup ## the tests of kernels alone: compiled, emulated, interpreted
-	$(PYTEST) tests/compile tests/emulator
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+kernels: setup ## the other tests of kernels: compiled, emulated, interpreted
+	$(PYTEST) tests/compile tests/emulator -m $(QUICK)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m $(QUICK)
 
-long: setup ## long cases, and what make test has of the operator in plain torch alone, in the interpreter
-	$(PYTEST) tests/cpu tests/operator -m $(LONG)
-	TRITON_INTERPRET=1 $(PYTEST) tests/operator -m $(LONG)
+long: setup ## cases marked thorough, and the rest of tests/operator in the interpreter
+	$(PYTEST) tests/cpu tests/operator tests/compile tests/emulator -m $(LONG)
+	TRITON_INTERPRET=1 $(PYTEST) tests/operator tests/interpreter -m $(LONG)
 	TRITON_INTERPRET=1 $(PYTEST) tests/operator $(addprefix --ignore ,$(INTERPRETED)) -m $(QUICK)
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
@@ -61,12 +61,12 @@ test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 G
 # out fences, which the package adds: the emulator checks some calls.
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
-	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) tests/emulator/test_calls.py tests/emulator/test_grids.py
+	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) tests/emulator/test_calls.py tests/emulator/test_grids.py -m $(QUICK)
 
 # The newest that is known. Since 3.8 a named tuple in a kernel is a class of its own, whose attributes can hide a field.
 compile-newest: setup ## every kernel compiles with the newest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
-	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED)
+	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) -m $(QUICK)
 
 COMPILED := tests/compile/test_features.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
 
@@ -74,7 +74,7 @@ COMPILED := tests/compile/test_features.py tests/compile/test_grids.py tests/com
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .transformers-oldest \
 		$(shell grep ^transformers== constraints-oldest.txt)
-	PYTHONPATH=.transformers-oldest $(PYTEST) tests/cpu/test_families.py tests/cpu/test_decoding.py tests/cpu/test_enable.py
+	PYTHONPATH=.transformers-oldest $(PYTEST) tests/cpu/test_families.py tests/cpu/test_decoding.py tests/cpu/test_enable.py -m $(QUICK)
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)
