@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory
+from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory, take_ds_from
 from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, expected
 from tests.samples import Sample
 from tests.tolerance import within
@@ -65,6 +65,7 @@ def environment(sample: Sample, way: Way) -> Iterator[None]:
 
             change_interpreter(patch)
             if way.small or sample.round_terms:
+                take_ds_from(patch, 30)
                 cut_tiles(patch, TILES[sample.blocks % len(TILES)] if way.small else None, sample.round_terms)
         elif way.small:
             cut_blocks(patch, *BLOCKS[sample.blocks % len(BLOCKS)])

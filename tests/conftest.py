@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,6 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_row
     patch.setattr(bands, "PANEL_COLUMNS", 1)
 
 
-def multiply_in_16_bits(patch: pytest.MonkeyPatch, dtypes: Collection[torch.dtype]) -> None:
-    """Let blockwise take this processor for one that is fast at products of these dtypes, in calls of any size."""
-    from triton_relattn._blockwise import products
-
-    patch.setattr(products, "fast_dtypes", lambda: dtypes)
-    patch.setattr(products, "FEWEST_PRODUCTS", 0)
-
-
 def forget_warnings() -> None:
     """Forget which warnings this process has given: each is given once, and a test must not depend on those before it."""
     from triton_relattn._core import warn
@@ -99,7 +91,7 @@ def forget_warnings() -> None:
 
 
 def take_processor(patch: pytest.MonkeyPatch, *flags: str) -> None:
-    """Let blockwise find a processor that has just these of torch's flags, and multiply in 16 bits in short calls, too: what it
+    """Let blockwise find a processor that has just these of torch's flags, and also multiply in 16 bits in short calls: what it
     computes depends on the processor, and each is to be tested on any."""
     from triton_relattn._blockwise import products
 
@@ -121,18 +113,23 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Buffers, "__call__", poisoned(Buffers.__call__))
 
 
+def take_ds_from(patch: pytest.MonkeyPatch, queries: int) -> None:
+    """Let the gradient of query come from dS from so many queries on: calls in the interpreter are short."""
+    from triton_relattn._core import residual
+
+    patch.setattr(residual, "FEWEST_QUERIES", queries)
+
+
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
-    """Let the kernels have these tiles, by their names: (block_m, block_n), where they carry, how they rotate. In the interpreter
-    every call is short, and one for a GPU with 16-bit terms would never be. What was decided for calls before is forgotten.
+    """Let the kernels have these tiles, by their names: (block_m, block_n), where they carry, how they rotate. What was decided
+    for calls before is forgotten.
 
     Args:
-        rounds_terms: whether terms of tables are rounded to float16; None: as by default.
+        rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.
     """
-    from triton_relattn._core import residual
     from triton_relattn.kernels import call
     from triton_relattn.kernels.config import selection
 
-    patch.setattr(residual, "FEWEST_QUERIES", 30)
     patch.setattr(call, "fixed", call.fixed.__wrapped__)
     if tiles is not None:
         configs = {name: selection.TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}

@@ -1,4 +1,4 @@
-"""Helpers of the CPU tests: the definition, a typed call of the operator, and a float64 comparison."""
+"""Helpers of the tests: a typed call of the operator, results by hand, and a float64 comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tests.cases import unlucky
-from tests.expected import forward
 from tests.tolerance import assert_near
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, dense_gradients, dropout_mask, forward_backward
@@ -28,22 +27,6 @@ def attend(*tensors: torch.Tensor | None, **arguments: Any) -> Any:
 def attend_varlen(*tensors: torch.Tensor | None, **arguments: Any) -> Any:
     """out and lse of the packed operator; blockwise unless said otherwise."""
     return fused_relative_attention_varlen(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
-
-
-def dense_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rel_key: torch.Tensor | None = None,
-    *,
-    keep: torch.Tensor | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the definition, in float64: shares nothing with the package.
-
-    keep, bool (B, Hq, Nq, Nk), says what dropout does not drop. Autograd through this gives the gradients.
-    """
-    return forward({"query": query, "key": key, "value": value, "rel_key": rel_key, **arguments}, keep)
 
 
 def with_keep(inputs: Inputs, arguments: dict[str, Any], seed: int = 0) -> dict[str, Any]:
@@ -72,8 +55,3 @@ def by_hand(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
 def unlucky_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results by hand, and results of the reference that are as far off as in the worst of three draws."""
     return unlucky(inputs, lambda each: by_hand(each, **arguments), lambda each: results_of("reference", each, **arguments))
-
-
-def by_loops(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
-    """out, lse and all gradients by autograd through dense_forward, in float64, with the dropout of results_of."""
-    return forward_backward(dense_forward, inputs.to(torch.float64), **with_keep(inputs, arguments))

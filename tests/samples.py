@@ -50,7 +50,7 @@ class Sample:
     """The number by which max_seqlen_q and max_seqlen_k exceed the longest sequence."""
     key_heads: int = 1
     group: int = 1
-    """Heads of the query for each of the key."""
+    """Heads of the query per head of the key."""
     width: int = 16
     value_width: int = 16
     rel_width: int | None = None

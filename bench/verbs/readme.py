@@ -1,4 +1,4 @@
-"""Figures, tables and claims of README and docs that come from the rows in bench/results/cpu, written anew into these pages.
+"""Figures, tables and claims of README and docs that come from the rows in bench/results/cpu, written into these pages.
 
 A part of a page stands between ``<!-- begin NAME: python -m bench readme -->`` and ``<!-- end -->``; NAME is one of PARTS.
 """
@@ -164,7 +164,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """A page whose parts are written anew."""
+    """A page with its parts as the rows have them now."""
     return PART.sub(lambda found: f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}", (ROOT / page).read_text())
 
 

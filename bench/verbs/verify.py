@@ -11,7 +11,7 @@ import tempfile
 from ..report.rows import ROOT
 from .options import available_device, existing_device
 
-TESTS = [f"tests/cpu/test_{name}.py" for name in ("blockwise", "grids", "delta", "baselines")]
+TESTS = ["tests/operator/test_papers.py", *(f"tests/cpu/test_{name}.py" for name in ("blockwise", "delta", "baselines"))]
 """Tests of the implementation that a CPU has, against the reference, and of the baselines."""
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import triton
-from triton.compiler.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from bench.cases.features import call
-from bench.compiled import Launch, recorded_launches, selected
+from bench.compiled import selected
+from tests.compile.memory import little_memory
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import fitting
 from triton_relattn.kernels.config.selection import TileConfig
@@ -27,21 +26,6 @@ def nothing_replaced() -> Iterator[None]:
     fitting._replacements.clear()
     yield
     fitting._replacements.clear()
-
-
-@contextmanager
-def little_memory(limit: int) -> Iterator[list[Launch]]:
-    """A GPU whose programs can have so many bytes of shared memory."""
-    with recorded_launches("sm_90") as launches:
-        record = CompiledKernel.run
-
-        def run(kernel: CompiledKernel) -> object:
-            if kernel.metadata.shared > limit:
-                raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
-            return record.fget(kernel)
-
-        CompiledKernel.run = property(run)
-        yield launches
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.cases.features import call
-from bench.compiled import recorded_launches
+from tests.compile.memory import little_memory
 from tests.conftest import PATIENCE
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -266,21 +266,10 @@ def test_what_no_gpu_can_serve_is_not_saved(arch: str, config: TileConfig, reaso
 
 def test_a_profile_that_does_not_fit_this_gpu() -> None:
     """A valid configuration of another GPU: smaller ones take its place, with a warning each, once."""
-    from triton.compiler.compiler import CompiledKernel
-    from triton.runtime.errors import OutOfResources
-
     tensors, spec = call("none", torch.bfloat16, 64, length=256)
     large, limit = TileConfig(128, 128, 8, 2), 60_000
     profiles.save(of_user(), ARCH, [Row(Conditions(kernel="forward", coverage="no table"), large)])
-    with recorded_launches(ARCH) as launches:
-        record = CompiledKernel.run
-
-        def run(kernel: CompiledKernel) -> object:
-            if kernel.metadata.shared > limit:
-                raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
-            return record.fget(kernel)
-
-        CompiledKernel.run = property(run)
+    with little_memory(limit) as launches:
         with pytest.warns(RuntimeWarning, match=r"forward: TileConfig\(block_m=128, block_n=128, .* is used instead"):
             forward(tensors, spec)
         with warnings.catch_warnings():

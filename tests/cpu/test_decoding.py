@@ -204,7 +204,7 @@ def test_streaming(lookahead: int, masked: bool) -> None:
 
 QUERY, KEY = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
 MASKS = {
-    "causal": KEY <= QUERY,  # in sliding layers, too: nobody has asked for their window
+    "causal": KEY <= QUERY,  # also in sliding layers: nobody has asked for their window
     "window": (KEY <= QUERY) & (QUERY - KEY < 5),
     "prefix": (KEY <= QUERY) | (KEY < 12),  # a prefix that is seen from all positions
     "everything": torch.ones(LENGTH, LENGTH, dtype=torch.bool),

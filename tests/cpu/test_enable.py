@@ -216,7 +216,7 @@ def test_what_cannot_be_enabled(model: Any, error: type[Exception], message: str
 
 
 def test_models_without_the_term() -> None:
-    """They stay stock, beside one that has it, too; and the error of transformers names all families."""
+    """They stay stock, also beside one that has it; and the error of transformers names all families."""
     rotating = build("falcon", alibi=False)
     for model in (rotating, vision_encoder("sam", use_rel_pos=False), nn.Linear(2, 2)):
         with pytest.raises(ValueError, match=f"{type(model).__name__} has no relative attention") as caught:
@@ -428,7 +428,7 @@ def test_objects_that_hold_modules() -> None:
 
     parts = Pipeline()
     assert dict(enable(parts)) == {"model": "ShawAttention", "encoder.0": "GridAttention"}
-    assert disable(parts) == {"model": "ShawAttention"}  # the others were made anew
+    assert disable(parts) == {"model": "ShawAttention"}  # the others were built again
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import cut_blocks, forget_warnings, multiply_in_16_bits
+from tests.conftest import cut_blocks, forget_warnings, take_processor
 from tests.tolerance import assert_near, tolerance_of, within
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn.testing import assert_within_budget
@@ -183,13 +183,17 @@ def test_some_gradients(wanted: list[int]) -> None:
     assert all(torch.equal(gradient, expected[number]) for number, gradient in zip(wanted, found, strict=True))
 
 
+FAST = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
+"""torch's flags of a processor that is fast at products in bfloat16 and float16."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sharp", [0, 1, 8])
 @pytest.mark.parametrize("fast", [False, True], ids=["products in float32", "products in 16 bits"])
 def test_error_rule(dtype: torch.dtype, sharp: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On processors that are fast at products in 16 bits, and on others; sharp logits, and with sharp = 0 a scale of 0: attention
     by position alone, where torch's products in 16 bits by 0 do not write their result on some processors."""
-    multiply_in_16_bits(monkeypatch, {torch.bfloat16, torch.float16} if fast else set())
+    take_processor(monkeypatch, *(FAST if fast else ()))
     case, scale = Case((9, 8), prefix=1, width=16, value_width=16), None if sharp else 0.0
     query, *others = tensors(case, dtype)
     given = ((sharp or 1) * query, *others)

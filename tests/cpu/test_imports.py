@@ -161,7 +161,7 @@ def test_a_gpu_that_gets_blockwise_is_told_why(what: str, compiled: bool) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 def test_a_gpu_gets_the_kernels(compiled: bool) -> None:
-    """Without numpy, too, which only Triton's interpreter requires. Unchecked kernels warn once, by default; not if asked for."""
+    """Also without numpy, which only Triton's interpreter requires. Unchecked kernels warn once, by default; not if asked for."""
     calls = "".join(f"call(implementation={each}, compiled={compiled})\n" for each in ("'triton'", None, None))
     asked, warning, *others = run(f"import sys\nsys.modules['numpy'] = None\n{ON_A_GPU}\n{calls}")
     assert asked == "--" and others == ["--", "--"] and warning.startswith(UNCHECKED)

@@ -105,7 +105,7 @@ def test_the_fused_operator_trains_as_the_dense_one(
 @pytest.mark.parametrize("attention", ["relative", "absolute", "none"])
 @torch.no_grad()
 def test_what_a_logit_depends_on(example: Any, attention: str) -> None:
-    """Not on the future, past the training length, too; on the order of what went before if attention knows of position."""
+    """Not on the future, also past the training length; on the order of what went before if attention knows of position."""
     torch.manual_seed(0)
     model = example.MusicTransformer(example.Settings(attention=attention, **(SMALL | {"layers": 1}))).eval()
     tokens = torch.randint(0, VOCABULARY, (2, 64))

@@ -62,7 +62,7 @@ def past_conformer() -> Any:
 
 EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "vits": (stock.SpeechBlock, speech),
-    "vits, tables for each head": (lambda: stock.SpeechBlock(shared=False), lambda: speech(masked=False)),
+    "vits, tables per head": (lambda: stock.SpeechBlock(shared=False), lambda: speech(masked=False)),
     "espnet": (stock.ConformerAttention, conformer),
     "espnet, mask hides": (lambda: stock.ConformerAttention(hides=True), lambda: conformer(hides=True)),
     "espnet, past": (lambda: stock.ConformerAttention(past=True), conformer),
@@ -406,12 +406,12 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
     for module in (vits, shaw, espnet, t5):
         enable(module)
     assert_as_stock(shaw, x[:, :-1])
-    assert_as_stock(vits, signal, signal, torch.rand(2, LENGTH, LENGTH) > 0.3)  # one for each head
+    assert_as_stock(vits, signal, signal, torch.rand(2, LENGTH, LENGTH) > 0.3)  # one per head
     with pytest.raises(TypeError, match="unexpected keyword"):
         vits(signal, signal, what=1)
     with pytest.raises(TypeError, match="missing"):
         vits(signal)
-    assert_as_stock(t5, hidden, torch.rand(LENGTH, LENGTH) > 0.3)  # truth values, which are added
+    assert_as_stock(t5, hidden, torch.rand(LENGTH, LENGTH) > 0.3)  # booleans, which are added
     trained = mask.double().clamp(min=-1).requires_grad_()
     t5(hidden, trained).sum().backward()
     assert trained.grad is not None and trained.grad.any()

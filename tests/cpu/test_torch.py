@@ -340,7 +340,7 @@ def test_second_derivatives_under_torch_func(compiled: bool) -> None:
 
 
 def test_vmap() -> None:
-    """Over any of the tensors, lengths and offsets, forward and backward: gradients of a table for each sample."""
+    """Over any of the tensors, lengths and offsets, forward and backward: gradients of a table per sample."""
     vmap, many, tables = torch.func.vmap, *(torch.stack([each, -each, 2 * each]) for each in (QUERY, TABLE))
     mapped = vmap(lambda q: out_of(q, KEY, VALUE, TABLE))(many)
     assert_same("query", mapped, torch.stack([out_of(each, KEY, VALUE, TABLE) for each in many]))

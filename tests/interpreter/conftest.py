@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+from tests.conftest import take_ds_from
 from tests.interpreter.guard import Launch, guarded
-from triton_relattn._core import residual
 
 call_and_patch = interpreter.InterpretedFunction.__call__
 called: set[int] = set()
@@ -85,7 +85,7 @@ def changed_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are short here. In about half of them the query's gradient comes from dS, if it can."""
-    monkeypatch.setattr(residual, "FEWEST_QUERIES", 40)
+    take_ds_from(monkeypatch, 40)
 
 
 @pytest.fixture

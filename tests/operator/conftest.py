@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.conftest import INTERPRETED, cut_blocks
+from tests.conftest import INTERPRETED, cut_blocks, cut_tiles
 from tests.way import WAYS, Way
 
 if INTERPRETED:
     from tests.interpreter.conftest import changed_interpreter as changed_interpreter
     from tests.interpreter.conftest import short_sequences as short_sequences
+
+
+TILES = {"forward": (32, 32), "dq": (32, 16), "dq_from_ds": (16, 32), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
+"""Several tiles each way in short sequences, and hardly two kernels with the same ones."""
 
 
 @pytest.fixture(params=WAYS, ids=str)
@@ -30,20 +32,5 @@ def prepared(chosen: Way, monkeypatch: pytest.MonkeyPatch) -> Way:
     if chosen.small and chosen.implementation == "blockwise":
         cut_blocks(monkeypatch, 16, 1, 4)
     elif chosen.small:
-        take_small_tiles(monkeypatch)
+        cut_tiles(monkeypatch, TILES)
     return chosen
-
-
-def take_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels have several tiles each way in short sequences, and no two kernels the same ones."""
-    from triton_relattn.kernels import call
-    from triton_relattn.kernels.config import selection
-    from triton_relattn.kernels.config.selection import TileConfig
-
-    tiles = {"forward": (32, 32), "dq": (32, 16), "dq_from_ds": (16, 32), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
-
-    def select(kernel: str, *_: Any) -> TileConfig:
-        return TileConfig(*tiles[kernel], 4, 1)
-
-    monkeypatch.setattr(selection, "select", select)
-    monkeypatch.setattr(call, "fixed", call.fixed.__wrapped__)  # which remembers what was selected before

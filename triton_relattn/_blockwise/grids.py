@@ -66,8 +66,9 @@ class GridCall:
         batch, heads, num_queries, _ = tensors.query.shape
         self.dtype = compute_dtype(tensors.query.dtype)
         self.product_dtype = product_dtype(tensors.query, batch * heads * num_queries * tensors.key.shape[2])
-        origins = tensors.dropout_origins
-        self.origins = (origins_of(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
+        if tensors.dropout_seed is not None:
+            origins = tensors.dropout_origins
+            self.origins = (origins_of(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
         self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
         self.grid = tensors.rel_h.shape[1], tensors.rel_w.shape[1]
