@@ -59,25 +59,26 @@ def inputs(length):
     made = make_inputs(1, 8, length, length, 64, num_rows=129, dtype=torch.float32, seed=0)
     return made._replace(query=in_memory_order(made.query, 0, 2, 1, 3))
 
-torch.set_num_threads(int(sys.argv[2]))
+torch.set_num_threads(int(sys.argv[1]))
 run(inputs(64))
-measured = inputs(int(sys.argv[1]))
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak so far is that of making the inputs in float64
-before = status("VmRSS")
-run(measured)
-print(status("VmHWM") - before)
+for length in map(int, sys.argv[2:]):
+    measured = inputs(length)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak so far is that of making the inputs in float64
+    before = status("VmRSS")
+    run(measured)
+    print((status("VmHWM") - before) / (8 * length * 64 * 4))
 """
 
 
-def peak_of(length: int, threads: int) -> float:
-    """Return the peak of one call, forward and backward, beyond its inputs, in units of a tensor like query."""
+def peaks_of(*lengths: int, threads: int) -> list[float]:
+    """The peak of a call of each length, forward and backward, beyond its inputs, in units of a tensor like query."""
     # A fixed threshold: glibc gives every freed tensor back at once, so that none is measured as part of the start.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, "-c", CHILD, str(length), str(threads)]
+    command = [sys.executable, "-c", CHILD, str(threads), *map(str, lengths)]
     child = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment, check=False)
     assert child.returncode == 0, child.stderr
-    return int(child.stdout) / (8 * length * 64 * 4)
+    return [float(line) for line in child.stdout.splitlines()]
 
 
 on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
@@ -86,7 +87,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 @on_linux
 def test_memory_is_linear() -> None:
     """Four times the length needs at most 4.5 times the memory, and far less than the scores of all pairs."""
-    short, long = peak_of(1024, 1), peak_of(4096, 1)
+    short, long = peaks_of(1024, 4096, threads=1)
     assert short >= 3, "the measurement misses the results themselves"
     assert long <= 4.5 / 4 * short and long <= 4096 / 64 / 3, (short, long)
 
@@ -95,7 +96,7 @@ def test_memory_is_linear() -> None:
 @pytest.mark.thorough
 def test_memory_of_many_threads() -> None:
     """Beyond two threads blocks take no more than the call's tensors and gradients: less in all than the scores of all pairs."""
-    assert peak_of(2048, 64) < 2048 / 64
+    assert peaks_of(2048, threads=64)[0] < 2048 / 64
 
 
 @pytest.mark.parametrize("table", [True, False])

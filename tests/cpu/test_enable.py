@@ -505,6 +505,7 @@ print("unproven", len(enable(model, prove=False)))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -67,6 +67,7 @@ def test_every_family_is_here() -> None:
     assert VISION.keys() <= folders
 
 
+@pytest.mark.thorough
 @every_family
 def test_real_sizes(name: str) -> None:
     """The sizes that bench measures are those of a model."""

@@ -74,6 +74,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
     return found
 
 
+@pytest.mark.thorough
 def test_parts_are_judged_one_by_one(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def train(example: Any, out: Path, *options: str) -> int:
     return example.main(["train", "--device", "cpu", "--out", str(out), *given, *options])
 
 
+@pytest.mark.thorough
 def test_trains_is_interrupted_and_resumed(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,8 +134,11 @@ def operator_calls(name: str, wanted: Sequence[str] = DIFFERENTIABLE) -> list[tu
 # Operators and their derivatives.
 
 
+QUICK = ("all_terms", "packed", "bias_alone")
+
+
 @pytest.mark.parametrize("wanted", [DIFFERENTIABLE, ("key", "rel_key", "rel_query")], ids=["all", "some"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in CASES])
 def test_operators_are_well_registered(name: str, wanted: Sequence[str]) -> None:
     """Schemas, fakes with the real shapes and strides, autograd, and all of it compiled."""
     if wanted != DIFFERENTIABLE and not set(wanted) <= set(call_of(name)[1]):
@@ -544,7 +547,7 @@ def test_a_doubtful_step_compiles_as_any_other() -> None:
         assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each == "shaw" else pytest.mark.thorough) for each in MODULES])
 def test_modules_compile_once_for_all_lengths(kind: str) -> None:
     """One graph each for the first length and for all others; gradients of all parameters."""
     model, counter = Model(kind), Compiled("aot_eager")

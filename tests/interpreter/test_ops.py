@@ -59,6 +59,7 @@ def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...
     return forward, (inputs.d_out, inputs.d_lse, *saved, *forward[:-1], wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case: str) -> None:
     forward, backward = arguments(case)

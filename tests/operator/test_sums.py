@@ -21,7 +21,7 @@ TERMS = 1500
 KEYS = Sample(num_queries=2, num_keys=TERMS, cotangents="lse", scale=2.0**-6, dtype="float16", tables=("rel_key",))
 QUERIES = Sample(num_queries=TERMS, num_keys=1, cotangents="lse", scale=2.0**-6, dtype="float16")
 # Each row of the table has pairs in every sequence.
-MANY = Sample(batch=TERMS // 10, num_queries=4, num_keys=4, positions=(-3, 3, "clamp"), scale=2.0**-6, dtype="float16")
+MANY = Sample(batch=60, num_queries=4, num_keys=4, positions=(-3, 3, "clamp"), scale=2.0**-6, dtype="float16")
 
 
 def of(sample: Sample, *wanted: str, **fields: object) -> Sample:
