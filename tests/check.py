@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory, take_ds_from
-from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, expected
+from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, assert_within, expected
 from tests.samples import Sample
-from tests.tolerance import within
 from tests.way import Way
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn.testing import dropout_mask
@@ -216,29 +215,6 @@ def check(sample: Sample, way: Way) -> None:
         assert result.dtype == dtype, f"{name}: {result.dtype}, expected {dtype}"
         assert other is not None and torch.equal(result, other), f"{name}: not the same in a second run"
         assert_within(name, result, *golden[name])
-
-
-def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> None:
-    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything."""
-    info = torch.finfo(actual.dtype)
-    assert actual.shape == golden.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(golden.shape)}"
-    assert not budget.isnan().any(), f"{name}: the budget is NaN"
-    infinite = golden == -math.inf
-    golden = golden.masked_fill(infinite, 0)
-    budget = budget + info.eps * golden.abs() + info.tiny * (1 if info.bits >= 32 else info.eps)
-    result = actual.detach().double().masked_fill(infinite & (actual == -math.inf), 0)
-    representable = golden.abs() + budget <= info.max
-
-    def message() -> str:
-        wrong = ~((result - golden).abs() <= budget) & representable
-        where = tuple(wrong.nonzero()[0].tolist())
-        exact = -math.inf if infinite[where] else golden[where].item()
-        return (
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first at {where}: "
-            f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
-        )
-
-    within(name, (result - golden).abs()[representable], budget[representable], message)
 
 
 def check_refused(sample: Sample, way: Way, changes: dict[str, Any]) -> str | None:

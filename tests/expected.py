@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.tolerance import within
+
 UNITS = 16
 """Rounding errors, in units in the last place, that a number goes through one after the other."""
 SMALLEST_SCALE = 2.0**-59
@@ -262,3 +264,26 @@ def expected(
     precision = precision_of(call.get("implementation"), call["query"].dtype, rounds_terms)
     allowed = budgets(call, d_out, d_lse.double(), keep, precision)
     return {name: Expected(result, allowed[name].detach()) for name, result in golden.items()}
+
+
+def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> None:
+    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything."""
+    info = torch.finfo(actual.dtype)
+    assert actual.shape == golden.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(golden.shape)}"
+    assert not budget.isnan().any(), f"{name}: the budget is NaN"
+    infinite = golden == -math.inf
+    golden = golden.masked_fill(infinite, 0)
+    budget = budget + info.eps * golden.abs() + info.tiny * (1 if info.bits >= 32 else info.eps)
+    result = actual.detach().double().masked_fill(infinite & (actual == -math.inf), 0)
+    representable = golden.abs() + budget <= info.max
+
+    def message() -> str:
+        wrong = ~((result - golden).abs() <= budget) & representable
+        where = tuple(wrong.nonzero()[0].tolist())
+        exact = -math.inf if infinite[where] else golden[where].item()
+        return (
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first at {where}: "
+            f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
+        )
+
+    within(name, (result - golden).abs()[representable], budget[representable], message)

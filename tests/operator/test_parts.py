@@ -2,135 +2,60 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cases import by_sequence, unpacked
-from tests.oracle import assert_same
+from tests.check import check
 from tests.parts import at_place, attend_on_a_grid, attend_resolved, in_parts, resolved
+from tests.samples import Sample
 from tests.tolerance import assert_near
-from tests.way import Way
-from triton_relattn import RelativePositions, fused_relative_attention_varlen, merge_attention
-from triton_relattn.testing import (
-    Inputs,
-    assert_gradients_close_fp32,
-    dense_gradients,
-    dropout_mask,
-    forward_backward,
-    make_inputs,
-)
+from tests.way import WAYS, Way
+from triton_relattn import RelativePositions, merge_attention
+from triton_relattn.testing import dropout_mask, forward_backward, make_inputs
 
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-LONGEST = 40
 
 
-# Packed sequences: each as if it were alone.
+# Packed sequences: each as if it were alone, with NaN in what none of its queries sees.
 
-PACKINGS: dict[str, tuple[tuple[int, ...], tuple[int, ...], RelativePositions, dict[str, Any]]] = {
-    # queries and keys of each sequence, table, arguments
-    "empty_ones": (
-        (0, 7, 18, 0, 5),
-        (5, 11, 20, 0, 0),
-        RelativePositions(-60, 60),
-        {"query_offset": torch.tensor([4, 3, -2, 0, 20], dtype=torch.int32), "dropout_p": 0.4},
-    ),
-    "clamped": ((7, 18, 9), (11, 40, 9), RelativePositions(-4, 6), {"query_offset": torch.tensor([4, 3, -2]), "softcap": 3.0}),
-    "causal": ((3, 18, 3, 1), (3, 18, 3, 1), RelativePositions(-4, 6, "zero"), {"is_causal": True, "dropout_p": 0.4}),
-    "window": ((1, 4, 4, 2), (5, 30, 9, 17), RelativePositions(-30, 30), {"window_size": (3, 2), "query_offset": 4}),
-    "window_beside": (
-        (2, 4, 3),
-        (3, 9, 5),
-        RelativePositions(-4, 6),
-        {"window_size": (1, 0), "query_offset": torch.tensor([9, 0, -9])},
-    ),
-    "decoding": ((1, 1, 1), (30, 17, 18), RelativePositions(-30, 0), {"query_offset": torch.tensor([29, 16, 17])}),
+SEQUENCES = Sample(group=2, tables=TABLES, rel_width=4, spoilt="nan")
+CLAMPED, PAST = (-4, 6, "clamp"), (-30, 0, "clamp")
+PACKINGS: dict[str, dict[str, Any]] = {
+    "empty_ones": {
+        "sequences": ((0, 5), (7, 11), (18, 20), (0, 0), (5, 0)),
+        "positions": (-60, 60, "clamp"),
+        "query_offset": (4, 3, -2, 0, 20),
+        "dropout_p": 0.4,
+    },
+    "clamped": {"sequences": ((7, 11), (18, 40), (9, 9)), "positions": CLAMPED, "query_offset": (4, 3, -2), "softcap": 3.0},
+    "causal": {"sequences": ((3, 3), (18, 18), (1, 1)), "positions": (-4, 6, "zero"), "is_causal": True, "dropout_p": 0.4},
+    "window": {
+        "sequences": ((1, 5), (4, 30), (4, 9), (2, 17)),
+        "positions": (-30, 30, "clamp"),
+        "window_size": (3, 2),
+        "query_offset": 4,
+    },
+    "window_beside": {
+        "sequences": ((2, 3), (4, 9), (3, 5)),
+        "positions": CLAMPED,
+        "window_size": (1, 0),
+        "query_offset": (9, 0, -9),
+    },
+    "decoding": {"sequences": ((1, 30), (1, 17), (1, 18)), "positions": PAST, "query_offset": (29, 16, 17)},
     # One needs rows 0 to 2 of the table, and the other 20 to 22.
-    "far_apart": ((1, 1), (3, 3), RelativePositions(-22, 0), {"query_offset": torch.tensor([22, 2])}),
+    "far_apart": {"sequences": ((1, 3), (1, 3)), "positions": (-22, 0, "clamp"), "query_offset": (22, 2)},
+    "nothing": {"sequences": ((0, 0), (0, 0)), "positions": CLAMPED},
+    "no_sequences": {"sequences": (), "positions": CLAMPED},
 }
 
 
-def attend_varlen(way: Way, inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
-    def attend(*tensors: Any, **given: Any) -> Any:
-        return fused_relative_attention_varlen(*tensors, **given, return_lse=True, implementation=way.implementation)
-
-    torch.manual_seed(0)
-    return forward_backward(attend, inputs, enable_gqa=True, **arguments)
-
-
-def packed(way: Way, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], **options: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Inputs of packed sequences, (total, heads, width), and where they begin."""
-    terms: dict[str, Any] = {"rel_width": 4, **dict.fromkeys(TABLES, True), "key_heads": 1, "seed": 4, **options}
-    inputs = make_inputs(1, 2, sum(lengths_q), sum(lengths_k), way.width, dtype=way.dtype, **terms)
-    rows = {name: getattr(inputs, name)[0].transpose(0, 1) for name in ("query", "key", "value", "d_out", "rel_query")}
-    starts = {f"cu_seqlens_{name}": torch.tensor([0, *each]).cumsum(0) for name, each in (("q", lengths_q), ("k", lengths_k))}
-    longest = {f"max_seqlen_{name}": max(each, default=0) for name, each in (("q", lengths_q), ("k", lengths_k))}
-    return inputs._replace(**rows, d_lse=inputs.d_lse[0]), {**starts, **longest}
-
-
-def without_the_unseen(inputs: Inputs, arguments: dict[str, Any]) -> Inputs:
-    """Inputs with NaN in all keys and values that no query sees, and in table rows of no visible pair."""
-    spoilt = {name: getattr(inputs, name).clone() for name in ("key", "value", *TABLES)}
-    positions, used = arguments["positions"], torch.zeros(len(spoilt["rel_bias"]), dtype=torch.bool)
-    for part in unpacked(inputs, arguments):
-        num_queries, num_keys, offset = part.inputs.query.shape[2], part.inputs.key.shape[2], part.arguments["query_offset"]
-        masks = {name: each for name, each in part.arguments.items() if name not in ("dropout_p", "softcap")}
-        seen = (dense_gradients(part.inputs, **masks).probs > 0)[0].any(0)
-        for name in ("key", "value"):
-            spoilt[name][part.keys][~seen.any(0)] = math.nan
-        rows, applies = positions.rows(torch.arange(num_keys) - torch.arange(num_queries)[:, None] - offset)
-        used[rows[seen & applies]] = True
-    for name in TABLES:
-        spoilt[name][~used] = math.nan
-    return inputs._replace(**spoilt)
-
-
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", PACKINGS)
 def test_packed_sequences(case: str, way: Way) -> None:
-    """Results are those of each sequence by itself; those without keys get zeros, and NaN that none of its queries sees does not
-    reach them."""
-    lengths_q, lengths_k, positions, arguments = PACKINGS[case]
-    inputs, packing = packed(way, lengths_q, lengths_k, num_rows=positions.num_rows)
-    arguments = {"query_offset": 0, **arguments, **packing, "positions": positions}
-    dropout_p = arguments.get("dropout_p", 0.0)
-    torch.manual_seed(0)
-    keep = dropout_mask(len(lengths_q), 2, LONGEST, LONGEST, dropout_p) if dropout_p else None
-    expected = by_sequence(inputs, arguments, keep)
-    spoilt = inputs if way.implementation == "reference" else without_the_unseen(inputs, arguments)
-    results = attend_varlen(way, spoilt, **arguments)
-    finite = {name: exact.masked_fill(exact == -math.inf, 0) for name, exact in expected.items()}
-    for name, result in results.items():
-        if way.dtype == torch.float64:
-            assert_same(name, result, expected[name])
-        else:
-            others = [each for each in finite if each[:2] == "d_"] if name[:2] == "d_" else [name]
-            assert_gradients_close_fp32(name, result, expected[name], [finite[other] for other in others])
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_packed_sequences_of_nothing(count: int, way: Way) -> None:
-    """Right shapes and zero gradients."""
-    inputs, packing = packed(way, (0,) * count, (0,) * count, num_rows=9)
-    results = attend_varlen(way, inputs, **packing)
-    assert results["out"].shape == (0, 2, way.width) and results["lse"].shape == (2, 0)
-    for name in ("query", "key", "value", "rel_query", *TABLES):
-        assert results[f"d_{name}"].shape == getattr(inputs, name).shape and not results[f"d_{name}"].any()
-
-
-def test_nan_in_one_sequence_stays_there(tiled: Way) -> None:
-    """The other sequences of a packed batch are bit-equal, but for the gradients that all share."""
-    lengths, spoilt_rows = (4, 5, 7), slice(4, 9)
-    inputs, packing = packed(tiled, lengths, lengths, num_rows=9)
-    spoilt = {name: getattr(inputs, name).clone() for name in ("query", "key", "value")}
-    for tensor in spoilt.values():
-        tensor[spoilt_rows] = math.nan
-    results, expected = (attend_varlen(tiled, each, **packing) for each in (inputs._replace(**spoilt), inputs))
-    for name in ("out", "d_query", "d_key", "d_value", "d_rel_query"):
-        assert results[name][spoilt_rows].isnan().any(), name
-        results[name][spoilt_rows] = expected[name][spoilt_rows]
-        assert torch.equal(results[name], expected[name]), name
+    check(replace(SEQUENCES, dtype=str(way.dtype).removeprefix("torch."), **PACKINGS[case]), way)
 
 
 # Parts of a call, as ranks have them.
