@@ -15,6 +15,8 @@ from triton_relattn.testing import Inputs, dense_gradients, make_inputs, with_di
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 200)
 UNEVEN_LENGTHS = ((1, 239), (239, 1), (3, 799), (799, 3), (113, 203))
+SIZES: dict[str, Any] = {"widths": (16, 40, 64, 128), "value_widths": (16, 64, 96), "rel_widths": (3, 16, 24)}
+"""Widths of heads that compiled kernels are tested with."""
 
 
 def random_positions(choose: random.Random, num_queries: int, num_keys: int) -> tuple[int | None, RelativePositions | None]:

@@ -23,7 +23,7 @@ from bench.compiled import (
     recorded_launches,
     selected,
 )
-from tests.compile.test_forward import NVIDIA, SWEEP, on_triton_3_7
+from tests.compile.targets import NVIDIA, SWEEP, on_triton_3_7
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import architecture_of

@@ -15,7 +15,7 @@ import triton
 
 from bench.cases.features import call
 from bench.compiled import Launch, recorded_launches
-from tests.compile.test_forward import NVIDIA
+from tests.compile.targets import NVIDIA
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments

@@ -5,28 +5,18 @@ Registers and instruction counts belong to a Triton version: what is asserted he
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import triton
 from triton.compiler.compiler import CompiledKernel
 
-from bench.cases.features import LENGTH, TABLES, call
+from bench.cases.features import LENGTH, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import Resources, matrix_instructions, recorded_launches, selected
+from tests.compile.targets import SWEEP, on_triton_3_7
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
-
-NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SWEEP = list(itertools.product((*NVIDIA, "gfx942"), DTYPES, (16, 40, 64, 128, 256), TABLES))[::11]
-"""Targets, dtypes, widths and tables: every eleventh combination has nearly every pair of two of them."""
-
-on_triton_3_7 = pytest.mark.skipif(
-    not triton.__version__.startswith("3.7."), reason=f"the counts are Triton 3.7's, this is {triton.__version__}"
-)
 
 
 def case(target: str, width: int, table: str) -> KernelCase:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.cases import random_case, random_varlen_case
-from tests.gpu.test_kernels import SIZES
+from tests.cases import SIZES, random_case, random_varlen_case
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, in_memory_order, make_inputs, with_different_strides
 

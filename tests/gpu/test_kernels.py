@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import random_case
+from tests.cases import SIZES, random_case
 from tests.interpreter.launch import check_every_term
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"),
 ]
 DEVICE = "cuda"
-SIZES: dict[str, Any] = {"widths": (16, 40, 64, 128), "value_widths": (16, 64, 96), "rel_widths": (3, 16, 24)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

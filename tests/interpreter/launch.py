@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.tolerance import within
-from triton_relattn import RelativePositions, fused_relative_attention
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask
@@ -316,3 +316,63 @@ def count_launches(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> N
     for kernel in selection.KERNELS[1:]:
         module, name = importlib.import_module(f"triton_relattn.kernels.bwd_{kernel}"), f"{kernel}_kernel"
         monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), launches))
+
+
+def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig:
+    return TileConfig(block_m, block_n, 4, 1, carry)
+
+
+# Several tiles each way in short sequences; the second has the other shape everywhere, and carries nothing. The default, large,
+# carries scores.
+SMALL = {
+    "forward": tile(32, 16),
+    "dq": tile(32, 16),
+    "dq_from_ds": tile(16, 32),
+    "dkv": tile(16, 16),
+    "dtable": tile(32, 16),
+    "dp2c": tile(16, 16),
+}
+OTHER = {
+    "forward": tile(16, 16, None),
+    "dq": tile(32, 32, None),
+    "dq_from_ds": tile(32, 16),
+    "dkv": tile(32, 16),
+    "dtable": tile(16, 32),
+    "dp2c": tile(32, 16),
+}
+
+
+def attend_varlen(*tensors: Any, **arguments: Any) -> Any:
+    return fused_relative_attention_varlen(*tensors, **arguments, return_lse=True, implementation="triton")
+
+
+def assert_close(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Close in norm, as float32 results are; -inf in the same places; exactly 0 if all that is expected is."""
+    assert results.keys() == expected.keys()
+    finite = {name: tensor.double().masked_fill(tensor.isinf(), 0) for name, tensor in expected.items()}
+    for name, result in results.items():
+        others = [finite[other] for other in results if other[:2] == "d_"] if name[:2] == "d_" else [finite[name]]
+        if any(bool(other.any()) for other in others):
+            assert_gradients_close_fp32(name, result, expected[name], others)
+        else:
+            assert torch.equal(result, expected[name].to(result.dtype)), name
+
+
+SHORT: dict[str, Any] = {
+    "widths": (8, 16, 20, 40),
+    "value_widths": (8, 16, 33),
+    "rel_widths": (3, 16, 24),
+    "lengths": (1, 2, 15, 16, 17, 31, 33),
+    "uneven_lengths": ((1, 40), (40, 1), (3, 35)),
+}
+
+
+def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, AttentionTensors, AttentionSpec]:
+    """A padded or packed call as the launchers get it."""
+    if "cu_seqlens_q" not in arguments:
+        return inputs, *resolve(inputs, **arguments)
+    others = dict(arguments)
+    starts, longest = ({which: others.pop(f"{name}_{which}") for which in "qk"} for name in ("cu_seqlens", "max_seqlen"))
+    tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **others, cu_seqlens=starts, max_seqlens=longest))
+    inputs = inputs._replace(d_out=inputs.d_out.transpose(0, 1)[None], d_lse=inputs.d_lse[None])
+    return inputs, tensors._replace(dropout_seed=SEED) if spec.dropout_p > 0 else tensors, spec

@@ -16,22 +16,26 @@ from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
     OF_BACKWARD,
+    OTHER,
+    SMALL,
     all_gradients,
+    assert_close,
     attend,
+    attend_varlen,
     check_every_term,
     count_launches,
     kept,
     record_plans,
     run,
     run_backward,
+    tile,
 )
 from tests.tolerance import assert_near, within
-from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.call import SMALLEST_SCALE
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import (
     Inputs,
@@ -43,29 +47,6 @@ from triton_relattn.testing import (
     with_different_strides,
 )
 
-
-def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig:
-    return TileConfig(block_m, block_n, 4, 1, carry)
-
-
-# Several tiles each way in short sequences; the second has the other shape everywhere, and carries nothing. The default, large,
-# carries scores.
-SMALL = {
-    "forward": tile(32, 16),
-    "dq": tile(32, 16),
-    "dq_from_ds": tile(16, 32),
-    "dkv": tile(16, 16),
-    "dtable": tile(32, 16),
-    "dp2c": tile(16, 16),
-}
-OTHER = {
-    "forward": tile(16, 16, None),
-    "dq": tile(32, 32, None),
-    "dq_from_ds": tile(32, 16),
-    "dkv": tile(32, 16),
-    "dtable": tile(16, 32),
-    "dp2c": tile(32, 16),
-}
 WORKSPACES = ("", "0", "6000", "20000")
 """Limits in bytes: the usual one, a block of keys of one head at a time, some blocks of keys, and a head, or some."""
 # Two variants, of which the normal run takes one and the other in turn.
@@ -89,31 +70,7 @@ def all_terms(
     return make_inputs(batch, heads, num_queries, num_keys, 16, 12, num_rows=num_rows, dtype=dtype, **others)
 
 
-def attend_varlen(*tensors: Any, **arguments: Any) -> Any:
-    return fused_relative_attention_varlen(*tensors, **arguments, return_lse=True, implementation="triton")
-
-
-def assert_close(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Close in norm, as float32 results are; -inf in the same places; exactly 0 if all that is expected is."""
-    assert results.keys() == expected.keys()
-    finite = {name: tensor.double().masked_fill(tensor.isinf(), 0) for name, tensor in expected.items()}
-    for name, result in results.items():
-        others = [finite[other] for other in results if other[:2] == "d_"] if name[:2] == "d_" else [finite[name]]
-        if any(bool(other.any()) for other in others):
-            assert_gradients_close_fp32(name, result, expected[name], others)
-        else:
-            assert torch.equal(result, expected[name].to(result.dtype)), name
-
-
 # Combinations of everything.
-
-SHORT: dict[str, Any] = {
-    "widths": (8, 16, 20, 40),
-    "value_widths": (8, 16, 33),
-    "rel_widths": (3, 16, 24),
-    "lengths": (1, 2, 15, 16, 17, 31, 33),
-    "uneven_lengths": ((1, 40), (40, 1), (3, 35)),
-}
 
 
 @pytest.mark.parametrize("kind", POSITIONS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.test_layouts import LAYOUTS, POSITIONS, check_layout, check_packed
+from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
 
 
 @pytest.mark.parametrize(("layout", "width"), [*zip(LAYOUTS, (40, 72) * 4, strict=False)])

@@ -26,10 +26,8 @@ from tests.interpreter.guard import (
     programs_in_order,
     recorded,
 )
-from tests.interpreter.launch import GRADIENTS, SEED, resolve, tensors_of
+from tests.interpreter.launch import GRADIENTS, resolved
 from triton_relattn import RelativePositions
-from triton_relattn._core import validation
-from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn.kernels.backward import backward
@@ -136,17 +134,6 @@ def case_of(name: str, kind: str) -> tuple[Inputs, dict[str, Any]]:
     in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
     packed = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
     return inputs._replace(**packed, d_lse=inputs.d_lse[0]), {**arguments, **PACKING, "positions": positions}
-
-
-def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, AttentionTensors, AttentionSpec]:
-    """A padded or packed call as the launchers get it."""
-    if "cu_seqlens_q" not in arguments:
-        return inputs, *resolve(inputs, **arguments)
-    others = dict(arguments)
-    starts, longest = ({which: others.pop(f"{name}_{which}") for which in "qk"} for name in ("cu_seqlens", "max_seqlen"))
-    tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **others, cu_seqlens=starts, max_seqlens=longest))
-    inputs = inputs._replace(d_out=inputs.d_out.transpose(0, 1)[None], d_lse=inputs.d_lse[None])
-    return inputs, tensors._replace(dropout_seed=SEED) if spec.dropout_p > 0 else tensors, spec
 
 
 def results_of(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:

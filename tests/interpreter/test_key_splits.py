@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
-from tests.interpreter.launch import check, resolve
-from tests.interpreter.test_features import OTHER, SHORT, SMALL, assert_close, attend_varlen, check_every_term
+from tests.interpreter.launch import OTHER, SHORT, SMALL, assert_close, attend_varlen, check, check_every_term, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits

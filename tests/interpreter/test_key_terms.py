@@ -11,8 +11,7 @@ import torch
 
 from tests.cases import assert_bit_equal
 from tests.interpreter.guard import Launch
-from tests.interpreter.launch import all_gradients, check_every_term, record_plans, run_backward
-from tests.interpreter.test_features import OTHER, SMALL, tile
+from tests.interpreter.launch import OTHER, SMALL, all_gradients, check_every_term, record_plans, run_backward, tile
 from tests.tolerance import within
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.selection import TileConfig

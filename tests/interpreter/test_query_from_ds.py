@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.interpreter.guard import Launch, programs_in_order
 from tests.interpreter.launch import all_gradients, check_every_term, resolve, run_backward
-from tests.interpreter.test_workspace import CALLS, TILES, call_of, check_parts, limit_of, plans, tile
+from tests.interpreter.workspaces import CALLS, TILES, call_of, check_parts, limit_of, tile
 from tests.tolerance import within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import residual
@@ -22,7 +22,6 @@ from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
 from triton_relattn.testing import Inputs, dense_gradients, make_inputs
 
-__all__ = ["plans"]
 OF_TILES = {
     "square": {**TILES["square"], "dq_from_ds": tile(32, 32)},
     "tall": {**TILES["twice"], "dq_from_ds": tile(32, 16)},
