@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help setup demo lint test kernels long emulate smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
+.PHONY: help setup demo lint test kernels long smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
 	test-libraries docs hub bench gpu gpu-cache draws mutants
 
 USED := demo test test-all docs gpu
@@ -58,18 +58,13 @@ long: setup ## cases marked thorough, and the rest of tests/operator in the inte
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
 	$(MAKE) test kernels long VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
-EMULATE := $(BIN)/python -m tests.emulator --target sm_90 --jobs 2
-
-emulate: setup ## calls of every kind, compiled for an H100, in the emulator
-	$(EMULATE)
-
 # Every kernel compiled by the oldest triton that is supported, which torch 2.11 comes with. It refuses some things that later ones
 # take: words handed from one kernel function to another, and groups of arguments that are compared with None. On Hopper it leaves
 # out fences, which the package adds: the emulator checks some calls.
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
-	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) tests/emulator/test_calls.py tests/emulator/test_grids.py -m $(QUICK)
-	PYTHONPATH=.triton-oldest $(EMULATE)
+	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) -m $(QUICK)
+	PYTHONPATH=.triton-oldest $(PYTEST) tests/emulator/test_calls.py tests/emulator/test_grids.py
 
 # The newest that is known. Since 3.8 a named tuple in a kernel is a class of its own, whose attributes can hide a field.
 compile-newest: setup ## every kernel compiles with the newest triton, too (700 MB)

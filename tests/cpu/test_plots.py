@@ -54,6 +54,7 @@ def test_terms_and_figures(name: str, tmp_path: Path) -> None:
         assert shown.any()
         assert_near(axis.get_title(loc="left"), image[shown], term[1, 2][shown])
     lines = plots.attention_by_distance(*given, **arguments)
+    assert len(lines.axes[0].get_lines()) == 4 + 2  # heads, their mean, and r = 0
     for figure in (maps, lines):
         figure.savefig(tmp_path / "figure.png")
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

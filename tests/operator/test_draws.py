@@ -102,6 +102,10 @@ KNOWN = {
         "tables": ("rel_value", "rel_p2c"),
     },
     "a mask of numbers": {"mask": "float32", "mask_shape": (20, 20), "tables": ("rel_key",)},
+    "a scale of the table's own": {
+        **{"num_queries": 40, "num_keys": 40, "positions": (-39, 39, "clamp"), "tables": ("rel_key",), "rel_scale": -0.1},
+        "dtype": "float16",
+    },
     "packed, no queries": {"sequences": ((0, 20), (20, 20)), "query_offset": (40, -40), "tables": ("rel_p2c",)},
 }
 
