@@ -18,7 +18,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -59,14 +58,24 @@ def area_of(file: str) -> str:
     return " ".join(f"tests/{each}.py" if "/" in each else f"tests/{each}" for each in tests)
 
 
+def caught_before() -> dict[str, tuple[str, int]]:
+    """The test that noticed each fault, and the seconds it took."""
+    return json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+
+
+def record(caught: dict[str, tuple[str, int]]) -> None:
+    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in sorted(caught.items()))
+    CAUGHT_BY.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def known(only: Sequence[str] | None) -> Iterator[Fault]:
     """The faults of the list, each with the test that noticed it."""
-    caught: dict[str, Any] = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+    caught = caught_before()
     for line in FAULTS.read_text().splitlines():
         row = json.loads(line)
         if only is not None and row["name"] not in only:
             continue
-        first = tuple(caught[row["name"]]["tests"]) if row["name"] in caught else tuple(row["tests"])
+        first = (caught[row["name"]][0],) if row["name"] in caught else tuple(row["tests"])
         changes = tuple(Change(*change) for change in row["changes"])
         yield Fault(row["name"], row["effect"], first, changes, (area_of(row["changes"][0][0]),))
 
@@ -114,13 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     variables = dict.fromkeys(("tests/interpreter", "[triton_in"), INTERPRETED)
     runner = Runner(ROOT, PACKAGE, variables=variables, cpu_seconds=SECONDS)
     runner.check_imports()
-    before = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+    before = caught_before()
     lost, number = [], 0
     for outcome in outcomes_of(runner, faults, max(options.jobs, 1)):
         number += outcome.status == CAUGHT
         if outcome.status == CAUGHT and options.record:
-            before[outcome.fault.name] = {"tests": [outcome.test], "seconds": round(outcome.seconds)}
-            CAUGHT_BY.write_text(json.dumps(before, indent=0, sort_keys=True) + "\n")
+            before[outcome.fault.name] = outcome.test, round(outcome.seconds)
+            record(before)
         elif outcome.status != CAUGHT and outcome.fault.name in before:
             lost.append(outcome.fault.name)
     print(f"{number} of {len(faults)} caught" + (f"; no longer: {', '.join(lost)}" if lost else ""))
