@@ -10,6 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 .PHONY: help setup demo lint test kernels long long-kernels smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
 	test-libraries docs hub bench gpu gpu-cache draws mutants
 
+ALL := test kernels long long-kernels
 USED := demo test test-all docs gpu
 
 help: ## list all targets
@@ -59,7 +60,7 @@ long-kernels: setup ## cases marked thorough of compiled and interpreted kernels
 
 # All tests with the oldest torch and triton that are supported, in .venv-oldest; torch 2.11 comes with CUDA, 5 GB in all.
 test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 GB)
-	$(MAKE) test kernels long long-kernels VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) $(ALL) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 # Every kernel compiled by the oldest triton that is supported, which torch 2.11 comes with. It refuses some things that later ones
 # take: words handed from one kernel function to another, and groups of arguments that are compared with None. On Hopper it leaves
@@ -84,7 +85,7 @@ models-oldest: setup ## the models of transformers with its oldest supported ver
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)
-	$(MAKE) test kernels long long-kernels VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+	$(MAKE) $(ALL) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 # Classes of other libraries and copies of attention in packages, enabled, and the repository for the hub, in .venv-libraries,
 # which has these libraries' own files, and stand-ins for the hundreds of packages that they import beside what is tested.
@@ -104,7 +105,7 @@ smoke: setup ## imports, compiled kernels, some calls: for another version of tr
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
 		tests/interpreter/test_backward.py::test_widths tests/operator/test_draws.py
 
-test-all: lint test kernels long long-kernels ## lint, all tests but the long sweeps, and two minutes of draws: what a pull request is held to
+test-all: lint $(ALL) ## lint, all tests but the long sweeps, and two minutes of draws: what a pull request is held to
 	$(MAKE) draws SECONDS=60
 
 test-slow: setup ## the long sweeps, hours: before a release

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory, take_ds_from
-from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, assert_within, expected
+from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, assert_within, dtype_of, expected
 from tests.samples import Sample
 from tests.way import Way
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
@@ -203,7 +203,6 @@ def check(sample: Sample, way: Way) -> None:
     for name, bytes_before in stored.items():
         assert torch.equal(memory(call[name]), bytes_before), f"{name} was written to"
 
-    dtypes = {"out": call["query"].dtype, "lse": torch.promote_types(call["query"].dtype, torch.float32)}
     for name, result in results.items():
         tensor, other = call.get(name.removeprefix("d_")), again[name]
         if tensor is not None:
@@ -211,7 +210,7 @@ def check(sample: Sample, way: Way) -> None:
             assert (result is not None) == wanted, f"{name}: {'missing' if wanted else 'not asked for'}"
         if result is None:
             continue
-        dtype = dtypes[name] if tensor is None else tensor.dtype
+        dtype = dtype_of(name, call)
         assert result.dtype == dtype, f"{name}: {result.dtype}, expected {dtype}"
         assert other is not None and torch.equal(result, other), f"{name}: not the same in a second run"
         assert_within(name, result, *golden[name])

@@ -266,6 +266,14 @@ def expected(
     return {name: Expected(result, allowed[name].detach()) for name, result in golden.items()}
 
 
+def dtype_of(name: str, call: dict[str, Any]) -> torch.dtype:
+    """The dtype of a result: out has that of query, lse at least float32, a gradient that of its tensor."""
+    query: torch.dtype = call["query"].dtype
+    if name == "lse":
+        return torch.promote_types(query, torch.float32)
+    return query if name == "out" else call[name.removeprefix("d_")].dtype  # type: ignore[no-any-return]
+
+
 def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> None:
     """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything."""
     info = torch.finfo(actual.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.conftest import INTERPRETED
-from tests.expected import assert_within, expected
+from tests.expected import assert_within, dtype_of, expected
 from tests.oracle import with_keep
 from triton_relattn import fused_relative_attention
 from triton_relattn.testing import Inputs, forward_backward
@@ -59,6 +59,7 @@ class Way:
         keep = with_keep(inputs, arguments).get("keep")
         golden = expected(call, inputs.d_out, inputs.d_lse, keep)
         for name, result in results.items():
+            assert result.dtype == dtype_of(name, call), f"{name}: {result.dtype}"
             assert_within(name, result, *golden[name])
 
 

@@ -26,7 +26,7 @@ from tests.interpreter.guard import (
     programs_in_order,
     recorded,
 )
-from tests.interpreter.launch import GRADIENTS, resolved
+from tests.interpreter.launch import GRADIENTS, resolved, tile
 from triton_relattn import RelativePositions
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
@@ -35,11 +35,6 @@ from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs, make_inputs
-
-
-def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig:
-    return TileConfig(block_m, block_n, 4, 1, carry)
-
 
 SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(16, 16), "dtable": tile(32, 16), "dp2c": tile(16, 16)}
 OTHER = {
