@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_relattn._blockwise.frame import Buffers
+from triton_relattn._blockwise.products import Memory
 
 TESTS = Path(__file__).parent
 PATIENCE = 600.0
@@ -74,13 +74,9 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_rows: int) -> None:
     """Let blockwise take so many queries and scores (a thread) a block and rows a panel: it cuts short calls, too."""
-    from triton_relattn._blockwise import bands, partition
+    from triton_relattn._blockwise import cut
 
-    patch.setattr(partition, "BLOCK_QUERIES", queries)
-    patch.setattr(partition, "ELEMENTS_PER_THREAD", elements)
-    patch.setattr(bands, "FEWEST_ROWS", panel_rows)
-    patch.setattr(bands, "PANEL_ROWS", 0)
-    patch.setattr(bands, "PANEL_COLUMNS", 1)
+    patch.setattr(cut, "SIZES", cut.Sizes(queries, 1, queries, panel_rows, elements))
 
 
 def forget_warnings() -> None:
@@ -110,7 +106,7 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
     for owner, names in made_by:
         for name in names:
             patch.setattr(owner, name, poisoned(getattr(owner, name)))
-    patch.setattr(Buffers, "__call__", poisoned(Buffers.__call__))
+    patch.setattr(Memory, "__call__", poisoned(Memory.__call__))
 
 
 def take_ds_from(patch: pytest.MonkeyPatch, queries: int) -> None:

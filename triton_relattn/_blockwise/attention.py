@@ -1,163 +1,121 @@
 """Linear-memory attention in plain torch, forward and hand-written backward, for any device.
 
-A call is cut into blocks (partition.py): batches of matrices of scores, one for each sequence and head. A block has few queries
-or many, but always all keys that they see. So every step is one call of torch on a contiguous batch, and softmax is torch's own.
-The terms of the tables are added from bands (bands.py). With the gradients dO of out and dlse of lse:
+A call is cut into blocks (cut.py) of some queries with all keys that they see, so that every step is one call of
+torch on a matrix of scores, and softmax is torch's own. Terms of tables are views of bands (bands.py). With the gradients dO of out
+and dlse of lse:
 
     P  = softmax(scale * Q K^T + terms of other tables)              out = P V + term of rel_value
     dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
 
 dV and the gradient of rel_value are products with P, all other gradients products with dS. The backward has whole rows, too, so
 it does not need lse. P sums to one however large the logits are, where exp(logits - lse) would not. If P takes no more memory
-than query, key, value and out, as with short sequences, the forward keeps it for the backward. The working set is a few times
-ELEMENTS_PER_THREAD numbers a thread; with long sequences BLOCK_QUERIES rows a thread, which is linear in the number of keys.
+than query, key, value and out, as with short sequences, the forward keeps it for the backward. The working set is two or three
+blocks of scores, each of Sizes.elements for a thread, or Sizes.rows rows a thread, which is linear in the number of keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import torch
 
 from .._core.dtypes import compute_dtype, gradient_like, new_like
-from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from .bands import Packed
-from .partition import FEWEST_QUERIES, Block, BlockwiseCall, matrices, of_heads, stacked
-from .products import has_fast_fused_attention, multiply, product_into
-
-SHORT_ROW = 16
-"""Number of keys below which torch's softmax, and its derivative, is slower than the same written out: it is made for rows that
-fill the CPU's vectors."""
+from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from .bands import PANEL, Band
+from .cut import Block, Call, Group
+from .masks import dropout, mask
+from .products import has_fast_fused_attention
 
 
-def pack_query(block: Block, query: torch.Tensor) -> Packed | None:
-    """Pack the vectors that rel_key is multiplied with: rel_query, or else query, given as matrices for products."""
-    tensors, band = block.call.tensors, block.rel_key
-    if band is None:
-        return None
-    return band.pack(block.by_pair(query) if tensors.rel_query is None else block.rows(tensors.rel_query).to(query.dtype))
-
-
-def logits(block: Block, query: torch.Tensor, packed: Packed | None) -> torch.Tensor | None:
-    """Compute the masked logits, in place of the block's scores; return the derivative of softcap, None without softcap."""
-    spec = block.call.spec
-    product_into(block.scores, query.to(block.call.dtype), block.wide_key.mT, spec.scale)
-    add_terms(block, packed)
+def logits(block: Block) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the masked logits, as matrices, and the derivative of softcap, None without softcap."""
+    group, softcap = block.group, block.call.spec.softcap
+    scores, pairs = block.product("scores", group.queries[block.number], group.key.of_block(block), block.call.spec.scale)
+    add_terms(block, pairs)
     slope = None
-    if spec.softcap is not None:
-        limited = block.scores.div_(spec.softcap).tanh_()
+    if softcap is not None:
+        limited = scores.div_(softcap).tanh_()
         slope = 1 - limited.square()
-        limited.mul_(spec.softcap)
-    block.mask()
-    return slope
+        limited.mul_(softcap)
+    mask(block, pairs)
+    return scores, slope
 
 
-def add_terms(block: Block, packed: Packed | None) -> None:
-    """Add the terms of all tables to the block's scores."""
-    if block.rel_key is not None and packed is not None:
-        block.rel_key.add_terms(packed)
-    if block.rel_bias is not None:
-        block.rel_bias.add_terms()
-    if block.rel_p2c:
-        vectors = block.keys_of_pairs()
-        for keys, band in block.rel_p2c:
-            band.add_terms(band.pack(vectors[:, :, keys]))
-
-
-def can_fuse(tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
-    """Return whether torch's fused attention on a CPU computes a forward, with the terms of the tables as a mask that it adds."""
-    query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.attn_mask
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or not has_fast_fused_attention():
-        return False
-    if kept is not None or dtype is not None or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
-        return False
-    is_plain = mask is None or mask.dtype == torch.bool  # numbers may be too large for bfloat16
-    return is_plain and key.shape[3] == value.shape[3] and query.shape[2] >= FEWEST_QUERIES
-
-
-def fused(block: Block, lse: torch.Tensor | None) -> torch.Tensor:
-    """Compute a block's part of out by torch's fused attention; lse: memory for it, or None."""
-    block.group.clean()
-    query = block.matrices(block.call.tensors.query)
-    block.scores.zero_()
-    add_terms(block, pack_query(block, query))
-    block.mask()
-    operands = (each[:, None] for each in (query, block.key, block.value))
-    out, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *operands, 0.0, False, attn_mask=block.scores[:, None], scale=block.call.spec.scale
-    )
-    if lse is not None:
-        lse.copy_(found.view(lse.shape))
-        if block.has_blind:  # there it is 0
-            lse.masked_fill_((block.scores.amax(-1) == -math.inf).view(lse.shape), -math.inf)
-    result: torch.Tensor = out[:, 0]
-    return result
+def add_terms(block: Block, pairs: torch.Tensor) -> None:
+    """Add the terms of the tables to the scores of the pairs."""
+    group = block.group
+    if group.rel_key is not None:
+        group.rel_key.add_terms(block.number, pairs, block.base)
+    if group.rel_bias is not None:
+        group.rel_bias.add_terms(pairs, block.base)
+    if "rel_p2c" in group.tables:
+        band = group.mirrored(block)
+        for panel, start in enumerate(range(0, block.num_columns, PANEL)):
+            band.add_terms(panel, pairs.mT[:, :, start : start + PANEL], -block.base - start)
 
 
 def softmax(
-    block: Block, probs: torch.Tensor, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
+    block: Block, scores: torch.Tensor, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the probabilities of the block's scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
-    if all its logits are -inf.
+    """Compute the probabilities in place of the scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
+    if all its logits are -inf, or it is of no query.
 
     Args:
-        probs: memory for the probabilities; on a CPU it may be that of the scores.
-        lse: memory for the log-sum-exp of each row, as many numbers; None: it is not computed, which saves passes.
+        lse: memory for the log-sum-exp of each row, (sequences, heads, rows, 1); None: it is not computed, which saves passes.
         largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
-    scores, total = block.scores, None
-    is_short, has_blind = scores.shape[-1] < SHORT_ROW, block.has_blind
-    if lse is None and not has_blind and not is_short:
-        return torch.softmax(scores, -1, out=probs)
-    largest = scores.amax(-1, keepdim=True)  # first: the probabilities may take the scores' place
-    if is_short:
-        total = torch.sub(scores, largest, out=probs).exp_().sum(-1, keepdim=True)
-        probs.div_(total)
-    else:
-        torch.softmax(scores, -1, out=probs)
-    blind = largest == -math.inf if has_blind else None
-    if blind is not None and blind.device.type == "cpu" and not blind.any():  # elsewhere, to ask would be to wait
-        blind = None
-    if blind is not None:
-        probs.masked_fill_(blind, 0)
-    if lse is not None:
-        total = (
-            probs.amax(-1, keepdim=True).reciprocal_() if total is None else total
-        )  # the largest probability is exp(0) / total
-        log_sum = total.log_()
+    blind = largest = None
+    if lse is not None or block.may_be_blind:
+        largest = scores.amax(-1, keepdim=True)
+        blind = (largest == -math.inf).flatten().nonzero()[:, 0]
+        if len(blind) > 0:
+            scores.view(-1, block.num_columns).index_fill_(0, blind, 0)
+    probs = torch.softmax(scores, -1, out=scores)
+    if lse is not None and largest is not None and blind is not None:
+        log_sum = probs.amax(-1, keepdim=True).log_().neg_()  # the largest probability is exp(0) / total
         if largest_logits is None:
             log_sum.add_(largest)
         else:
-            largest_logits.copy_(largest.view(largest_logits.shape))
-        lse.copy_(log_sum.view(lse.shape))
-        if blind is not None:
-            lse.masked_fill_(blind.view(lse.shape), -math.inf)
+            largest_logits.copy_(largest.view(lse.shape))
+        lse.copy_(log_sum.view(-1).index_fill_(0, blind, -math.inf).view(lse.shape))
+    if blind is not None and len(blind) > 0:
+        probs.view(-1, block.num_columns).index_fill_(0, blind, 0)
+    if block.num_real < block.num_rows:
+        probs.view(block.shape)[:, :, block.num_real :] = 0
     return probs
-
-
-def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
-    """Compute probs * (d_probs - delta) in place of d_probs.
-
-    delta_i = sum_j P[i, j] dP[i, j] is computed from the block itself. The usual shortcut, rowsum(out * d_out), uses an out that
-    was rounded to the input dtype. With it, all dS of a row would share one small error, and the table's gradient, a sum over all
-    rows, would add these errors up.
-    """
-    if probs.shape[-1] < SHORT_ROW or probs.device.type != "cpu":  # elsewhere a row may be written before all of it is read
-        return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
-    return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     """Return whether the forward should keep the probabilities for the backward: whether they take no more memory than query,
-    key, value and out would if all had as many rows and heads as the query."""
+    key, value and out would if all had as many rows and heads as the query. Sequences that differ are aligned in another way in
+    each group."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
     of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
-    return size <= of_inputs and spec.softcap is None and tensors.cu_seqlens_q is None
+    is_alike = tensors.cu_seqlens_q is None and tensors.key_lengths is None and tensors.query_offsets is None
+    return size <= of_inputs and spec.softcap is None and is_alike
+
+
+def kept_of(block: Block, kept: torch.Tensor) -> torch.Tensor:
+    """Return the block's part of the probabilities that are kept, (B, Hq, Nq, Nk)."""
+    group, first = block.group, block.group.stack[0]
+    rows = slice(block.row, block.row + block.num_real)
+    columns = slice(first.start + block.start, first.start + block.start + block.num_seen)
+    return kept[first.entry : first.entry + len(group.stack), group.heads, rows, columns]
+
+
+def of_kept(block: Block, kept: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities that are kept as matrices."""
+    part = kept_of(block, kept)
+    if part.is_contiguous() and part.shape == block.shape:
+        return part.view(block.matrix_shape)
+    probs, pairs = block.scores("scores")
+    if part.shape != pairs.shape:
+        pairs.zero_()
+    pairs[:, :, : block.num_real, : block.num_seen] = part
+    return probs
 
 
 def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
@@ -179,71 +137,93 @@ def forward(
         kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
         largest_logits: memory for the largest logit of each query, which lse is without then; it is left alone without keys.
     """
-    out = new_like(tensors.query, tensors.value.shape[-1], dtype)
-    lse = new_lse(tensors, spec)
-    fuses = can_fuse(tensors, spec, kept, dtype)
+    out, lse = new_like(tensors.query, tensors.value.shape[-1], dtype), new_lse(tensors, spec)
     # What is kept, and a softmax over parts of the keys, must fit the logits of the backward.
-    rounds_terms = kept is None and largest_logits is None
-    for block in BlockwiseCall(tensors, spec, rounds_terms=rounds_terms, fuses=fuses).blocks():
-        place, lse_place = block.place(out), block.place(lse[..., None], "lse") if spec.with_lse else None
-        if block.num_keys == 0:
-            block.put(out, place.zero_())
-            if lse_place is not None:
-                block.put(lse[..., None], lse_place.fill_(-math.inf))
-            continue
-        if block.group.is_fused:
-            result = fused(block, lse_place)
-        else:
-            result = by_steps(block, place, lse_place, kept, largest_logits)
-        block.store(place, result)
-        block.put(out, place)
-        if lse_place is not None:
-            block.put(lse[..., None], lse_place)
+    call = Call(tensors, spec, rounds_terms=kept is None and largest_logits is None)
+    fuses = can_fuse(call, kept, dtype)
+    for each in call.unseeing:
+        queries = (each.entry, slice(None), slice(each.query, each.query + each.num_queries))
+        out[queries] = 0
+        if spec.with_lse:
+            lse[queries] = -math.inf
+    for group in call.groups():
+        rows = group.new_rows(out)
+        others = [group.new_rows(each[..., None]) for each in (lse, largest_logits) if each is not None and spec.with_lse]
+        band = None if "rel_value" not in group.tables else group.band("rel_value", rows, group.num_rows, 1.0)
+        if band is not None:
+            band.start(rows, for_table=False)
+        for block in group.blocks():
+            part = block.rows(rows)
+            if block.num_seen == 0:
+                part.zero_()
+                for each in others:
+                    block.rows(each).fill_(-math.inf)
+            else:
+                (fused if fuses else by_steps)(block, part, band, kept, *map(block.rows, others))
+        if band is not None:
+            band.finish()
+        group.put_rows(out, rows)
+        for tensor, found in zip((lse, largest_logits), others, strict=False):
+            group.put_rows(tensor[..., None], found)  # type: ignore[index]
     return out, lse
 
 
 def by_steps(
     block: Block,
-    place: torch.Tensor,
-    lse: torch.Tensor | None,
+    out: torch.Tensor,
+    band: Band | None,
     kept: torch.Tensor | None,
-    largest_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    """Compute a block's part of out, in its place if that can be; the others as of forward(), lse that of the block."""
-    query = block.matrices(block.call.tensors.query)
-    place_of_probs = None if kept is None else block.pairs_of(kept)
-    memory = block.probs_in_place if place_of_probs is None else block.destination(place_of_probs, "probs")
-    logits(block, query, pack_query(block, query))
-    largest = None if largest_logits is None else block.place(largest_logits[..., None], "largest")
-    probs = softmax(block, memory, lse, largest)
-    if largest_logits is not None and largest is not None:
-        block.put(largest_logits[..., None], largest)
-    if place_of_probs is not None:
-        block.store(place_of_probs, probs)
-    if block.dropout is not None:
-        probs = torch.mul(probs, block.dropout, out=block.scores)
-    is_sum = block.rel_value is not None or place.dtype != block.call.product_dtype
-    result = block.destination(place, dtype=None if is_sum else place.dtype)
-    operand = block.operand(probs)
-    weighted_values(block, operand, result)
-    if block.rel_value is not None:
-        block.rel_value.add_products(block.by_pair(probs), block.by_pair(result), None, block.by_pair(operand))
-    return result
+    lse: torch.Tensor | None = None,
+    largest_logits: torch.Tensor | None = None,
+) -> None:
+    """Compute a block's part of out, (sequences, heads, rows, Dv); band: of rel_value, kept as of forward(), the others of softmax()."""
+    group, dtype = block.group, block.call.product_dtype
+    place = None if kept is None else kept_of(block, kept)
+    if place is not None and place.is_contiguous() and place.shape == block.shape:
+        block.take("scores", place)
+    scores, _ = logits(block)
+    probs = softmax(block, scores, lse, largest_logits)
+    if place is not None and place.data_ptr() != probs.data_ptr():
+        place.copy_(probs.view(block.shape)[:, :, : block.num_real, : block.num_seen])
+    if (factors := dropout(block)) is not None:
+        probs = torch.mul(probs, factors, out=None if kept is not None else probs)
+    block.write(out, probs.to(dtype), group.value.operand(block))
+    if band is not None:
+        band.add_products(block.number, probs.view(block.shape), block.base)
 
 
-def weighted_values(block: Block, probs: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute probs @ value into out.
+def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
+    """Return whether torch's fused attention on a CPU computes a forward, with the terms of the tables as a mask that it adds."""
+    tensors, spec = call.tensors, call.spec
+    query, key, value, given = tensors.query, tensors.key, tensors.value, tensors.attn_mask
+    if not call.is_cpu or query.dtype != torch.bfloat16 or call.product_dtype != query.dtype or not has_fast_fused_attention():
+        return False
+    if kept is not None or dtype is not None or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
+        return False
+    is_plain = given is None or given.dtype == torch.bool  # numbers may be too large for bfloat16
+    is_finite = bool((key.sum(dtype=call.dtype) + value.sum(dtype=call.dtype)).isfinite())  # NaN of a hidden key would reach all
+    return is_plain and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.sizes.fewest_rows
 
-    What is in the place of values that a sequence does not have matters only if it is not finite: then the result is not, either,
-    and is computed again without it. That saves a copy of all values.
-    """
-    group = block.group
-    if group.is_clean or out.device.type == "cpu":
-        multiply(block.call.buffers, probs, block.value, out)
-        if group.is_clean or out.sum().isfinite():
-            return
-    group.clean()
-    multiply(block.call.buffers, probs, block.value, out)
+
+def fused(
+    block: Block, out: torch.Tensor, _band: Band | None, _kept: torch.Tensor | None, lse: torch.Tensor | None = None
+) -> None:
+    """Compute a block's part of out by torch's fused attention; lse as of softmax()."""
+    group, dtype = block.group, block.call.product_dtype
+    terms, pairs = block.scores("terms", dtype)
+    add_terms(block, pairs.zero_())
+    mask(block, pairs)
+    query = group.queries[block.number].to(dtype)
+    operands = [each.unflatten(-2, (1, -1)) for each in (query, group.key.operand(block), group.value.operand(block), terms)]
+    q, k, v, scores = (each if each.dim() == 4 else each[None] for each in operands)
+    found, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=scores, scale=block.call.spec.scale
+    )
+    out.copy_(found.reshape(out.shape))
+    if lse is not None:
+        lse.copy_(log_sums.view(lse.shape))
+        if block.may_be_blind:  # there it is 0
+            lse.masked_fill_((terms.amax(-1, keepdim=True) == -math.inf).view(lse.shape), -math.inf)
 
 
 class Whole(NamedTuple):
@@ -255,112 +235,6 @@ class Whole(NamedTuple):
     largest: torch.Tensor  # (B, Hq, Nq), the largest logit; 0 if a query sees nothing
     log_sum: torch.Tensor  # (B, Hq, Nq), the logarithm of the sum of exp(logits - largest)
     delta: torch.Tensor  # (B, Hq, Nq): rowsum(out * d_out) - d_lse
-
-    def probs(self, block: Block) -> torch.Tensor:
-        """Return the probabilities of the block's scores, which sum to one over all keys."""
-        largest, log_sum = (block.matrices(each[..., None], each.dtype) for each in (self.largest, self.log_sum))
-        # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
-        exponents = torch.minimum(block.scores, largest, out=block.probs).sub_(largest)
-        return exponents.sub_(log_sum).exp_()
-
-    def d_scores(self, block: Block, probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
-        """Compute the gradient of the scores, in the place of d_probs."""
-        return d_probs.sub_(block.matrices(self.delta[..., None], d_probs.dtype)).mul_(probs)
-
-
-def new_totals(call: BlockwiseCall, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
-    """Allocate memory in which the gradients that are wanted are collected, by their names.
-
-    Rows of query and rel_query are written once, in their dtype. The others are sums in the compute dtype; tables are stacked,
-    and rel_p2c has its last row first.
-    """
-    totals: dict[str, torch.Tensor] = {}
-    for name, tensor, want in zip(DIFFERENTIABLE, call.tensors, wanted, strict=False):
-        if not want or tensor is None:
-            continue
-        if name in ("query", "rel_query"):
-            totals[name] = gradient_like(tensor)
-        elif name in ("key", "value"):
-            total = new_like(tensor, tensor.shape[-1], call.dtype)
-            totals[name] = total if call.has_keys_once else total.zero_()
-        else:
-            totals[name] = stacked(torch.zeros(tensor.shape, dtype=call.dtype, device=tensor.device), name)
-    return totals
-
-
-def add_values(
-    totals: dict[str, torch.Tensor], block: Block, probs: torch.Tensor, d_out: torch.Tensor, packed: Packed | None
-) -> None:
-    """Add a block's part to the gradients of value and rel_value."""
-    operand = block.operand(probs)
-    if "value" in totals:
-        add_transposed_product(block, totals["value"], operand, d_out)
-    if "rel_value" in totals and block.rel_value is not None:
-        block.rel_value.add_products(block.by_pair(probs), None, packed, block.by_pair(operand))
-
-
-def add_scores(
-    totals: dict[str, torch.Tensor], block: Block, query: torch.Tensor, packed: Packed | None, d_scores: torch.Tensor
-) -> None:
-    """Add a block's part to the gradients that depend on that of the scores."""
-    spec, band, pairs = block.call.spec, block.rel_key, block.frame.pairs
-    shares_query, for_table = block.call.tensors.rel_query is None, packed if "rel_key" in totals else None
-    operand = block.operand(d_scores)
-    if "key" in totals:
-        add_transposed_product(block, totals["key"], operand, query, spec.scale)
-    if "rel_bias" in totals and block.rel_bias is not None:
-        block.rel_bias.add_gradient(of_heads(totals["rel_bias"], block.group.heads))
-    if block.rel_p2c and ("key" in totals or "rel_p2c" in totals):
-        add_mirrored(totals, block)
-    if band is not None and packed is not None and not shares_query:
-        result = torch.zeros_like(packed[0], dtype=block.call.dtype) if "rel_query" in totals else None
-        band.add_products(pairs, result, for_table, block.by_pair(operand))
-        if result is not None:
-            block.put(totals["rel_query"], block.place(totals["rel_query"]).copy_(result))
-    result = place = None
-    if "query" in totals:
-        place = block.place(totals["query"])
-        is_sum = (band is not None and shares_query) or place.dtype != operand.dtype
-        result = block.destination(place, dtype=None if is_sum else place.dtype)
-        multiply(block.call.buffers, operand, block.key, result, spec.scale)
-    if band is not None and shares_query:
-        band.add_products(pairs, None if result is None else block.by_pair(result), for_table, block.by_pair(operand))
-    if result is not None and place is not None:
-        block.store(place, result)
-        block.put(totals["query"], place)
-
-
-def add_mirrored(totals: dict[str, torch.Tensor], block: Block) -> None:
-    """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
-    vectors, of_keys = block.keys_of_pairs(), block.rows_of_keys(totals["key"]) if "key" in totals else None
-    sharing = block.group.sharing
-    d_key = of_keys if of_keys is None or sharing == 1 else torch.zeros_like(vectors)
-    for keys, band in block.rel_p2c:
-        packed = band.pack(vectors[:, :, keys]) if "rel_p2c" in totals else None
-        band.add_products(band.frame.pairs, None if d_key is None else d_key[:, :, keys], packed)
-    if of_keys is not None and d_key is not None:
-        if sharing > 1:
-            of_keys.add_(d_key.unflatten(1, (-1, sharing)).sum(2))
-        block.put_keys(totals["key"], of_keys)
-
-
-def add_tables(totals: dict[str, torch.Tensor], block: Block) -> None:
-    """Add the sums that the bands of a frame have collected to the gradients of rel_key, rel_value and rel_p2c."""
-    heads = block.group.heads
-    if "rel_key" in totals and block.rel_key is not None:
-        block.rel_key.add_gradient(of_heads(totals["rel_key"], heads))
-    if "rel_value" in totals and block.rel_value is not None:
-        block.rel_value.add_gradient(of_heads(totals["rel_value"], heads))
-    if "rel_p2c" in totals:
-        for _, band in block.rel_p2c:
-            band.add_gradient(of_heads(totals["rel_p2c"], heads))
-
-
-def add_transposed_product(block: Block, totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1) -> None:
-    """Add scale * left^T @ right to the block's part of totals, (B, Hk, Nk, width)."""
-    total = block.place_of_keys(totals)
-    multiply(block.call.buffers, left.mT, right, total, scale, beta=0 if block.has_keys_once else 1)
-    block.put_keys(totals, total)
 
 
 def backward(
@@ -378,62 +252,159 @@ def backward(
         kept: the probabilities that the forward has kept; None: they are computed again.
         whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
     """
-    call = BlockwiseCall(tensors, spec)
-    totals = new_totals(call, wanted)
-    for _, blocks in groupby(call.blocks(), attrgetter("frame")):
-        for block in blocks:
-            add_block(totals, block, d_out, d_lse, kept, whole)
-        add_tables(totals, block)
-    if "rel_p2c" in totals:
-        totals["rel_p2c"] = totals["rel_p2c"].flip(1)
+    call = Call(tensors, spec)
+    named = {name: each for name, want, each in zip(DIFFERENTIABLE, wanted, tensors, strict=False) if want and each is not None}
+    call.gradients = {name: gradient_like(each) for name, each in named.items() if name not in TABLES}
+    for name, total in call.gradients.items():
+        if call.unseeing or (name in ("key", "value") and not call.has_all_keys):
+            total.zero_()
+    for group in call.groups():
+        sums = Sums(group, call.gradients, named.keys(), d_out, d_lse, whole)
+        for block in group.blocks():
+            if block.num_seen > 0:
+                add_block(sums, block, kept)
+            elif sums.query is not None:
+                block.rows(sums.query).zero_()
+        sums.put()
+    call.add_up()
     gradients: list[torch.Tensor | None] = []
-    for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False):
-        total = totals.get(name)
-        if total is not None and tensor is not None:
-            total = (total if tensor.dim() == 4 else total.view(tensor.shape)).to(tensor.dtype)
-        gradients.append(total)
+    for name in DIFFERENTIABLE:
+        found = call.gradients.get(name)
+        if found is None and name in named:
+            found = gradient_like(named[name]).zero_()
+        elif found is not None and name in TABLES:
+            found = found.view(named[name].shape).to(named[name].dtype)
+        gradients.append(found)
     return tuple(gradients)
 
 
-def add_block(
-    totals: dict[str, torch.Tensor],
-    block: Block,
-    d_out: torch.Tensor,
-    d_lse: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    whole: Whole | None,
-) -> None:
+class Sums:
+    """The gradients of a group's rows and columns, what they are computed from, and the bands that sum up others."""
+
+    def __init__(
+        self,
+        group: Group,
+        gradients: dict[str, torch.Tensor],
+        wanted: Set[str],
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        whole: Whole | None,
+    ) -> None:
+        call, dtype = group.call, group.call.product_dtype
+        self.group, self.gradients, self.wanted = group, gradients, wanted
+        rows = group.rows(d_out)
+        self.d_out, self.operands = group.matrices(rows), group.matrices(rows, dtype)
+        self.queries = group.matrices(group.query, dtype)
+        of_rows = (d_lse, *(whole or (None, None, None)))
+        found = (None if each is None else group.matrices(group.rows(each[..., None])) for each in of_rows)
+        self.d_lse, self.largest, self.log_sum, self.delta = found
+        self.key, self.value = (group.new_columns(gradients[n], n) if n in wanted else None for n in ("key", "value"))
+        self.beta = 0
+        """0 as long as no block has written to key and value."""
+        self.query = group.new_rows(gradients["query"]) if "query" in wanted else None
+        self.rel_query = group.new_rows(gradients["rel_query"]).zero_() if "rel_query" in wanted else None
+        if group.rel_key is not None:
+            has_own = call.tensors.rel_query is not None
+            group.rel_key.start(self.rel_query if has_own else self.query, "rel_key" in wanted)
+        self.rel_value = None
+        if "rel_value" in group.tables:
+            self.rel_value = group.band("rel_value", rows, group.num_rows, 1.0)
+            self.rel_value.start(None, "rel_value" in wanted)
+
+    def put(self) -> None:
+        """Write what is complete to the gradients of the call's tensors."""
+        group = self.group
+        for band in (group.rel_key, self.rel_value):
+            if band is not None:
+                band.finish()
+        self.close_mirror()
+        if not self.beta:  # no block sees a key
+            for each in (self.key, self.value):
+                if each is not None:
+                    each.zero_()
+        for name, found in (("query", self.query), ("rel_query", self.rel_query)):
+            if found is not None:
+                group.put_rows(self.gradients[name], found)
+        for name, found in (("key", self.key), ("value", self.value)):
+            if found is not None:
+                group.put_columns(self.gradients[name], found)
+
+    def close_mirror(self) -> None:
+        """Add what the band of rel_p2c has summed up to the gradient of the keys."""
+        mirror = self.group.mirror
+        if mirror is None or not mirror.band.is_started:
+            return
+        mirror.band.finish()
+        if mirror.band.total is not None and self.key is not None:
+            of_keys = mirror.band.total.unflatten(1, (-1, self.group.call.sharing)).sum(2).mT
+            place = self.key.narrow(-1, mirror.start, mirror.num_columns)
+            place.add_(of_keys.reshape(place.shape))
+        self.group.mirror = None
+
+
+def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     """Add a block's part to all gradients."""
-    if block.num_keys == 0:
-        for name in ("query", "rel_query"):
-            if name in totals:
-                block.put(totals[name], block.place(totals[name]).zero_())
-        return
-    block.group.clean()
-    band, slope, missing = block.rel_value, None, block.group.no_queries
-    query, rows = block.matrices(block.call.tensors.query), block.matrices(d_out)
-    packed_query = pack_query(block, query)
-    packed = None if band is None else band.pack(block.by_pair(rows))
-    if kept is None:
-        slope = logits(block, query, packed_query)
-        probs = softmax(block, block.probs) if whole is None else whole.probs(block)
-        if missing is not None:
-            probs.flatten(0, 1).index_fill_(0, missing, 0)
+    group, call, number = block.group, block.call, block.number
+    products, dtype, slope = group.products, call.product_dtype, None
+    if group.mirror is not None and not group.mirror.fits(block):
+        sums.close_mirror()
+    if not (sums.beta or block.has_all):
+        for each in (sums.key, sums.value):
+            if each is not None:
+                each.zero_()
+        sums.beta = 1
+    if kept is not None:
+        probs = of_kept(block, kept)
     else:
-        probs = matrices(block.pairs_of(kept), block.group.sharing, block.scores.dtype)
-    add_values(totals, block, probs if block.dropout is None else probs * block.dropout, rows, packed)
-    if totals.keys() <= {"value", "rel_value"}:
+        scores, slope = logits(block)
+        if sums.largest is None or sums.log_sum is None:
+            probs = softmax(block, scores)
+        else:  # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
+            largest = sums.largest[number]
+            probs = torch.minimum(scores, largest, out=scores).sub_(largest).sub_(sums.log_sum[number]).exp_()
+            probs.view(block.shape)[:, :, block.num_real :] = 0
+    factors = dropout(block)
+    dropped = probs if factors is None else probs * factors
+    if sums.value is not None:
+        products.add(block.part(sums.value), sums.operands[number].mT, dropped.to(dtype), beta=sums.beta)
+    if sums.rel_value is not None and "rel_value" in sums.wanted:
+        sums.rel_value.add_products(number, dropped.view(block.shape), block.base)
+    if sums.wanted <= {"value", "rel_value"}:
+        sums.beta = 1
         return
-    d_probs = torch.bmm(rows.to(block.call.dtype), block.wide_value.mT, out=block.scores)
-    if band is not None and packed is not None:
-        band.add_terms(packed)
-    if block.dropout is not None:
-        d_probs.mul_(block.dropout)
-    d_scores = softmax_backward(probs, d_probs) if whole is None else whole.d_scores(block, probs, d_probs)
-    if d_lse is not None:
-        d_scores.addcmul_(probs, block.matrices(d_lse[..., None], d_scores.dtype))
+    d_scores, pairs = block.product("d_scores", sums.d_out[number], group.value.of_block(block))
+    if sums.rel_value is not None:
+        sums.rel_value.add_terms(number, pairs, block.base)
+    if factors is not None:
+        d_scores.mul_(factors)
+    # delta_i = sum_j P[i, j] dP[i, j] is computed from the block. The usual shortcut, rowsum(out * d_out), uses an out that was
+    # rounded to the input dtype: all dS of a row would share an error, which the table's gradient, a sum over all rows, adds up.
+    if sums.delta is None:
+        torch._softmax_backward_data(d_scores, probs, -1, probs.dtype, grad_input=d_scores)
+    else:
+        d_scores.sub_(sums.delta[number]).mul_(probs)
+    if sums.d_lse is not None:
+        d_scores.addcmul_(probs, sums.d_lse[number])
     if slope is not None:
         d_scores.mul_(slope)
-    if missing is not None:
-        d_scores.flatten(0, 1).index_fill_(0, missing, 0)
-    add_scores(totals, block, query, packed_query, d_scores)
+    operand = d_scores.to(dtype)
+    if sums.key is not None:
+        products.add(block.part(sums.key), sums.queries[number].mT, operand, call.spec.scale, sums.beta)
+    sums.beta = 1
+    if sums.query is not None:
+        block.write(block.rows(sums.query), operand, group.key.operand(block), call.spec.scale)
+    if group.rel_key is not None and sums.wanted & {"query", "rel_query", "rel_key"}:
+        group.rel_key.add_products(number, pairs, block.base)
+    if group.rel_bias is not None and "rel_bias" in sums.wanted:
+        group.rel_bias.add_gradient(pairs, block.base)
+    if "rel_p2c" in group.tables and sums.wanted & {"key", "rel_p2c"}:
+        add_mirrored(sums, block, pairs)
+
+
+def add_mirrored(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
+    """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
+    band = sums.group.mirrored(block)
+    if not band.is_started:
+        band.start(torch.zeros_like(band.vectors) if "key" in sums.wanted else None, "rel_p2c" in sums.wanted)
+    for panel, start in enumerate(range(0, block.num_columns, PANEL)):
+        band.add_products(panel, pairs.mT[:, :, start : start + PANEL], -block.base - start)

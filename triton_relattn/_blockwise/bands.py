@@ -1,355 +1,312 @@
-"""Products of queries with table rows for all pairs of a block, without a gather: the skewed view of a band.
+"""The terms of tables for all pairs of a block, without a gather.
 
-Query m and key n of a block need the table row of the relative position ``first_position + n - m``. M successive queries, a
-*panel*, need the rows of successive positions, a *window* of the table. ``band[m, c] = q_m . window[c]`` is one matrix product,
-and query m and key n find their term in ``band[m, n - m + M - 1]``. If the same memory is read with a row stride that is shorter
-by one, it holds the terms in the order of the scores:
+Row m and column n of a block have the relative position base + n - m. The M rows of a block need the table rows of M + N - 1
+successive positions, a *window* of the table. The product of both is a *band*: pair (m, n) finds its term in column n - m + M - 1
+of row m. If the same memory is read with a row stride that is shorter by one, it holds the terms in the order of the scores:
 
     address(m, n) = m * width + n - m + M - 1 = m * (width - 1) + n + M - 1
 
-So terms are added to scores from that view. In the backward, gradients of scores are copied into the view, with zeros around
-them: that is the gradient of the band, which is multiplied with the table. There is no gather and no scatter. The table of the
-values works alike: the band of the probabilities times its rows is its part of out, and ``dO . A`` is added to ``dO . v`` as
-``p . E`` is to ``q . k``.
+In the backward gradients of scores are copied into that view, with zeros around them. That is the gradient of the band, which is
+multiplied with the table for the gradient of the rows, and with the rows for that of the table. The table of the values works
+alike: the band of the probabilities times the table is its part of out, and dO . A is added to dO . v as p . E is to q . k.
 
-A band has M - 1 more columns than the scores, which are computed for nothing. The queries of all sequences and heads that share a
-table are rows of one product. The more there are, the fewer queries of each a panel needs to be efficient.
+Columns in which all rows are beyond the table are *far*: their term is that of an end row, one number for each row, or nothing.
 
-Keys beyond the table are *far*: their term is that of an end row, one number for each query, or nothing.
-
-The table that meets the keys, rel_p2c, has bands of the same kind. Seen from the keys, key n and query m of a block need the row
-of ``-first_position + m - n``: take keys for queries and queries for keys, turn the sign of all positions, and with it the order
-of the table's rows. That is a frame's *mirror*. Its scores are the same memory, transposed.
+The table that meets the keys, rel_p2c, has bands of the same kind. In transposed scores keys are the rows, and the position counts
+the other way: the *mirror* of a table has its rows in reverse order.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from .frame import Frame
-from .products import multiply, product_into
+from .products import LINE, Memory, Products
 
-FEWEST_ROWS = 64
-"""Fewest rows of a product with a window: with fewer it is slow."""
-PANEL_ROWS, WIDER_SHARE = 192, 12
-"""Rows that it should have, for fewer windows to copy, as long as its band is no more than a twelfth wider than the keys."""
-PANEL_SHARE = 64
-"""A panel has at least as many queries as keys divided by this: a band that is wider by so little costs less than more panels."""
-PANEL_COLUMNS = 12
-"""Fewest columns of a band: products with fewer are slow."""
-OVERLAPPED = 4
-"""Gradients of windows are padded to the length of all together and summed in one step, if that is at most so many times the
-length of one. Else they are added piece by piece."""
-
-TableRows = slice | None
-"""The table rows of some positions: one row each, one row for all, or None."""
-Packed = tuple[torch.Tensor, torch.Tensor]
-"""A vector for each query, (sequences, heads, queries, width), and the same as (tables * panels, rows of a panel, width), for
-products with windows."""
+PANEL = 128
+"""Keys of a band of rel_p2c, which are its rows."""
 
 
-def window_parts(frame: Frame, num_queries: int) -> list[tuple[slice, TableRows]]:
-    """Return ranges of the relative positions of queries and near keys, counted from the lowest, with their table rows; None for
-    positions of no visible pair.
+def up(number: int, step: int) -> int:
+    """Round up to a multiple of step."""
+    return -(-number // step) * step
 
-    Args:
-        num_queries: number of queries of the frame, or more if the last panel goes beyond them.
+
+def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
+    """Return the stacked tables of some heads: (1, ...) if all heads share one."""
+    return table if table.shape[0] == 1 else table[heads]
+
+
+class Table:
+    """A table's rows for successive positions, (1 or Hq, positions, width), and the sums that are its gradient.
+
+    Where no pair has a position its row is zero, whatever the table has: it may be NaN.
     """
-    spec, lowest = frame.spec, frame.first_position + frame.near.start - num_queries + 1
-    seen = frame.visible(frame.near) or range(lowest, lowest)
-    start, stop = min(max(spec.first, seen.start), seen.stop), min(max(spec.last + 1, seen.start), seen.stop)
-    last = spec.last - spec.first
-    before, after = (slice(0, 1), slice(last, last + 1)) if spec.clamp else (None, None)
-    all_rows = (None, before, slice(start - spec.first, stop - spec.first), after, None)
-    borders = (lowest, seen.start, start, stop, seen.stop, frame.first_position + frame.near.stop + frame.extra)
-    parts = []
-    for (begin, end), rows in zip(pairwise(borders), all_rows, strict=True):
-        if begin < end:
-            parts.append((slice(begin - lowest, end - lowest), rows))
-    return parts
 
-
-def window_of(table: torch.Tensor, parts: list[tuple[slice, TableRows]]) -> torch.Tensor:
-    """Return the table rows of successive positions, (tables, positions, width). Rows that no pair uses are not read: they may
-    hold NaN."""
-    pieces = []
-    for part, rows in parts:
-        size = (table.shape[0], part.stop - part.start, table.shape[2])
-        pieces.append(table.new_zeros(size) if rows is None else table[:, rows].expand(size))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-
-def add_to_table(total: torch.Tensor, parts: list[tuple[slice, TableRows]], of_window: torch.Tensor) -> None:
-    """Add the gradient of a window to total, the gradient of the table."""
-    for part, rows in parts:
-        if rows is not None:
-            piece = of_window[:, part]
-            is_end = rows.stop - rows.start < part.stop - part.start
-            total[:, rows] += piece.sum(1, keepdim=True) if is_end else piece
-
-
-class _Views(NamedTuple):
-    """Memory for a band, (tables * panels, rows of a panel, width), and, if no sequence is shifted, the same in the order of the
-    scores, as views that match those of Band.panels()."""
-
-    band: torch.Tensor
-    skewed: list[torch.Tensor]
-
-
-class Band:
-    """A table of vectors, (tables, R, width), and its products for the pairs of a frame."""
-
-    def __init__(self, frame: Frame, table: torch.Tensor, scale: float, name: str, memory: str, term_dtype: torch.dtype) -> None:
-        """Choose the panels.
-
-        Args:
-            table: in the dtype of the products of gradients.
-            name: names the memory for the gradient of the windows, which lasts as long as the frame.
-            memory: names the memory for a band. Without rel_value it is that of the probabilities, which are then not needed at
-                the same time.
-            term_dtype: that of the products that are added to scores.
-        """
-        self.frame, self.table, self.scale, self.name, self.memory = frame, table, scale, name, memory
-        self.term_dtype, self._windows, self._bands = term_dtype, dict[torch.dtype, torch.Tensor](), dict[torch.dtype, _Views]()
-        self.num_tables, num_queries = table.shape[0], frame.num_queries
-        self.sharing = frame.num_heads // self.num_tables
-        rows = frame.num_sequences * self.sharing
-        wider = min(-(-PANEL_ROWS // rows), frame.num_keys // WIDER_SHARE)
-        fewest = max(wider, -(-FEWEST_ROWS // rows), PANEL_COLUMNS - frame.num_keys, frame.num_keys // PANEL_SHARE)
-        self.panel = num_queries  # queries of each panel; the last may have fewer
-        if fewest < num_queries and frame.shifts is None:
-            self.panel = fewest
-            for size in range(fewest, 2 * fewest):
-                if num_queries % size == 0:
-                    self.panel = size
-                    break
-        self.num_panels, self.num_full = -(-num_queries // self.panel), num_queries // self.panel
-        self.sizes = (self.num_tables, self.num_panels, frame.num_sequences, self.sharing, self.panel)
-        self.width = frame.num_near + self.panel - 1 + frame.extra
-        self.length = frame.num_near + self.num_panels * self.panel - 1 + frame.extra  # of the windows of all panels together
-        self.parts = window_parts(frame, self.num_panels * self.panel)
-        self._of_windows: torch.Tensor | None = None
-        self._of_ends: dict[int, torch.Tensor] = {}
-
-    def windows(self, dtype: torch.dtype) -> torch.Tensor:
-        """The window of each panel, (tables * panels, width of the table, self.width)."""
-        if dtype not in self._windows:
-            window = window_of(self.table, self.parts).to(dtype)
-            if self.num_panels > 1:
-                window = window.unfold(1, self.width, self.panel).mT.flip(1).flatten(0, 1)  # copied row by row
-            self._windows[dtype] = window.mT
-        return self._windows[dtype]
-
-    def panels(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of (sequences, heads, queries, ...) as (tables, panels, sequences, sharing, queries, ...): one of the full
-        panels, and one of the rest if there is one."""
-        if self.num_tables == self.num_panels == 1:
-            return [rows[None, None]]
-        sequences, _, num_queries, width = rows.shape
-        full, sizes = self.num_full * self.panel, (sequences, self.num_tables, self.sharing)
-        rest = num_queries - full
-        whole = rows[:, :, :full] if rest else rows
-        pieces = [whole.view(*sizes, self.num_full, self.panel, width).permute(1, 3, 0, 2, 4, 5)]
-        if rest:
-            pieces.append(rows[:, :, full:].view(*sizes, 1, rest, width).permute(1, 3, 0, 2, 4, 5))
-        return pieces
-
-    def in_panels(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of (tables, panels, sequences, sharing, self.panel, ...) that match those of panels()."""
-        if self.num_full == self.num_panels:
-            return [packed]
-        rest = packed[:, self.num_full :, :, :, : self.frame.num_queries - self.num_full * self.panel]
-        return [packed[:, : self.num_full], rest]
-
-    def pack(self, rows: torch.Tensor) -> Packed:
-        """Put (sequences, heads, queries, width) in panels, with zeros where the last panel has fewer queries."""
-        pieces = self.panels(rows)
-        packed = pieces[0]
-        if len(pieces) > 1:
-            packed = rows.new_zeros((*self.sizes, rows.shape[-1]))
-            for place, piece in zip(self.in_panels(packed), pieces, strict=True):
-                place.copy_(piece)
-        return rows, packed.reshape(self.num_tables * self.num_panels, -1, rows.shape[-1])
-
-    def views(self, dtype: torch.dtype) -> _Views:
-        """Memory for a band."""
-        if dtype not in self._bands:
-            shape = self.num_tables * self.num_panels, math.prod(self.sizes[2:]), self.width
-            band = self.frame.buffers(self.memory, shape, dtype)
-            strides = *band.view(*self.sizes, self.width).stride()[:4], self.width - 1, 1
-            skewed = band.as_strided((*self.sizes, self.frame.num_near), strides, self.panel - 1)
-            self._bands[dtype] = _Views(band, self.in_panels(skewed) if self.frame.shifts is None else [])
-        return self._bands[dtype]
-
-    @cached_property
-    def scores(self) -> list[torch.Tensor]:
-        """The near keys' part of the frame's scores as panels() returns them."""
-        return self.panels(self.frame.pairs[..., self.frame.near])
-
-    def add_terms(self, packed: Packed) -> None:
-        """Add scale * rows . table to the frame's scores."""
-        frame, pairs, (rows, panels) = self.frame, self.frame.pairs, packed
-        num_near, is_shifted = frame.num_near, frame.shifts is not None
-        panels = panels.to(self.term_dtype)
-        if (
-            not is_shifted
-            and pairs.dtype == panels.dtype
-            and frame.num_queries == self.num_tables == 1
-            and num_near == frame.num_keys > 0
-            and pairs.is_contiguous()
-        ):
-            # With one query, as in decoding, the band has the order of the scores.
-            pairs.view(-1, num_near).addmm_(panels[0], self.windows(panels.dtype)[0], alpha=self.scale)
-        elif num_near:
-            band, skewed = self.views(panels.dtype)
-            product_into(band, panels, self.windows(panels.dtype), self.scale)
-            if is_shifted:
-                band = band.view(*self.sizes, self.width)
-                self.scores[0].add_(band.gather(-1, frame.shifted_near.expand(*self.sizes, num_near)))
-            else:
-                for place, terms in zip(self.scores, skewed, strict=True):
-                    place.add_(terms)
-        for keys, row in frame.far:
-            pairs[..., keys].add_(rows.to(pairs.dtype) @ self.table[:, row].mT.to(pairs.dtype), alpha=self.scale)
-
-    def add_products(
-        self, pairs: torch.Tensor, total: torch.Tensor | None, packed: Packed | None, operand: torch.Tensor | None = None
+    def __init__(
+        self, table: torch.Tensor, first: int, clamp: bool, positions: range, seen: Sequence[tuple[int, int]], memory: Memory
     ) -> None:
-        """Sum numbers by pair over the keys of each query and table row, and multiply the sums with the table or with vectors.
+        """Take the rows from a table.
 
         Args:
-            pairs: the numbers, (sequences, heads, queries, keys).
-            total: add scale * sums @ table to it, (sequences, heads, queries, width).
-            packed: add sums^T @ rows to what add_gradient() will add to the gradient of the table.
-            operand: pairs in the dtype of the table, if they are there.
+            table: (1 or Hq, R, width).
+            first: the position of its first row. clamp: whether beyond its ends the end rows apply.
+            seen: ranges of positions that pairs have, in their order.
         """
-        frame, table = self.frame, self.table
-        if total is None and packed is None:
-            return
-        if frame.num_near:
-            band = self._fold(pairs if operand is None else operand)
-            if packed is not None:
-                self._collect(band, packed[1])
-            if total is not None:
-                product = frame.buffers("products", (*self.sizes, table.shape[2]), table.dtype)
-                torch.bmm(band, self.windows(table.dtype).mT, out=product.view(*band.shape[:2], -1))
-                for place, piece in zip(self.panels(total), self.in_panels(product), strict=True):
-                    place.add_(piece, alpha=self.scale)
-        for number, (keys, row) in enumerate(frame.far):
-            sums = pairs[..., keys].sum(-1, keepdim=True)
-            if packed is not None:
-                of_end = (sums * packed[0]).sum((0, 2)).unflatten(0, (self.num_tables, self.sharing)).sum(1, keepdim=True)
-                self._of_ends[number] = of_end if number not in self._of_ends else self._of_ends[number].add_(of_end)
-            if total is not None:
-                total.add_(sums * table[:, row], alpha=self.scale)
+        self.memory = memory
+        self.table, self.first, self.last, self.low = table, first, first + table.shape[1] - 1, positions.start
+        start, stop = (min(max(each, positions.start), positions.stop) for each in (first, self.last + 1))
+        self.own, self.inside = slice(start - first, stop - first), slice(start - self.low, stop - self.low)
+        """Rows of the table, and their place."""
+        rows = self.rows = table.new_zeros(table.shape[0], len(positions), table.shape[2])
+        rows[:, self.inside] = table[:, self.own]
+        lowest, highest = seen[0][0], max(stop for _, stop in seen)
+        self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
+        """Whether pairs are before the table's first row, and behind its last one, and have its term."""
+        self.ends = table.new_zeros(table.shape[0], 2, table.shape[2])
+        """The end rows where pairs have them."""
+        if self.has_far[0]:
+            rows[:, : self.inside.start] = self.ends[:, :1] = table[:, :1]
+        if self.has_far[1]:
+            rows[:, self.inside.stop :] = self.ends[:, 1:] = table[:, -1:]
+        stop = positions.start
+        for low, high in (*seen, (positions.stop, positions.stop)):
+            if stop < low:
+                rows[:, max(stop - self.low, 0) : max(low - self.low, 0)] = 0
+            stop = max(stop, high)
+        self.casts: dict[torch.dtype, torch.Tensor] = {rows.dtype: rows}
+        self.of_rows: torch.Tensor | None = None
+        self.of_ends: torch.Tensor | None = None
+        self.bands: dict[str, tuple[tuple[int, ...], torch.Tensor, torch.Tensor]] = {}
+        """Memory for bands of a shape, with the view of their pairs."""
 
-    def _fold(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Copy numbers by pair into the band, with zeros around them."""
-        frame, (band, skewed) = self.frame, self.views(self.table.dtype)
-        if self.width > frame.num_near:
-            band.zero_()
-        pieces = self.scores if pairs is frame.pairs else self.panels(pairs[..., frame.near])
-        if frame.shifts is not None:
-            index = frame.shifted_near.expand(*self.sizes, frame.num_near)
-            band.view(*self.sizes, self.width).scatter_(-1, index, pieces[0].to(band.dtype))
-        else:
-            for place, piece in zip(skewed, pieces, strict=True):
-                place.copy_(piece)
-        return band
+    def of_dtype(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows in a dtype."""
+        if dtype not in self.casts:
+            self.casts[dtype] = self.rows.to(dtype)
+        return self.casts[dtype]
 
-    def _collect(self, band: torch.Tensor, panels: torch.Tensor) -> None:
-        """Add the gradient of the windows to that of the blocks before."""
-        beta = 0 if self._of_windows is None else 1
-        if self._of_windows is None:
-            shape = band.shape[0], self.width, panels.shape[2]
-            self._of_windows = self.frame.buffers(f"gradient of windows of {self.name}", shape)
-        multiply(self.frame.buffers, band.mT, panels, self._of_windows, beta=beta)
+    def sums(self) -> torch.Tensor:
+        """Return what is added up for the gradient of the rows, transposed: (1 or Hq, width, positions)."""
+        if self.of_rows is None:
+            self.of_rows = self.rows.new_zeros(self.rows.shape[0], self.rows.shape[2], self.rows.shape[1])
+        return self.of_rows
 
-    def add_gradient(self, total: torch.Tensor) -> None:
-        """Add the collected sums to total, the gradient of the table. Call it once."""
-        if self._of_windows is not None:
-            add_to_table(total, self.parts, self._overlapped(self._of_windows).mul_(self.scale))
-        for number, of_end in self._of_ends.items():
-            total[:, self.frame.far[number][1]] += of_end.mul_(self.scale)
+    def add_to_ends(self, heads: slice, found: torch.Tensor) -> None:
+        """Add to the gradient of the end rows what each of some heads gives, (H, 2, width)."""
+        if self.of_ends is None:
+            self.of_ends = torch.zeros_like(self.ends)
+        of_heads(self.of_ends, heads).add_(found if self.ends.shape[0] > 1 else found.sum(0))
 
-    def _overlapped(self, of_windows: torch.Tensor) -> torch.Tensor:
-        """Sum the gradients of the panels' windows, which overlap, to that of the window of all near positions."""
-        count, panel, length = self.num_panels, self.panel, self.length
-        if count == 1:
-            return of_windows
-        depth = of_windows.shape[2]
-        of_windows = of_windows.view(self.num_tables, count, self.width, depth)
-        # Panels of later queries begin at earlier positions.
-        if length <= OVERLAPPED * self.width:
-            apart = of_windows.new_zeros(self.num_tables, count, length, depth)
-            strides = (count * length * depth, (length - panel) * depth, depth, 1)
-            apart.as_strided(of_windows.shape, strides, (count - 1) * panel * depth).copy_(of_windows)
-            return apart.sum(1)
-        num_pieces = -(-self.width // panel)  # of a window, each as long as windows are apart
-        total = of_windows.new_zeros(self.num_tables, num_pieces + count - 1, panel, depth)
-        for number, piece in enumerate(of_windows.split(panel, 2)):
-            total[:, num_pieces - 1 - number :][:, :count, : piece.shape[2]].add_(piece)
-        return total.flip(1).flatten(1, 2)[:, :length]
+    def near(self, base: int, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Return the first and the end of the columns in which some row has a position of the table."""
+        start = min(max(self.first - base, 0), num_columns)
+        return start, max(min(self.last - base + num_rows, num_columns), start)
+
+    def far(self, near: tuple[int, int], num_columns: int) -> list[tuple[int, slice]]:
+        """Return the columns beyond the table that have a term, with the number of the end row."""
+        if near == (0, num_columns):
+            return []
+        sides = ((0, slice(0, near[0])), (1, slice(near[1], num_columns)))
+        return [(end, columns) for end, columns in sides if self.has_far[end] and columns.start < columns.stop]
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return the gradient of the table, (1 or Hq, R, width); None if nothing was added to it."""
+        if self.of_rows is None and self.of_ends is None:
+            return None
+        result = self.table.new_zeros(self.table.shape)
+        if self.of_rows is not None:
+            of_rows = self.of_rows.mT
+            result[:, self.own] = of_rows[:, self.inside]
+            if self.has_far[0]:
+                result[:, 0] += of_rows[:, : self.inside.start].sum(1)
+            if self.has_far[1]:
+                result[:, -1] += of_rows[:, self.inside.stop :].sum(1)
+        if self.of_ends is not None:
+            result[:, 0] += self.of_ends[:, 0]
+            result[:, -1] += self.of_ends[:, 1]
+        return result
 
 
 class Bias:
-    """A table of numbers, (tables, R, 1), for the pairs of a frame."""
+    """The terms of a table of numbers for the pairs of some heads."""
 
-    def __init__(self, frame: Frame, table: torch.Tensor) -> None:
-        self.frame, self.table, self.parts = frame, table, window_parts(frame, frame.num_queries)
-        self.tables_and_sharing = table.shape[0], frame.num_heads // table.shape[0]
+    def __init__(self, table: Table, heads: slice, num_rows: int) -> None:
+        """num_rows: of a block. Its band is the line of all positions, once for each row."""
+        self.table, self.heads, self.num_rows = table, heads, num_rows
+        self.ends, lines = of_heads(table.ends, heads), of_heads(table.rows, heads).mT
+        self.band = lines.expand(-1, num_rows, -1).contiguous()
+
+    def add_terms(self, pairs: torch.Tensor, base: int) -> None:
+        """Add the terms to the pairs (S, H, M, N)."""
+        m, n = pairs.shape[2:]
+        near = start, stop = self.table.near(base, m, n)
+        if start < stop:
+            tables, rows, width = self.band.shape
+            place = self.band.storage_offset() + base + start - self.table.low
+            terms = self.band.as_strided((tables, m, stop - start), (rows * width, width - 1, 1), place)
+            (pairs if near == (0, n) else pairs[..., start:stop]).add_(terms)
+        for end, columns in self.table.far(near, n):
+            pairs[..., columns].add_(self.ends[:, end : end + 1])
+
+    def add_gradient(self, pairs: torch.Tensor, base: int) -> None:
+        """Add the sums of the pairs of each position to the gradient of the table."""
+        pairs = pairs.sum(0) if pairs.shape[0] > 1 else pairs[0]
+        h, m, n = pairs.shape
+        near = start, stop = self.table.near(base, m, n)
+        if start < stop:
+            width = m + stop - start - 1
+            band = pairs.new_zeros(h, m, up(width, LINE))
+            skewed(band, stop - start).copy_(pairs[..., start:stop])
+            found = band.sum(1) if self.table.rows.shape[0] > 1 else band.sum((0, 1))[None]
+            sums = of_heads(self.table.sums(), self.heads)[:, 0]
+            sums.narrow(1, base + start - self.table.low - m + 1, width).add_(found[:, :width])
+        for end, columns in self.table.far(near, n):
+            found = pairs.new_zeros(h, 2, 1)
+            found[:, end, 0] = pairs[..., columns].sum((1, 2))
+            self.table.add_to_ends(self.heads, found)
+
+
+def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return the view (H, M, num_columns) of a band (H, M, width) in which pair (m, n) is column n - m + M - 1."""
+    h, m, width = band.shape
+    return band.as_strided((h, m, num_columns), (m * width, width - 1, 1), band.storage_offset() + m - 1)
+
+
+class Band:
+    """The terms of a table of vectors for the pairs of some heads, and its products.
+
+    It has all rows of a group, (S, H, rows, width), and computes a block of scores at a time, (S, H, M, N).
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        heads: slice,
+        vectors: torch.Tensor,
+        num_rows: int,
+        alpha: float,
+        products: Products,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> None:
+        """Prepare the terms, alpha * vectors . table.
+
+        Args:
+            vectors: the rows, in the dtype of scores.
+            num_rows: of a block; the last one may have fewer.
+            dtypes: that of the operands of terms, and of other products.
+        """
+        self.table, self.heads, self.vectors, self.num_rows = table, heads, vectors, num_rows
+        self.alpha, self.products, (self.term_dtype, self.dtype) = alpha, products, dtypes
+        self.is_flat = table.rows.shape[0] == 1 or vectors.shape[1] == 1
+        """Whether all rows of a block are multiplied with the same table."""
+        self.windows = {dtype: self._of_heads(table.of_dtype(dtype)) for dtype in dtypes}
+        self.ends = of_heads(table.ends, heads)
+        self.is_started = False
 
     @cached_property
-    def by_query(self) -> torch.Tensor:
-        """The numbers of near keys, (1 or sequences, tables, 1, queries, keys)."""
-        window = window_of(self.table, self.parts)[..., 0]
-        if self.frame.shifts is not None:
-            return window[:, self.frame.shifted_near[:, 0]].transpose(0, 1)[:, :, None]
-        return window.unfold(1, self.frame.num_near, 1).flip(1)[None, :, None]
+    def left(self) -> list[torch.Tensor]:
+        """The rows of each block as operands of terms."""
+        return self._in_order(self.vectors.to(self.term_dtype))
 
-    def add_terms(self) -> None:
-        """Add the number of each pair to the frame's scores."""
-        pairs = self.frame.pairs.unflatten(1, self.tables_and_sharing)
-        if self.frame.num_near:
-            pairs[..., self.frame.near].add_(self.by_query)
-        for keys, row in self.frame.far:
-            pairs[..., keys].add_(self.table[:, row, None])
+    @cached_property
+    def far_terms(self) -> torch.Tensor:
+        """The terms of the rows and the two end rows, (S, H, rows, 2)."""
+        return self.vectors @ self.ends.mT
 
-    def add_gradient(self, total: torch.Tensor) -> None:
-        """Add the frame's scores, summed over the pairs of each row, to total, the gradient of the table."""
-        frame, width = self.frame, self.frame.num_near + self.frame.num_queries - 1 + self.frame.extra
-        pairs = frame.pairs.unflatten(1, self.tables_and_sharing)
-        pairs = pairs.sum((0, 2) if frame.shifts is None else 2)
-        if frame.num_near:
-            band = pairs.new_zeros(*pairs.shape[:-1], width)
-            if frame.shifts is None:
-                strides = (frame.num_queries * width, width - 1, 1)
-                band.as_strided((*pairs.shape[:-1], frame.num_near), strides, frame.num_queries - 1).copy_(pairs[..., frame.near])
-                band = band.sum(1)
-            else:
-                band.scatter_(-1, frame.shifted_near.expand(*pairs.shape[:3], -1), pairs[..., frame.near])
-                band = band.sum((0, 2))
-            add_to_table(total, self.parts, band[..., None])
-        pairs = pairs if frame.shifts is None else pairs.sum(0)
-        for keys, row in frame.far:
-            total[:, row] += pairs[..., keys].sum((1, 2)).view(-1, 1, 1)
+    def _of_heads(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the part of a stacked table, (rows, width) or (H, rows, width)."""
+        table = of_heads(table, self.heads)
+        return table[0] if self.is_flat else table
 
+    def _in_order(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each block, (S * H * M, width), or (H, S * M, width) if each head has its table; copies or views."""
+        if rows.shape[0] == rows.shape[1] == 1:
+            return list(rows[0, 0].split(self.num_rows))
+        blocks = rows.split(self.num_rows, 2)
+        if self.is_flat:
+            return [each.reshape(-1, rows.shape[3]) for each in blocks]
+        return [each.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[3]) for each in blocks]
 
-def mirrored_bands(
-    frame: Frame, table: torch.Tensor, scale: float, memory: str, term_dtype: torch.dtype
-) -> list[tuple[slice, Band]]:
-    """Return the keys of a frame with the bands of rel_p2c, (tables, R, width), its last row first, for them.
+    def _by_pair(self, band: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+        """Return the view (S, H, num_rows, num_columns) of a band in that order, (..., width), by pair."""
+        (s, h), m, width = self.vectors.shape[:2], num_rows, band.shape[-1]
+        strides = (h * m * width, m * width) if self.is_flat else (m * width, s * m * width)
+        return band.as_strided((s, h, m, num_columns), (*strides, width - 1, 1), band.storage_offset() + m - 1)
 
-    Keys that are far for all queries are mirrors of their own: for them a key's product with an end row is enough.
-    """
-    found: list[tuple[slice, Band]] = []
-    for start, stop in pairwise((0, frame.near.start, frame.near.stop, frame.num_keys)):
+    def _memory(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for a band of so many pairs, and their view: the last ones of that name if they fit, else zeros."""
+        bands, (s, h), width = self.table.bands, self.vectors.shape[:2], up(num_rows + num_columns - 1, self.products.band_step)
+        shape = s, h, num_rows, num_columns
+        if name not in bands or bands[name][0] != shape:
+            sizes = (s * h * num_rows, width) if self.is_flat else (h, s * num_rows, width)
+            band = self.table.memory(f"band of {name}", sizes, dtype)
+            bands[name] = shape, band if name == "terms" else band.zero_(), self._by_pair(band, num_rows, num_columns)
+        return bands[name][1:]
+
+    def add_terms(self, number: int, pairs: torch.Tensor, base: int) -> None:
+        """Add the terms of a block's rows, the one of that number, to its pairs."""
+        m, n = pairs.shape[2:]
+        near = start, stop = self.table.near(base, m, n)
         if start < stop:
-            keys = slice(start, stop)
-            found.append((keys, Band(frame.mirror(keys), table, scale, f"rel_p2c {len(found)}", memory, term_dtype)))
-    return found
+            band, terms = self._memory("terms", m, stop - start, self.term_dtype)
+            window = self.windows[self.term_dtype].narrow(-2, base + start - self.table.low - m + 1, band.shape[-1])
+            found = self.products(self.left[number], window.mT, band)
+            if found is not band:
+                terms = self._by_pair(found, m, stop - start)
+            (pairs if near == (0, n) else pairs[..., start:stop]).add_(terms, alpha=self.alpha)
+        for end, columns in self.table.far(near, n):
+            terms = self.far_terms.narrow(2, number * self.num_rows, m)[..., end : end + 1]
+            pairs[..., columns].add_(terms, alpha=self.alpha)
+
+    def start(self, total: torch.Tensor | None, for_table: bool) -> None:
+        """Prepare the products.
+
+        Args:
+            total: alpha * pairs . table will be added to it, (S, H, rows, width).
+            for_table: whether alpha * pairs^T . vectors will be added to the gradient of the table.
+        """
+        self.is_started, self.total = True, total
+        self.sums = self._of_heads(self.table.sums()) if for_table else None
+        self.right = [each.mT for each in self._in_order(self.vectors.to(self.dtype))] if for_table else []
+        self.of_rows = [] if total is None else list(total.split(self.num_rows, 2))
+        self.far_sums = self.vectors.new_zeros(*self.vectors.shape[:3], 2) if any(self.table.has_far) else None
+
+    def add_products(self, number: int, pairs: torch.Tensor, base: int) -> None:
+        """Add those of a block's pairs to total and to the gradient of the table."""
+        m, n = pairs.shape[2:]
+        near = start, stop = self.table.near(base, m, n)
+        if start < stop:
+            band, place = self._memory("pairs", m, stop - start, self.dtype)  # around the pairs it stays zero
+            place.copy_(pairs if near == (0, n) else pairs[..., start:stop])
+            position, width = base + start - self.table.low - m + 1, band.shape[-1]
+            if self.total is not None:
+                window = self.windows[self.dtype].narrow(-2, position, width)
+                self._add_to_rows(self.of_rows[number], band, window)
+            if self.sums is not None:
+                self.products.add(self.sums.narrow(-1, position, width), self.right[number], band, self.alpha)
+        for end, columns in self.table.far(near, n):
+            assert self.far_sums is not None
+            self.far_sums.narrow(2, number * self.num_rows, m)[..., end].add_(pairs[..., columns].sum(-1))
+
+    def _add_to_rows(self, rows: torch.Tensor, band: torch.Tensor, window: torch.Tensor) -> None:
+        """Add a product of a band to (S, H, M, width)."""
+        s, h, m, width = rows.shape
+        if s == h == 1:
+            self.products.add(rows[0, 0], band, window, self.alpha)
+        elif self.is_flat:
+            rows.add_(self.products(band, window).view(rows.shape), alpha=self.alpha)
+        else:
+            rows.add_(self.products(band, window).view(h, s, m, width).transpose(0, 1), alpha=self.alpha)
+
+    def finish(self) -> None:
+        """Add what the far pairs give."""
+        if self.far_sums is None:
+            return
+        if self.total is not None:
+            self.total.add_(self.far_sums @ self.ends, alpha=self.alpha)
+        if self.sums is not None:
+            found = torch.einsum("shme,shmw->hew", self.far_sums, self.vectors)
+            self.table.add_to_ends(self.heads, found.mul_(self.alpha))

@@ -5,7 +5,7 @@
 A key has two coordinates, so the terms of a query are not N numbers but h + w: one for each row and one for each column of the
 grid. They are broadcast into a block of scores, to which the product of queries and keys is then added; in the backward, sums
 of the block over its columns and over its rows are their gradients. So a term costs an addition a score, and no product. A
-block has some queries, successive in the grid, and all keys; sizes are those of partition.py.
+block has some queries, successive in the grid, and all keys; sizes are those of cut.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from .._core.dropout import keep_mask, keep_scale, origins_of
 from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
-from . import partition
-from .attention import softmax_backward
-from .products import multiply, product_dtype, product_into
+from . import cut
+from .products import Memory, Products, product_dtype
 
 
 class Block(NamedTuple):
@@ -37,19 +36,25 @@ class Block(NamedTuple):
         return tuple(each.stop - each.start for each in (self.heads, self.rows, self.columns))  # type: ignore[return-value]
 
 
+def evenly(count: int, most: int) -> list[slice]:
+    """Return slices of 0 .. count of about the same size, at most the given one."""
+    parts = -(-count // most)
+    return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
+
+
 def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     """Some heads, and the blocks of their queries."""
     batch, num_heads, _, _ = tensors.query.shape
     num_keys, prefix = tensors.key.shape[2], tensors.prefix
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
-    threads = partition.threads_of(tensors.query.device)
-    fewest, elements = min(batch * num_heads, threads), threads * partition.ELEMENTS_PER_THREAD
-    most_queries = max(partition.BLOCK_QUERIES, elements // max(fewest * num_keys, 1))
-    columns = partition.evenly(width, min(width, most_queries))
-    rows = partition.evenly(height, max(most_queries // max(width, 1), 1))
+    threads = torch.get_num_threads() if tensors.query.device.type == "cpu" else cut.THREADS_ELSEWHERE
+    fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
+    most_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
+    columns = evenly(width, min(width, most_queries))
+    rows = evenly(height, max(most_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
-    for heads in partition.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
-        found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in partition.evenly(prefix, most_queries)]
+    for heads in evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
+        found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in evenly(prefix, most_queries)]
         for row in rows:
             for column in columns:
                 start = prefix + row.start * width + column.start
@@ -72,12 +77,13 @@ class GridCall:
         self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
         self.grid = tensors.rel_h.shape[1], tensors.rel_w.shape[1]
-        self.buffers = partition.Buffers(tensors.query, self.dtype)
+        self.buffers = Memory(tensors.query)
+        self.products = Products(by_onednn=False)
 
     def buffer(self, name: str, block: Block) -> torch.Tensor:
         """Return memory of that name for the scores of a block, uninitialised."""
         shape = (block.heads.stop - block.heads.start, block.queries.stop - block.queries.start, self.key.shape[1])
-        return self.buffers(name, shape)
+        return self.buffers(name, shape, self.dtype)
 
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
         """Rows of a tensor of queries that belong to a block, as operands of products."""
@@ -102,7 +108,10 @@ class GridCall:
             of_columns = torch.einsum("gyxd,xkd->gyxk", by_place, self.rel_w[block.columns]).flatten(1, 2)
             scores[:, :, : self.tensors.prefix] = 0
             torch.add(of_rows[..., None], of_columns[:, :, None], out=self.on_grid(scores))
-        product_into(scores, query, key.mT, self.scale, beta=int(has_terms))
+        if has_terms:
+            scores.baddbmm_(query, key.mT, alpha=self.scale)
+        else:
+            torch.bmm(query * self.scale, key.mT, out=scores)
         return torch.softmax(scores, -1, out=self.buffer("probs", block))
 
     def dropout(self, block: Block) -> torch.Tensor | None:
@@ -172,18 +181,18 @@ def add_block(
     probs = call.probabilities(block, wide_query, wide_key)
     if d_value is not None:
         operand = call.operand(probs if factors is None else probs * factors)
-        multiply(call.buffers, operand.mT, rows, d_value[block.heads], beta=1)
+        call.products.add(d_value[block.heads], operand.mT, rows)
     if d_query is None and d_key is None and d_rel_h is None and d_rel_w is None:
         return
     d_probs = torch.bmm(rows.to(call.dtype), value.mT, out=call.buffer("scores", block))
     if factors is not None:
         d_probs.mul_(factors)
-    d_scores = softmax_backward(probs, d_probs)
+    d_scores = torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
     result = None
     if d_key is not None or d_query is not None:
         operand = call.operand(d_scores)
         if d_key is not None:
-            multiply(call.buffers, operand.mT, query, d_key[block.heads], call.scale, beta=1)
+            call.products.add(d_key[block.heads], operand.mT, query, call.scale)
         if d_query is not None:
             result = torch.bmm(operand, key).to(call.dtype).mul_(call.scale)
     if block.rows.stop > 0:

@@ -1,25 +1,36 @@
-"""The dtype in which a call's products are computed.
+"""Products of matrices: in which dtype, and by which of the two libraries that torch has on a CPU.
 
 Scores, the softmax and sums are float32 whatever the inputs are. Products of bfloat16 inputs could be, too: the inputs are exact
 there. But processors with instructions for bfloat16 (AMX, AVX512-BF16, Arm's BF16) take a third to a half of the time for
 bfloat16 products, which add up in float32 and round the result once. So there the operands of products are bfloat16, as in flash
 kernels, P and dS among them. Three products stay in float32, whose rounding would show in the gradients of tables: those that
 make logits, q . k and the terms of tables, and dP. (torch has no product of bfloat16 operands with a float32 result on a CPU.)
+
+torch.mm calls MKL, which has no fast float32 kernels for AMD's processors; oneDNN has.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import os
 import platform
+import time
 
 import torch
 
 from .._core.dtypes import compute_dtype
-from .frame import Buffers
 
 FEWEST_PRODUCTS = 1 << 25
 """Multiplications of a product below which copies of its operands take more time than they save, 1,024 heads of 32 by 32 of width
 32: on two cores of an AMD EPYC with AVX512-BF16 half as many take a quarter longer with a backward."""
+STEP = 64
+"""oneDNN takes 0.4 ms to prepare for sizes that it has not met, and keeps half a megabyte: sizes are rounded up to a multiple."""
+LINE = 16
+"""Numbers in a line of the cache: torch.mm takes up to half longer where rows of its result do not begin with one."""
+VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
+FASTER = 1.3
+"""oneDNN is taken where it is so many times as fast as torch.mm."""
 
 
 def _has(flag: str) -> bool:
@@ -56,27 +67,114 @@ def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     return compute_dtype(query.dtype)
 
 
-def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, beta: int = 0) -> torch.Tensor:
-    """Compute beta * out + scale * left @ right in place of out, and return it. With beta = 0 what is in out does not matter.
+class Memory:
+    """Memory by names, on one device, which blocks use one after the other."""
 
-    torch's baddbmm with alpha = beta = 0 does not write its result in 16 bits on some processors (torch 2.13, AVX512-BF16).
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self._held: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of that name, uninitialised."""
+        held, size = self._held.get(name), math.prod(shape)
+        if held is None or held.dtype != dtype or held.numel() < size:
+            held = self._held[name] = self.like.new_empty(size, dtype=dtype)
+        return held[:size].view(shape)
+
+
+class Products:
+    """Products of matrices, left (m, k) and right (k, n), or of batches of them.
+
+    step: m, n and k should be multiples of it, but for the width of a head; band_step: and the columns of bands of it.
     """
-    return out.baddbmm_(left, right, beta=beta, alpha=scale) if scale or beta else out.zero_()
+
+    def __init__(self, by_onednn: bool) -> None:
+        self.by_onednn = by_onednn
+        self.step, self.band_step = (STEP, STEP) if by_onednn else (1, LINE)
+
+    def takes(self, left: torch.Tensor) -> bool:
+        """Return whether oneDNN computes a product, in new memory."""
+        return self.by_onednn and left.dim() == 2 and left.dtype == torch.float32
+
+    def __call__(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product: out, or new memory."""
+        if self.takes(left):
+            return linear(left, right.t())
+        return torch.bmm(left, right, out=out) if left.dim() == 3 else torch.mm(left, right, out=out)
+
+    def scaled(self, left: torch.Tensor, right: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
+        """Return alpha times the product: out, or new memory."""
+        if alpha == 1 or alpha == 0 or self.takes(left):
+            return self(left if alpha == 1 else left * alpha, right, out)
+        multiply = torch.baddbmm if left.dim() == 3 else torch.addmm
+        return multiply(out, left, right, beta=0, alpha=alpha, out=out)
+
+    def add(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0, beta: int = 1) -> None:
+        """Add alpha times the product to total; with beta = 0 write it there."""
+        if total.dtype != left.dtype or self.takes(left) or alpha == 0:
+            if beta:
+                total.add_(self(left, right), alpha=alpha)
+            else:
+                torch.mul(self(left, right), alpha, out=total)
+            return
+        if left.dim() == 2:
+            total.addmm_(left, right, beta=beta, alpha=alpha)
+        elif total.is_contiguous():
+            total.baddbmm_(left, right, beta=beta, alpha=alpha)
+        else:  # torch has batches of products for contiguous totals alone
+            total.mT.baddbmm_(right.mT, left.mT, beta=beta, alpha=alpha)
 
 
-def multiply(
-    buffers: Buffers, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0, beta: int = 0
-) -> torch.Tensor:
-    """Compute beta * out + scale * left @ right in place of out, and return it.
+def linear(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left right^T of float32 matrices, computed by oneDNN. The operator's name is private."""
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    return result
 
-    Args:
-        left, right: batches of matrices of one dtype.
-        out: that of the product, or of sums; any view with as many numbers in the same order.
-        beta: 0, and what is in out does not matter, or 1.
+
+@functools.cache
+def takes_onednn() -> bool:
+    """Return whether oneDNN computes float32 products of long sequences on a CPU, chosen once a process.
+
+    The environment variable TRITON_RELATTN_CPU_PRODUCT chooses "onednn" or "torch". Without it a probe of a few milliseconds
+    does: the results' last bits differ, so they repeat where the choice is the same.
+
+    Raises:
+        ValueError: the variable has another value.
+        NotImplementedError: it asks for "onednn", which this torch lacks.
     """
-    shape = (left.shape[0], left.shape[1], right.shape[2])
-    if out.dtype == left.dtype and out.is_contiguous():
-        product_into(out.view(shape), left, right, scale, beta)
-        return out
-    product = product_into(buffers("product", shape, left.dtype), left, right, scale).view(out.shape)
-    return out.add_(product) if beta else out.copy_(product)
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "onednn", "torch"):
+        raise ValueError(f'{VARIABLE} must be "onednn" or "torch", got {wanted!r}')
+    if wanted == "torch":
+        return False
+    if not has_linear():
+        if wanted:
+            raise NotImplementedError(f"{VARIABLE}=onednn: this build of torch {torch.__version__} has no oneDNN, or not its linear")
+        return False
+    return bool(wanted) or is_faster()
+
+
+def has_linear() -> bool:
+    """Return whether torch has oneDNN and the operator, and they compute a product."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        return torch.equal(linear(torch.ones(2, 3), torch.ones(4, 3)), torch.full((2, 4), 3.0))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def is_faster() -> bool:
+    """Measure whether oneDNN is faster by FASTER, and as exact, with one block of queries and a thousand keys."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, 64, generator=generator) for rows in (128, 1024))
+    exact = left.double() @ right.double().t()
+    ways = (lambda: torch.mm(left, right.t()), lambda: linear(left, right))
+    errors = [(way() - exact).abs().max().item() for way in ways]
+    fastest = [math.inf, math.inf]
+    for _ in range(8):
+        for number, way in enumerate(ways):
+            start = time.perf_counter()
+            way()
+            fastest[number] = min(fastest[number], time.perf_counter() - start)
+    return fastest[0] > FASTER * fastest[1] and errors[1] <= 2 * errors[0]

@@ -26,11 +26,11 @@ class Blockwise(Implementation):
 
     def empty_results(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
         out, lse = new_like(tensors.query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
-        return Results(out, lse, *_saved(tensors, keeps))
+        return Results(out, lse, *_saved(tensors, spec, keeps))
 
     def forward(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
         with without_autocast(tensors.query.device):
-            softmax_stats, kept = _saved(tensors, keeps)
+            softmax_stats, kept = _saved(tensors, spec, keeps)
             out, lse = attention.forward(tensors, spec, kept if keeps else None)
         return Results(out, lse, softmax_stats, kept)
 
@@ -78,7 +78,7 @@ class Blockwise(Implementation):
         return grids.backward(d_out, tensors, scale, dropout_p, wanted)
 
 
-def _saved(tensors: AttentionTensors, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _saved(tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate softmax_stats, which has nothing, and the probabilities, if they are kept. Those of keys that the forward leaves
     out for their sequences' lengths are 0: the backward, whose blocks depend on the number of threads at its time, may read
     them."""
@@ -86,5 +86,5 @@ def _saved(tensors: AttentionTensors, keeps: bool) -> tuple[torch.Tensor, torch.
     nothing = query.new_empty(0, dtype=dtype)
     if not keeps:
         return nothing, query.new_empty(0)
-    new = query.new_empty if tensors.key_lengths is None else query.new_zeros
+    new = query.new_empty if max(spec.window_left, spec.window_right) < 0 else query.new_zeros
     return nothing, new((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)

@@ -1,0 +1,508 @@
+"""The cut of a call for attention.py: groups of sequences and heads, and blocks of their queries, the rows, with the keys
+that these see, the columns.
+
+A long sequence is computed head by head, some queries at a time, so that the scores of a block stay in the processor's cache. Short
+ones are computed in batches of heads and sequences, since every step takes time to start. Those that differ are padded to one
+length, as long as that costs less than to start another batch, and aligned: in all of them row m and column c have the relative
+position ``base + c - m``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from .._core.dtypes import compute_dtype
+from .._core.spec import TABLES, AttentionSpec, AttentionTensors
+from .bands import PANEL, Band, Bias, Table, up
+from .masks import Limits, triangles
+from .products import Memory, Products, product_dtype, takes_onednn
+
+
+class Sizes(NamedTuple):
+    """The sizes of blocks. They are no part of a call's meaning, but for rounding."""
+
+    rows: int = 128
+    """Queries of a block for each thread, of one head."""
+    fewest_rows: int = 32
+    """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
+    batch_rows: int = 64
+    """Queries of a block of a batch: with more, bands have many columns that are not needed."""
+    few_pairs: int = 1 << 18
+    """Scores of a head up to which heads and sequences are computed in batches."""
+    elements: int = 1 << 18
+    """Scores of a batch for each thread, one megabyte."""
+    block_cost: int = 1 << 13
+    """Scores that take as long as the start of a block: sequences are padded to one length rather than that."""
+
+
+SIZES = Sizes()
+THREADS_ELSEWHERE = 64
+"""Threads assumed for a device other than a CPU: its blocks must be so large that to start their steps does not take most of the
+time."""
+FEWEST_THREADS = 2
+"""Threads whose scores a block may have in any case. With more its scores take no more memory than the call's tensors and their
+gradients."""
+SCORES = 6
+"""So many times the scores of a block are in memory: probabilities, gradients, and twice as wide bands of terms and of gradients."""
+
+
+class Sequence(NamedTuple):
+    """One sequence of the batch."""
+
+    number: int  # as dropout and attn_mask know it
+    entry: int  # of the tensors
+    query: int  # its first query in them
+    num_queries: int
+    key: int
+    offset: int  # the place of its first query among its keys
+    start: int  # first of the keys that its queries see
+    stop: int
+
+
+class Call:
+    """What the blocks of a call share.
+
+    dtype: that of scores and sums. product_dtype: that of what is multiplied, tables too. term_dtype: that of products for terms.
+    """
+
+    def __init__(
+        self, tensors: AttentionTensors, spec: AttentionSpec, rounds_terms: bool = False, sizes: Sizes | None = None
+    ) -> None:
+        """rounds_terms: whether terms of tables are computed in product_dtype, not in dtype."""
+        self.tensors, self.spec, self.sizes = tensors, spec, sizes or SIZES
+        self.dtype, self.is_cpu = compute_dtype(tensors.query.dtype), tensors.query.device.type == "cpu"
+        self.sharing = tensors.query.shape[1] // max(tensors.key.shape[1], 1)
+        self.sequences, self.unseeing = sequences_of(tensors, spec)
+        num_pairs = sum(each.num_queries * (each.stop - each.start) for each in self.sequences)
+        self.product_dtype = product_dtype(tensors.query, num_pairs * tensors.query.shape[1])
+        self.term_dtype = self.product_dtype if rounds_terms else self.dtype
+        self.memory = Memory(tensors.query)
+        self.memories = {name: Memory(tensors.query) for name in TABLES}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.places: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.limits: dict[tuple[int, torch.dtype], tuple[Limits, Limits]] = {}
+        self._tables: dict[str, Table] = {}
+        self._kind: object = None
+
+    @cached_property
+    def threads(self) -> int:
+        """The number of threads that blocks are made for."""
+        if not self.is_cpu:
+            return THREADS_ELSEWHERE
+        query, key, value, *_ = self.tensors
+        room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
+        return min(torch.get_num_threads(), max(FEWEST_THREADS, room // (SCORES * self.sizes.elements)))
+
+    @property
+    def has_all_keys(self) -> bool:
+        """Whether every key is seen."""
+        tensors = self.tensors
+        if tensors.cu_seqlens_k is not None or len(self.sequences) < tensors.key.shape[0] or tensors.query.shape[1] == 0:
+            return False
+        return all(each.start == 0 and each.stop == tensors.key.shape[2] for each in self.sequences)
+
+    @cached_property
+    def has_infinite_table(self) -> bool:
+        """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
+        tables = [getattr(self.tensors, name) for name in TABLES if name != "rel_value"]
+        return any(each is not None and not (self.is_cpu and each.sum().isfinite()) for each in tables)
+
+    def tables(self, group: Group) -> dict[str, Table]:
+        """Return the tables' rows for the positions of a group: the last ones if they fit. Only the last ones may be used."""
+        spec, margin = self.spec, max(group.num_rows, PANEL) + group.products.band_step
+        positions = range(max(spec.first - margin, group.positions.start), min(spec.last + margin, group.positions.stop))
+        kind = (positions, group.seen, group.products.band_step)
+        if kind != self._kind:
+            self.add_up()
+            self._kind = kind
+            for name in TABLES:
+                table = getattr(self.tensors, name)
+                if table is None:
+                    continue
+                table = table[..., None] if name == "rel_bias" else table
+                table = (table if table.dim() == 3 else table[None]).to(self.dtype)
+                if name != "rel_p2c":
+                    self._tables[name] = Table(table, spec.first, spec.clamp, positions, group.seen, self.memories[name])
+                    continue
+                seen = sorted((1 - stop, 1 - start) for start, stop in group.seen)  # see bands.py
+                around = range(1 - positions.stop - margin, 1 - positions.start + margin)
+                self._tables[name] = Table(table.flip(1), -spec.last, spec.clamp, around, seen, self.memories[name])
+        return self._tables
+
+    def add_up(self) -> None:
+        """Add what the tables' rows have collected to the gradients of the tables."""
+        for name, table in self._tables.items():
+            if (found := table.gradient()) is not None:
+                found = found.flip(1) if name == "rel_p2c" else found
+                self.gradients[name] = found if name not in self.gradients else self.gradients[name].add_(found)
+        self._tables = {}
+
+    def groups(self) -> Iterator[Group]:
+        """Yield groups that together have all heads of all sequences with queries that see a key."""
+        heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
+        elements, short = self.sizes.elements * self.threads, []
+        by_one, by_batch = Products(self.is_cpu and takes_onednn()), Products(by_onednn=False)
+        for each in self.sequences if heads else ():
+            num_keys = each.stop - each.start
+            if each.num_queries == 1 or not self.is_cpu or self.sharing * each.num_queries * num_keys <= self.sizes.few_pairs:
+                short.append(each)
+                continue
+            rows = up(min(each.num_queries, self._most_rows(self.sharing)), by_one.step)
+            for head in range(key_heads):
+                yield Group(self, [each], slice(head * self.sharing, (head + 1) * self.sharing), rows, by_one)
+        for stack in self._stacks(short, elements // max(heads, 1)):
+            num_queries, num_keys = shape_of(stack)
+            rows = min(num_queries, max(self.sizes.batch_rows, elements // (len(stack) * heads * num_keys)))
+            some = min(up(max(elements // (len(stack) * rows * num_keys), 1), self.sharing), heads)
+            for head in range(0, heads, some):
+                yield Group(self, stack, slice(head, min(head + some, heads)), rows, by_batch)
+
+    def _most_rows(self, heads: int) -> int:
+        """Return the number of queries of a block of so many heads."""
+        left, right = self.spec.window_left, self.spec.window_right
+        rows = self.sizes.rows * self.threads // heads
+        if left >= 0 and right >= 0:
+            rows = min(rows, up(left + right + 1, self.sizes.fewest_rows))
+        return max(rows, self.sizes.fewest_rows)
+
+    def _stacks(self, sequences: list[Sequence], most: int) -> Iterator[list[Sequence]]:
+        """Yield sequences that are computed together, of at most so many scores a head in a block."""
+        cost = self.sizes.block_cost // max(self.tensors.query.shape[1], 1)
+        stack: list[Sequence] = []
+        size = 0
+        for each in sorted(sequences, key=lambda each: (each.num_queries, each.stop - each.start, each.offset), reverse=True):
+            if stack:
+                num_queries, num_keys = shape_of([stack[0], stack[-1], each])
+                padded = num_queries * num_keys * (len(stack) + 1)
+                rows = min(num_queries, self.sizes.batch_rows) * num_keys * (len(stack) + 1)
+                own = each.num_queries * (each.stop - each.start)
+                fits = self.tensors.attn_mask is None or stack[0].offset == each.offset
+                if not fits or rows > most or padded > size + own + cost:
+                    yield stack
+                    stack, size = [], 0
+            stack.append(each)
+            size = math.prod(shape_of(stack)) * len(stack)
+        if stack:
+            yield stack
+
+
+def sequences_of(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Sequence], list[Sequence]]:
+    """Return the sequences with queries that see keys, and those with queries that see none. This reads the tensors of lengths and
+    offsets, and so waits for a GPU."""
+    query, key = tensors.query, tensors.key
+    count, num_queries, num_keys = tensors.num_sequences, query.shape[2], key.shape[2]
+    lengths = [num_keys] * count if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
+    offsets = [spec.query_offset] * count if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    places = [(entry, 0, num_queries, 0) for entry in range(count)]
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        queries, keys = (pairwise(each.tolist()) for each in (tensors.cu_seqlens_q, tensors.cu_seqlens_k))
+        parts = list(zip(queries, keys, strict=True))
+        places = [(0, first, stop - first, first_key) for (first, stop), (first_key, _) in parts]
+        lengths = [stop - first for _, (first, stop) in parts]
+    seeing, unseeing = [], []
+    for number, (place, length, offset) in enumerate(zip(places, lengths, offsets, strict=True)):
+        entry, first, size, first_key = place
+        start = max(offset - spec.window_left, 0) if spec.window_left >= 0 else 0
+        stop = min(offset + size + spec.window_right, length) if spec.window_right >= 0 else length
+        each = Sequence(number, entry, first, size, first_key, offset, start, stop)
+        if size > 0:
+            (seeing if start < stop else unseeing).append(each)
+    return seeing, unseeing
+
+
+def shape_of(stack: list[Sequence]) -> tuple[int, int]:
+    """Return the number of rows and columns of sequences that are aligned."""
+    columns = max(each.stop - each.offset for each in stack) - min(each.start - each.offset for each in stack)
+    return max(each.num_queries for each in stack), columns
+
+
+class Group:
+    """Sequences and heads whose scores are computed together, with their rows and columns ready for products.
+
+    Rows are (sequences, heads, rows, width); products take a matrix for each block and the heads that share a key. Columns are such
+    matrices. Matrices are batches, (sequences * key heads, ..., ...), if there are several.
+    """
+
+    def __init__(self, call: Call, stack: list[Sequence], heads: slice, most_rows: int, products: Products) -> None:
+        """most_rows: of a block."""
+        self.call, self.stack, self.heads, self.products = call, stack, heads, products
+        spec, tensors, step = call.spec, call.tensors, products.step
+        self.key_heads = slice(heads.start // call.sharing, heads.stop // call.sharing)
+        self.sizes = len(stack), heads.stop - heads.start
+        self.num_matrices = self.sizes[0] * (self.key_heads.stop - self.key_heads.start)
+        self.num_queries, self.num_keys = shape_of(stack)
+        self.base = min(each.start - each.offset for each in stack)
+        """The position of row 0 and column 0."""
+        self.num_blocks = -(-self.num_queries // most_rows)
+        self.num_rows = up(-(-self.num_queries // self.num_blocks), step)
+        """Rows of a block, as even as possible; the last one has fewer if products take them."""
+        self.all_rows = up(self.num_queries, step)
+        self.num_columns = up(self.num_keys, step) + (step if spec.window_left >= 0 and step > 1 else 0)
+        last = stack[-1]
+        entries = range(stack[0].entry, stack[0].entry + len(stack))
+        self.is_alike = all(each[2:] == last[2:] and each.entry == entry for each, entry in zip(stack, entries, strict=True))
+        """Whether its queries and keys are views of the tensors."""
+        self.positions = range(self.base - self.all_rows, self.base + self.num_columns + products.band_step)
+        """All that a band of its blocks may have."""
+        self.seen = tuple(sorted({self._seen(each) for each in stack}))
+        """From the lowest to the highest position that the pairs of each sequence have."""
+        self.query, key, value = self.rows(tensors.query), self.columns(tensors.key), self.columns(tensors.value)
+        self.queries = self.matrices(self.query)
+        self.key, self.value = Columns(key, call.product_dtype), Columns(value, call.product_dtype)
+        self.tables = call.tables(self)
+        self.rel_key: Band | None = None
+        self.rel_bias: Bias | None = None
+        self.mirror: Mirror | None = None
+        if "rel_key" in self.tables:
+            vectors = self.query if tensors.rel_query is None else self.rows(tensors.rel_query)
+            self.rel_key = self.band("rel_key", vectors, self.num_rows, spec.rel_scale)
+        if "rel_bias" in self.tables:
+            self.rel_bias = Bias(self.tables["rel_bias"], heads, self.num_rows)
+
+    def band(self, name: str, vectors: torch.Tensor, num_rows: int, scale: float) -> Band:
+        """Return the band of a table; see Band."""
+        dtypes = self.call.term_dtype, self.call.product_dtype
+        return Band(self.tables[name], self.heads, vectors, num_rows, scale, self.products, dtypes)
+
+    def mirrored(self, block: Block) -> Band:
+        """Return the band of rel_p2c, whose rows are the keys of the block's columns, PANEL in a block: the last one if it fits."""
+        if self.mirror is None or not self.mirror.fits(block):
+            self.mirror = Mirror(self, block)
+        return self.mirror.band
+
+    def _seen(self, each: Sequence) -> tuple[int, int]:
+        """Return the lowest position that a pair of a sequence has, and the one after the highest."""
+        left, right = self.call.spec.window_left, self.call.spec.window_right
+        low, high = each.start - each.offset - each.num_queries + 1, each.stop - each.offset
+        return max(low, -left) if left >= 0 else low, min(high, right + 1) if right >= 0 else high
+
+    @cached_property
+    def index(self) -> tuple[torch.Tensor, ...]:
+        """Where rows and columns of sequences that differ are in the tensors: the entry of each, (sequences, 1), the queries of the
+        rows and the keys of the columns, (sequences, length), and masks of those that exist."""
+        table = torch.tensor(self.stack, device=self.call.tensors.query.device)[..., None]
+        _, entry, query, count, key, offset, start, stop = table.unbind(1)
+        m = torch.arange(self.all_rows, device=table.device)
+        number = torch.arange(self.num_columns, device=table.device) + self.base + offset
+        exists = (number >= start) & (number < stop)
+        return entry, query + m.clamp_max(count - 1), number.clamp(start, stop - 1) + key, m < count, exists
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the queries of a (B, Hq, Nq, width) tensor, (sequences, heads, rows, width), and zeros: a view if it can be."""
+        if self.is_alike:
+            found = self._queries_of(tensor).to(self.call.dtype)
+            padding = self.all_rows - self.num_queries
+            found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
+            return found if found.stride(3) == 1 else found.contiguous()
+        entry, query, _, exists, _ = self.index
+        found = tensor[:, self.heads].transpose(1, 2)[entry, query].to(self.call.dtype)
+        return zeroed(found, exists).transpose(1, 2)
+
+    def columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the keys of a (B, Hk, Nk, width) tensor that are seen as matrices (columns, width), and zeros."""
+        if self.is_alike:
+            found = self._keys_of(tensor).to(self.call.dtype)
+            padding = self.num_columns - self.num_keys
+            found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
+        else:
+            entry, _, key, _, exists = self.index
+            found = tensor[:, self.key_heads].transpose(1, 2)[entry, key].to(self.call.dtype)
+            found = zeroed(found, exists).transpose(1, 2)
+        found = found if found.stride(3) == 1 else found.contiguous()
+        if self.num_matrices == 1:
+            return found[0, 0]
+        return found.reshape(self.num_matrices, self.num_columns, tensor.shape[3])
+
+    def _queries_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of a (B, Hq, Nq, ...) tensor that has the queries of sequences that are alike."""
+        first = self.stack[0]
+        queries = slice(first.query, first.query + self.num_queries)
+        return tensor[first.entry : first.entry + len(self.stack), self.heads, queries]
+
+    def _keys_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of a (B, Hk, Nk, width) tensor that has the keys of sequences that are alike."""
+        first = self.stack[0]
+        keys = slice(first.key + first.start, first.key + first.stop)
+        return tensor[first.entry : first.entry + len(self.stack), self.key_heads, keys]
+
+    def matrices(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Return rows as a matrix for each block, (sharing * rows, width) or batches of them: views if they can be."""
+        rows = rows if dtype is None else rows.to(dtype)
+        if rows.shape[0] == rows.shape[1] == 1:
+            return list(rows[0, 0].split(self.num_rows))
+        shape = (-1, rows.shape[3]) if self.num_matrices == 1 else (self.num_matrices, -1, rows.shape[3])
+        return [each.reshape(shape) for each in rows.split(self.num_rows, 2)]
+
+    def new_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if they are a view in the dtype of scores."""
+        if self.is_alike and tensor.dtype == self.call.dtype and self.all_rows == self.num_queries:
+            return self._queries_of(tensor)
+        return tensor.new_empty(*self.sizes, self.all_rows, tensor.shape[3], dtype=self.call.dtype)
+
+    def put_rows(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write what is in new_rows() to the queries of a (B, Hq, Nq, width) tensor."""
+        if self.is_alike:
+            queries = self._queries_of(tensor)
+            if queries.data_ptr() != rows.data_ptr():
+                queries.copy_(rows[:, :, : self.num_queries])
+            return
+        for each, of_one in zip(self.stack, rows.unbind(0), strict=True):
+            tensor[each.entry, self.heads, each.query : each.query + each.num_queries] = of_one[:, : each.num_queries]
+
+    def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return memory for sums of columns, transposed, (..., width, columns): of batches, the keys of a (B, Hk, Nk, width)
+        tensor if they are a view."""
+        if self.num_matrices > 1 and self.is_alike and tensor.dtype == self.call.dtype and self.num_columns == self.num_keys:
+            found = self._keys_of(tensor)
+            if found.is_contiguous():
+                return found.view(self.num_matrices, self.num_columns, tensor.shape[3]).mT
+        shape = (tensor.shape[3], self.num_columns)
+        return self.call.memory(name, shape if self.num_matrices == 1 else (self.num_matrices, *shape), self.call.dtype)
+
+    def put_columns(self, tensor: torch.Tensor, columns: torch.Tensor) -> None:
+        """Write what is in new_columns() to the keys of a (B, Hk, Nk, width) tensor."""
+        found = columns.mT.reshape(len(self.stack), -1, self.num_columns, tensor.shape[3])
+        if self.is_alike:
+            keys = self._keys_of(tensor)
+            if keys.data_ptr() != columns.data_ptr():
+                keys.copy_(found[:, :, : self.num_keys])
+            return
+        for each, of_one in zip(self.stack, found.unbind(0), strict=True):
+            first = each.start - each.offset - self.base
+            keys = slice(each.key + each.start, each.key + each.stop)
+            tensor[each.entry, self.key_heads, keys] = of_one[:, first : first + each.stop - each.start]
+
+    def blocks(self) -> Iterator[Block]:
+        for number in range(self.num_blocks):
+            yield Block(self, number)
+
+
+class Mirror:
+    """The band of rel_p2c for the columns of a block."""
+
+    def __init__(self, group: Group, block: Block) -> None:
+        sharing, self.start, self.num_columns = group.call.sharing, block.start, block.num_columns
+        keys = block.part(group.key.wide).mT.reshape(group.sizes[0], -1, block.num_columns, group.query.shape[3])
+        keys = keys if sharing == 1 else keys.repeat_interleave(sharing, 1)
+        self.band = group.band("rel_p2c", keys, PANEL, group.call.spec.rel_scale)
+
+    def fits(self, block: Block) -> bool:
+        """Return whether a block has the same columns."""
+        return (self.start, self.num_columns) == (block.start, block.num_columns)
+
+
+class Columns:
+    """Keys or values of a group as matrices (columns, width): in the dtype of scores, and transposed in that of products."""
+
+    def __init__(self, columns: torch.Tensor, dtype: torch.dtype) -> None:
+        self.columns, self.wide, self.dtype = columns, columns.mT, dtype
+        self._cast: torch.Tensor | None = columns if columns.dtype == dtype else None
+
+    def of_block(self, block: Block) -> torch.Tensor:
+        """Return a block's part, (width, columns)."""
+        return block.part(self.wide)
+
+    def operand(self, block: Block) -> torch.Tensor:
+        """Return a block's part in the dtype of products, (columns, width)."""
+        if self._cast is None:
+            self._cast = self.columns.to(self.dtype)
+        return self._cast if block.has_all else self._cast.narrow(-2, block.start, block.num_columns)
+
+
+class Block:
+    """Some rows of a group, and the columns that they see.
+
+    Scores are matrices (sharing * rows, columns), or batches of them, and (sequences, heads, rows, columns) by pair.
+    """
+
+    def __init__(self, group: Group, number: int) -> None:
+        self.group, self.call, self.number = group, group.call, number
+        spec, step = group.call.spec, group.products.step
+        row = self.row = number * group.num_rows
+        self.num_rows = min(group.num_rows, group.all_rows - row)
+        self.num_real = min(self.num_rows, group.num_queries - row)
+        """Rows that are of queries; where sequences differ, of some of them."""
+        start, stop = 0, group.num_keys
+        if spec.window_left >= 0:
+            start = max(row - group.base - spec.window_left, 0)
+        if spec.window_right >= 0:
+            stop = min(row + self.num_real + spec.window_right - group.base, stop)
+        self.start, self.num_seen = start, max(stop - start, 0)
+        self.num_columns = up(self.num_seen, step)
+        self.has_all = self.num_columns == group.num_columns
+        self.base = group.base + start - row
+        """The position of row 0 and column 0."""
+        self.shape = (*group.sizes, self.num_rows, self.num_columns)
+
+    @property
+    def may_be_blind(self) -> bool:
+        """Whether a row may see none of the columns."""
+        spec, call = self.call.spec, self.call
+        if not self.group.is_alike or call.tensors.attn_mask is not None or call.has_infinite_table:
+            return True
+        # With a window the first row may be before all keys, or the last row beyond them.
+        beyond = spec.window_left >= 0 and self.base - self.num_real + self.num_seen < -spec.window_left
+        return beyond or (spec.window_right >= 0 and self.base > spec.window_right)
+
+    def part(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the block's part of (..., columns)."""
+        return columns if self.has_all else columns.narrow(-1, self.start, self.num_columns)
+
+    def scores(self, name: str, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for scores as matrices, and by pair. It is that of the block before if it has the same shape."""
+        places, dtype = self.call.places, dtype or self.call.dtype
+        found = places.get(name)
+        if found is None or found[1].shape != self.shape or found[1].dtype != dtype:
+            pairs = self.call.memory(name, self.shape, dtype)
+            matrices = pairs.view(self.matrix_shape)
+            found = places[name] = matrices, pairs
+        return found
+
+    def take(self, name: str, pairs: torch.Tensor) -> None:
+        """Let scores() be in a contiguous tensor."""
+        self.call.places[name] = pairs.view(self.matrix_shape), pairs
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """That of scores as matrices."""
+        one = (self.call.sharing * self.num_rows, self.num_columns)
+        return one if self.group.num_matrices == 1 else (self.group.num_matrices, *one)
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the block's part of (sequences, heads, rows, width)."""
+        return rows.narrow(2, self.row, self.num_rows)
+
+    def product(self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scale times a product as scores()."""
+        place = self.scores(name)
+        found = self.group.products.scaled(left, right, scale, place[0])
+        return place if found is place[0] else (found, found.view(self.shape))
+
+    def write(self, rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
+        """Write scale times a product of matrices to the block's rows, (sequences, heads, rows, width)."""
+        shape = *left.shape[:-1], right.shape[-1]
+        place = rows[0, 0] if rows.shape[0] == rows.shape[1] == 1 else rows.view(shape) if rows.is_contiguous() else None
+        if place is None or rows.dtype != left.dtype:
+            place = self.call.memory("rows", shape, left.dtype)
+        found = self.group.products.scaled(left, right, scale, place)
+        if found is not place or place.data_ptr() != rows.data_ptr():
+            rows.copy_(found.view(rows.shape))
+
+    def triangles(self, dtype: torch.dtype) -> tuple[Limits, Limits]:
+        """Return what hides the pairs of a window's left edge, and of its right edge; see masks.py."""
+        limits, kind = self.call.limits, (self.num_rows, dtype)
+        if kind not in limits:
+            limits[kind] = triangles(self.num_rows, dtype, self.call.tensors.query.device)
+        return limits[kind]
+
+
+def zeroed(rows: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """Set rows (sequences, length, ...) that do not exist to zero, whatever they hold."""
+    missing = (~exists).flatten().nonzero()[:, 0]
+    return rows.flatten(0, 1).index_fill_(0, missing, 0).view(rows.shape) if len(missing) else rows
