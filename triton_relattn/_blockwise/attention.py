@@ -23,7 +23,7 @@ import torch
 
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .bands import PANEL, Band
+from .bands import Band, cast
 from .cut import Block, Call, Group
 from .masks import dropout, mask
 from .products import has_fast_fused_attention
@@ -51,9 +51,9 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
     if group.rel_bias is not None:
         group.rel_bias.add_terms(pairs, block.base)
     if "rel_p2c" in group.tables:
-        band = group.mirrored(block)
-        for panel, start in enumerate(range(0, block.num_columns, PANEL)):
-            band.add_terms(panel, pairs.mT[:, :, start : start + PANEL], -block.base - start)
+        mirror = group.mirrored(block)
+        for each in mirror.panels(pairs, block.base):
+            mirror.band.add_terms(*each)
 
 
 def softmax(
@@ -187,7 +187,7 @@ def by_steps(
         place.copy_(probs.view(block.shape)[:, :, : block.num_real, : block.num_seen])
     if (factors := dropout(block)) is not None:
         probs = torch.mul(probs, factors, out=None if kept is not None else probs)
-    block.write(out, probs.to(dtype), group.value.operand(block))
+    block.write(out, cast(probs, dtype), group.value.operand(block))
     if band is not None:
         band.add_products(block.number, probs.view(block.shape), block.base)
 
@@ -293,8 +293,10 @@ class Sums:
         call, dtype = group.call, group.call.product_dtype
         self.group, self.gradients, self.wanted = group, gradients, wanted
         rows = group.rows(d_out)
-        self.d_out, self.operands = group.matrices(rows), group.matrices(rows, dtype)
-        self.queries = group.matrices(group.query, dtype)
+        self.d_out = self.operands = group.matrices(rows)
+        self.queries = group.queries
+        if dtype != call.dtype:
+            self.operands, self.queries = group.matrices(rows, dtype), group.matrices(group.query, dtype)
         of_rows = (d_lse, *(whole or (None, None, None)))
         found = (None if each is None else group.matrices(group.rows(each[..., None])) for each in of_rows)
         self.d_lse, self.largest, self.log_sum, self.delta = found
@@ -366,7 +368,7 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
     if sums.value is not None:
-        products.add(block.part(sums.value), sums.operands[number].mT, dropped.to(dtype), beta=sums.beta)
+        products.add(block.part(sums.value), sums.operands[number].mT, cast(dropped, dtype), beta=sums.beta)
     if sums.rel_value is not None and "rel_value" in sums.wanted:
         sums.rel_value.add_products(number, dropped.view(block.shape), block.base)
     if sums.wanted <= {"value", "rel_value"}:
@@ -387,7 +389,7 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         d_scores.addcmul_(probs, sums.d_lse[number])
     if slope is not None:
         d_scores.mul_(slope)
-    operand = d_scores.to(dtype)
+    operand = cast(d_scores, dtype)
     if sums.key is not None:
         products.add(block.part(sums.key), sums.queries[number].mT, operand, call.spec.scale, sums.beta)
     sums.beta = 1
@@ -403,8 +405,9 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
 
 def add_mirrored(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
     """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
-    band = sums.group.mirrored(block)
+    mirror = sums.group.mirrored(block)
+    band = mirror.band
     if not band.is_started:
         band.start(torch.zeros_like(band.vectors) if "key" in sums.wanted else None, "rel_p2c" in sums.wanted)
-    for panel, start in enumerate(range(0, block.num_columns, PANEL)):
-        band.add_products(panel, pairs.mT[:, :, start : start + PANEL], -block.base - start)
+    for each in mirror.panels(pairs, block.base):
+        band.add_products(*each)

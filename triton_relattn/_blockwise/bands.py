@@ -25,18 +25,33 @@ import torch
 
 from .products import LINE, Memory, Products
 
-PANEL = 128
-"""Keys of a band of rel_p2c, which are its rows."""
-
-
 def up(number: int, step: int) -> int:
     """Round up to a multiple of step."""
     return -(-number // step) * step
 
 
+def part(tensor: torch.Tensor, *ranges: slice) -> torch.Tensor:
+    """Return the part of a tensor that lies in ranges of its first dimensions: itself if that is all."""
+    for dim, (place, size) in enumerate(zip(ranges, tensor.shape, strict=False)):
+        start, stop, _ = place.indices(size)
+        if stop - start != size:
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return tensor.to(dtype), at once if it has that dtype."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def split(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
+    """Return views of successive parts of a tensor: itself if that is all."""
+    return [tensor] if tensor.shape[dim] <= size else list(tensor.split(size, dim))
+
+
 def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     """Return the stacked tables of some heads: (1, ...) if all heads share one."""
-    return table if table.shape[0] == 1 else table[heads]
+    return table if table.shape[0] == 1 else part(table, heads)
 
 
 class Table:
@@ -55,32 +70,46 @@ class Table:
             first: the position of its first row. clamp: whether beyond its ends the end rows apply.
             seen: ranges of positions that pairs have, in their order.
         """
-        self.memory = memory
-        self.table, self.first, self.last, self.low = table, first, first + table.shape[1] - 1, positions.start
+        self.table, self.memory = table, memory
+        self.first, self.last, self.low = first, first + table.shape[1] - 1, positions.start
         start, stop = (min(max(each, positions.start), positions.stop) for each in (first, self.last + 1))
         self.own, self.inside = slice(start - first, stop - first), slice(start - self.low, stop - self.low)
         """Rows of the table, and their place."""
-        rows = self.rows = table.new_zeros(table.shape[0], len(positions), table.shape[2])
-        rows[:, self.inside] = table[:, self.own]
-        lowest, highest = seen[0][0], max(stop for _, stop in seen)
+        lowest, highest = seen[0][0], max(high for _, high in seen)
         self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""
-        self.ends = table.new_zeros(table.shape[0], 2, table.shape[2])
-        """The end rows where pairs have them."""
-        if self.has_far[0]:
-            rows[:, : self.inside.start] = self.ends[:, :1] = table[:, :1]
-        if self.has_far[1]:
-            rows[:, self.inside.stop :] = self.ends[:, 1:] = table[:, -1:]
+        rows, is_view = part(table, slice(None), self.own), len(positions) == stop - start
+        if not is_view:
+            rows = torch.constant_pad_nd(rows, (0, 0, self.inside.start, len(positions) - self.inside.stop))
+        for end, has_far in enumerate(self.has_far):
+            if has_far:
+                place = slice(self.inside.stop, None) if end else slice(self.inside.start)
+                rows[:, place] = table[:, -end, None]
         stop = positions.start
         for low, high in (*seen, (positions.stop, positions.stop)):
-            if stop < low:
+            if stop < low and self._has(stop, low):
+                rows, is_view = rows.clone() if is_view else rows, False
                 rows[:, max(stop - self.low, 0) : max(low - self.low, 0)] = 0
             stop = max(stop, high)
+        self.rows = rows
         self.casts: dict[torch.dtype, torch.Tensor] = {rows.dtype: rows}
         self.of_rows: torch.Tensor | None = None
         self.of_ends: torch.Tensor | None = None
         self.bands: dict[str, tuple[tuple[int, ...], torch.Tensor, torch.Tensor]] = {}
         """Memory for bands of a shape, with the view of their pairs."""
+
+    def _has(self, low: int, high: int) -> bool:
+        """Return whether the table, or an end row, is what a range of positions has."""
+        return self.has_far[0] or self.has_far[1] or (low <= self.last and high > self.first)
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """The end rows where pairs have them, (1 or Hq, 2, width)."""
+        ends = self.table.new_zeros(self.table.shape[0], 2, self.table.shape[2])
+        for end, has_far in enumerate(self.has_far):
+            if has_far:
+                ends[:, end] = self.table[:, -end]
+        return ends
 
     def of_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows in a dtype."""
@@ -97,8 +126,8 @@ class Table:
     def add_to_ends(self, heads: slice, found: torch.Tensor) -> None:
         """Add to the gradient of the end rows what each of some heads gives, (H, 2, width)."""
         if self.of_ends is None:
-            self.of_ends = torch.zeros_like(self.ends)
-        of_heads(self.of_ends, heads).add_(found if self.ends.shape[0] > 1 else found.sum(0))
+            self.of_ends = self.table.new_zeros(self.table.shape[0], 2, self.table.shape[2])
+        of_heads(self.of_ends, heads).add_(found if self.table.shape[0] > 1 else found.sum(0))
 
     def near(self, base: int, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the first and the end of the columns in which some row has a position of the table."""
@@ -136,7 +165,7 @@ class Bias:
     def __init__(self, table: Table, heads: slice, num_rows: int) -> None:
         """num_rows: of a block. Its band is the line of all positions, once for each row."""
         self.table, self.heads, self.num_rows = table, heads, num_rows
-        self.ends, lines = of_heads(table.ends, heads), of_heads(table.rows, heads).mT
+        lines = of_heads(table.rows, heads).mT
         self.band = lines.expand(-1, num_rows, -1).contiguous()
 
     def add_terms(self, pairs: torch.Tensor, base: int) -> None:
@@ -149,7 +178,7 @@ class Bias:
             terms = self.band.as_strided((tables, m, stop - start), (rows * width, width - 1, 1), place)
             (pairs if near == (0, n) else pairs[..., start:stop]).add_(terms)
         for end, columns in self.table.far(near, n):
-            pairs[..., columns].add_(self.ends[:, end : end + 1])
+            pairs[..., columns].add_(of_heads(self.table.ends, self.heads)[:, end : end + 1])
 
     def add_gradient(self, pairs: torch.Tensor, base: int) -> None:
         """Add the sums of the pairs of each position to the gradient of the table."""
@@ -203,13 +232,17 @@ class Band:
         self.is_flat = table.rows.shape[0] == 1 or vectors.shape[1] == 1
         """Whether all rows of a block are multiplied with the same table."""
         self.windows = {dtype: self._of_heads(table.of_dtype(dtype)) for dtype in dtypes}
-        self.ends = of_heads(table.ends, heads)
         self.is_started = False
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """The end rows, (1 or H, 2, width)."""
+        return of_heads(self.table.ends, self.heads)
 
     @cached_property
     def left(self) -> list[torch.Tensor]:
         """The rows of each block as operands of terms."""
-        return self._in_order(self.vectors.to(self.term_dtype))
+        return self._in_order(cast(self.vectors, self.term_dtype))
 
     @cached_property
     def far_terms(self) -> torch.Tensor:
@@ -224,8 +257,8 @@ class Band:
     def _in_order(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each block, (S * H * M, width), or (H, S * M, width) if each head has its table; copies or views."""
         if rows.shape[0] == rows.shape[1] == 1:
-            return list(rows[0, 0].split(self.num_rows))
-        blocks = rows.split(self.num_rows, 2)
+            return split(rows[0, 0], self.num_rows, 0)
+        blocks = split(rows, self.num_rows, 2)
         if self.is_flat:
             return [each.reshape(-1, rows.shape[3]) for each in blocks]
         return [each.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[3]) for each in blocks]
@@ -270,8 +303,9 @@ class Band:
         """
         self.is_started, self.total = True, total
         self.sums = self._of_heads(self.table.sums()) if for_table else None
-        self.right = [each.mT for each in self._in_order(self.vectors.to(self.dtype))] if for_table else []
-        self.of_rows = [] if total is None else list(total.split(self.num_rows, 2))
+        operands = self.left if self.dtype == self.term_dtype else self._in_order(cast(self.vectors, self.dtype))
+        self.right = [each.mT for each in operands] if for_table else []
+        self.of_rows = [] if total is None else split(total, self.num_rows, 2)
         self.far_sums = self.vectors.new_zeros(*self.vectors.shape[:3], 2) if any(self.table.has_far) else None
 
     def add_products(self, number: int, pairs: torch.Tensor, base: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
-from .bands import PANEL, Band, Bias, Table, up
+from .bands import Band, Bias, Table, cast, part, split, up
 from .masks import Limits, triangles
 from .products import Memory, Products, product_dtype, takes_onednn
 
@@ -33,10 +33,11 @@ class Sizes(NamedTuple):
     """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
     batch_rows: int = 64
     """Queries of a block of a batch: with more, bands have many columns that are not needed."""
-    few_pairs: int = 1 << 18
-    """Scores of a head up to which heads and sequences are computed in batches."""
-    elements: int = 1 << 18
-    """Scores of a batch for each thread, one megabyte."""
+    few_scores: int = 1 << 17
+    """Scores of a block of one head up to which heads and sequences are computed in batches; a quarter where oneDNN computes
+    the products of a head."""
+    elements: int = 1 << 19
+    """Scores of a batch for each thread, two megabytes."""
     block_cost: int = 1 << 13
     """Scores that take as long as the start of a block: sequences are padded to one length rather than that."""
 
@@ -52,6 +53,10 @@ SCORES = 6
 """So many times the scores of a block are in memory: probabilities, gradients, and twice as wide bands of terms and of gradients."""
 
 
+FEWEST_KEYS = 32
+"""Keys of a band of rel_p2c: products with fewer are slow."""
+
+
 class Sequence(NamedTuple):
     """One sequence of the batch."""
 
@@ -63,6 +68,10 @@ class Sequence(NamedTuple):
     offset: int  # the place of its first query among its keys
     start: int  # first of the keys that its queries see
     stop: int
+
+    def place(self) -> tuple[int, ...]:
+        """Return what may differ where sequences are alike."""
+        return self.number, self.entry, self.query, self.key
 
 
 class Call:
@@ -90,6 +99,11 @@ class Call:
         self._tables: dict[str, Table] = {}
         self._kind: object = None
 
+    @property
+    def batch_rows(self) -> int:
+        """The fewest queries of a block of a batch. The bands of rel_p2c have keys as rows: they need as many."""
+        return self.sizes.batch_rows * (1 if self.tensors.rel_p2c is None else 2)
+
     @cached_property
     def threads(self) -> int:
         """The number of threads that blocks are made for."""
@@ -102,20 +116,19 @@ class Call:
     @property
     def has_all_keys(self) -> bool:
         """Whether every key is seen."""
-        tensors = self.tensors
-        if tensors.cu_seqlens_k is not None or len(self.sequences) < tensors.key.shape[0] or tensors.query.shape[1] == 0:
-            return False
-        return all(each.start == 0 and each.stop == tensors.key.shape[2] for each in self.sequences)
+        _, heads, _, _ = self.tensors.query.shape
+        batch, _, num_keys, _ = self.tensors.key.shape
+        return heads > 0 and sum(each.stop - each.start for each in self.sequences) == batch * num_keys
 
     @cached_property
     def has_infinite_table(self) -> bool:
         """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
         tables = [getattr(self.tensors, name) for name in TABLES if name != "rel_value"]
-        return any(each is not None and not (self.is_cpu and each.sum().isfinite()) for each in tables)
+        return any(each is not None and not (self.is_cpu and math.isfinite(each.sum())) for each in tables)
 
     def tables(self, group: Group) -> dict[str, Table]:
         """Return the tables' rows for the positions of a group: the last ones if they fit. Only the last ones may be used."""
-        spec, margin = self.spec, max(group.num_rows, PANEL) + group.products.band_step
+        spec, margin = self.spec, group.num_rows + group.products.band_step
         positions = range(max(spec.first - margin, group.positions.start), min(spec.last + margin, group.positions.stop))
         kind = (positions, group.seen, group.products.band_step)
         if kind != self._kind:
@@ -126,7 +139,7 @@ class Call:
                 if table is None:
                     continue
                 table = table[..., None] if name == "rel_bias" else table
-                table = (table if table.dim() == 3 else table[None]).to(self.dtype)
+                table = cast(table if table.dim() == 3 else table[None], self.dtype)
                 if name != "rel_p2c":
                     self._tables[name] = Table(table, spec.first, spec.clamp, positions, group.seen, self.memories[name])
                     continue
@@ -148,20 +161,28 @@ class Call:
         heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
         elements, short = self.sizes.elements * self.threads, []
         by_one, by_batch = Products(self.is_cpu and takes_onednn()), Products(by_onednn=False)
+        few = self.sizes.few_scores // (4 if by_one.by_onednn else 1)
         for each in self.sequences if heads else ():
-            num_keys = each.stop - each.start
-            if each.num_queries == 1 or not self.is_cpu or self.sharing * each.num_queries * num_keys <= self.sizes.few_pairs:
+            rows = min(each.num_queries, self._most_rows(self.sharing))
+            if not self.is_cpu or each.num_queries == 1 or self.sharing * rows * self._most_columns(rows, each) < few * self.threads:
                 short.append(each)
                 continue
-            rows = up(min(each.num_queries, self._most_rows(self.sharing)), by_one.step)
             for head in range(key_heads):
-                yield Group(self, [each], slice(head * self.sharing, (head + 1) * self.sharing), rows, by_one)
+                some = slice(head * self.sharing, (head + 1) * self.sharing)
+                yield Group(self, [each], some, up(rows, by_one.step), by_one)
         for stack in self._stacks(short, elements // max(heads, 1)):
-            num_queries, num_keys = shape_of(stack)
-            rows = min(num_queries, max(self.sizes.batch_rows, elements // (len(stack) * heads * num_keys)))
-            some = min(up(max(elements // (len(stack) * rows * num_keys), 1), self.sharing), heads)
-            for head in range(0, heads, some):
-                yield Group(self, stack, slice(head, min(head + some, heads)), rows, by_batch)
+            num_queries, _ = shape_of(stack)
+            rows = max(self.batch_rows, elements // (len(stack) * heads * self._most_columns(num_queries, *stack)))
+            rows = min(num_queries, rows, max(self._most_rows(1), self.batch_rows))
+            some = elements // (len(stack) * rows * self._most_columns(rows, *stack))
+            for some in evenly(key_heads, max(some // self.sharing, 1)):
+                yield Group(self, stack, slice(some.start * self.sharing, some.stop * self.sharing), rows, by_batch)
+
+    def _most_columns(self, rows: int, *stack: Sequence) -> int:
+        """Return the number of columns of a block with so many rows."""
+        left, right = self.spec.window_left, self.spec.window_right
+        _, num_keys = shape_of(list(stack))
+        return min(num_keys, rows + left + right) if left >= 0 and right >= 0 else num_keys
 
     def _most_rows(self, heads: int) -> int:
         """Return the number of queries of a block of so many heads."""
@@ -180,7 +201,8 @@ class Call:
             if stack:
                 num_queries, num_keys = shape_of([stack[0], stack[-1], each])
                 padded = num_queries * num_keys * (len(stack) + 1)
-                rows = min(num_queries, self.sizes.batch_rows) * num_keys * (len(stack) + 1)
+                num_rows = min(num_queries, self.batch_rows)
+                rows = num_rows * self._most_columns(num_rows, stack[0], stack[-1], each) * (len(stack) + 1)
                 own = each.num_queries * (each.stop - each.start)
                 fits = self.tensors.attn_mask is None or stack[0].offset == each.offset
                 if not fits or rows > most or padded > size + own + cost:
@@ -216,6 +238,12 @@ def sequences_of(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[S
     return seeing, unseeing
 
 
+def evenly(count: int, most: int) -> list[slice]:
+    """Return slices of 0 .. count of about the same size, at most the given one."""
+    parts = -(-count // most)
+    return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
+
+
 def shape_of(stack: list[Sequence]) -> tuple[int, int]:
     """Return the number of rows and columns of sequences that are aligned."""
     columns = max(each.stop - each.offset for each in stack) - min(each.start - each.offset for each in stack)
@@ -245,8 +273,12 @@ class Group:
         self.all_rows = up(self.num_queries, step)
         self.num_columns = up(self.num_keys, step) + (step if spec.window_left >= 0 and step > 1 else 0)
         last = stack[-1]
-        entries = range(stack[0].entry, stack[0].entry + len(stack))
-        self.is_alike = all(each[2:] == last[2:] and each.entry == entry for each, entry in zip(stack, entries, strict=True))
+        first, second = (each.place() for each in (stack[0], stack[min(1, len(stack) - 1)]))
+        self.step = tuple(b - a for a, b in zip(first, second, strict=True))
+        """By how much number, entry, first query and first key of each sequence are more than those of the one before."""
+        places = [tuple(a + i * b for a, b in zip(first, self.step, strict=True)) for i in range(len(stack))]
+        is_same = all((each.num_queries, *each[5:]) == (stack[0].num_queries, *stack[0][5:]) for each in stack)
+        self.is_alike = is_same and [each.place() for each in stack] == places
         """Whether its queries and keys are views of the tensors."""
         self.positions = range(self.base - self.all_rows, self.base + self.num_columns + products.band_step)
         """All that a band of its blocks may have."""
@@ -270,11 +302,11 @@ class Group:
         dtypes = self.call.term_dtype, self.call.product_dtype
         return Band(self.tables[name], self.heads, vectors, num_rows, scale, self.products, dtypes)
 
-    def mirrored(self, block: Block) -> Band:
-        """Return the band of rel_p2c, whose rows are the keys of the block's columns, PANEL in a block: the last one if it fits."""
+    def mirrored(self, block: Block) -> Mirror:
+        """Return the band of rel_p2c, whose rows are the keys of the block's columns: the last one if it fits."""
         if self.mirror is None or not self.mirror.fits(block):
             self.mirror = Mirror(self, block)
-        return self.mirror.band
+        return self.mirror
 
     def _seen(self, each: Sequence) -> tuple[int, int]:
         """Return the lowest position that a pair of a sequence has, and the one after the highest."""
@@ -283,37 +315,35 @@ class Group:
         return max(low, -left) if left >= 0 else low, min(high, right + 1) if right >= 0 else high
 
     @cached_property
-    def index(self) -> tuple[torch.Tensor, ...]:
-        """Where rows and columns of sequences that differ are in the tensors: the entry of each, (sequences, 1), the queries of the
-        rows and the keys of the columns, (sequences, length), and masks of those that exist."""
+    def places(self) -> tuple[Places, Places]:
+        """Where rows and columns of sequences that differ are in the tensors."""
         table = torch.tensor(self.stack, device=self.call.tensors.query.device)[..., None]
         _, entry, query, count, key, offset, start, stop = table.unbind(1)
         m = torch.arange(self.all_rows, device=table.device)
         number = torch.arange(self.num_columns, device=table.device) + self.base + offset
-        exists = (number >= start) & (number < stop)
-        return entry, query + m.clamp_max(count - 1), number.clamp(start, stop - 1) + key, m < count, exists
+        num_key_heads = self.key_heads.stop - self.key_heads.start
+        return (
+            Places(entry, query + m, m < count, self.sizes[1]),
+            Places(entry, key + number, (number >= start) & (number < stop), num_key_heads),
+        )
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries of a (B, Hq, Nq, width) tensor, (sequences, heads, rows, width), and zeros: a view if it can be."""
         if self.is_alike:
-            found = self._queries_of(tensor).to(self.call.dtype)
+            found = cast(self._queries_of(tensor), self.call.dtype)
             padding = self.all_rows - self.num_queries
             found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
-            return found if found.stride(3) == 1 else found.contiguous()
-        entry, query, _, exists, _ = self.index
-        found = tensor[:, self.heads].transpose(1, 2)[entry, query].to(self.call.dtype)
-        return zeroed(found, exists).transpose(1, 2)
+            return found if self.num_matrices == 1 and found.stride(3) == 1 else found.contiguous()
+        return cast(self.places[0].read(part(tensor, slice(None), self.heads)), self.call.dtype)
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the keys of a (B, Hk, Nk, width) tensor that are seen as matrices (columns, width), and zeros."""
         if self.is_alike:
-            found = self._keys_of(tensor).to(self.call.dtype)
+            found = cast(self._keys_of(tensor), self.call.dtype)
             padding = self.num_columns - self.num_keys
             found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
         else:
-            entry, _, key, _, exists = self.index
-            found = tensor[:, self.key_heads].transpose(1, 2)[entry, key].to(self.call.dtype)
-            found = zeroed(found, exists).transpose(1, 2)
+            found = cast(self.places[1].read(part(tensor, slice(None), self.key_heads)), self.call.dtype)
         found = found if found.stride(3) == 1 else found.contiguous()
         if self.num_matrices == 1:
             return found[0, 0]
@@ -321,23 +351,28 @@ class Group:
 
     def _queries_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a (B, Hq, Nq, ...) tensor that has the queries of sequences that are alike."""
-        first = self.stack[0]
-        queries = slice(first.query, first.query + self.num_queries)
-        return tensor[first.entry : first.entry + len(self.stack), self.heads, queries]
+        return self._view(tensor, self.heads, self.stack[0].query, self.num_queries, self.step[2])
 
     def _keys_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a (B, Hk, Nk, width) tensor that has the keys of sequences that are alike."""
         first = self.stack[0]
-        keys = slice(first.key + first.start, first.key + first.stop)
-        return tensor[first.entry : first.entry + len(self.stack), self.key_heads, keys]
+        return self._view(tensor, self.key_heads, first.key + first.start, self.num_keys, self.step[3])
+
+    def _view(self, tensor: torch.Tensor, heads: slice, first: int, length: int, step: int) -> torch.Tensor:
+        """Return so many rows of each sequence, (sequences, heads, length, ...)."""
+        count, entry = len(self.stack), self.stack[0].entry
+        if step == 0:
+            return part(tensor, slice(entry, entry + count), heads, slice(first, first + length))
+        one = tensor[entry, heads, first : first + length]
+        return one.as_strided((count, *one.shape), (step * tensor.stride(2), *one.stride()), one.storage_offset())
 
     def matrices(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """Return rows as a matrix for each block, (sharing * rows, width) or batches of them: views if they can be."""
-        rows = rows if dtype is None else rows.to(dtype)
+        rows = rows if dtype is None else cast(rows, dtype)
         if rows.shape[0] == rows.shape[1] == 1:
-            return list(rows[0, 0].split(self.num_rows))
+            return split(rows[0, 0], self.num_rows, 0)
         shape = (-1, rows.shape[3]) if self.num_matrices == 1 else (self.num_matrices, -1, rows.shape[3])
-        return [each.reshape(shape) for each in rows.split(self.num_rows, 2)]
+        return [each.reshape(shape) for each in split(rows, self.num_rows, 2)]
 
     def new_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if they are a view in the dtype of scores."""
@@ -352,8 +387,7 @@ class Group:
             if queries.data_ptr() != rows.data_ptr():
                 queries.copy_(rows[:, :, : self.num_queries])
             return
-        for each, of_one in zip(self.stack, rows.unbind(0), strict=True):
-            tensor[each.entry, self.heads, each.query : each.query + each.num_queries] = of_one[:, : each.num_queries]
+        self.places[0].write(part(tensor, slice(None), self.heads), rows)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return memory for sums of columns, transposed, (..., width, columns): of batches, the keys of a (B, Hk, Nk, width)
@@ -362,8 +396,9 @@ class Group:
             found = self._keys_of(tensor)
             if found.is_contiguous():
                 return found.view(self.num_matrices, self.num_columns, tensor.shape[3]).mT
-        shape = (tensor.shape[3], self.num_columns)
-        return self.call.memory(name, shape if self.num_matrices == 1 else (self.num_matrices, *shape), self.call.dtype)
+        if self.num_matrices == 1:
+            return self.call.memory(name, (tensor.shape[3], self.num_columns), self.call.dtype)
+        return self.call.memory(name, (self.num_matrices, self.num_columns, tensor.shape[3]), self.call.dtype).mT
 
     def put_columns(self, tensor: torch.Tensor, columns: torch.Tensor) -> None:
         """Write what is in new_columns() to the keys of a (B, Hk, Nk, width) tensor."""
@@ -373,10 +408,7 @@ class Group:
             if keys.data_ptr() != columns.data_ptr():
                 keys.copy_(found[:, :, : self.num_keys])
             return
-        for each, of_one in zip(self.stack, found.unbind(0), strict=True):
-            first = each.start - each.offset - self.base
-            keys = slice(each.key + each.start, each.key + each.stop)
-            tensor[each.entry, self.key_heads, keys] = of_one[:, first : first + each.stop - each.start]
+        self.places[1].write(part(tensor, slice(None), self.key_heads), found)
 
     def blocks(self) -> Iterator[Block]:
         for number in range(self.num_blocks):
@@ -390,7 +422,14 @@ class Mirror:
         sharing, self.start, self.num_columns = group.call.sharing, block.start, block.num_columns
         keys = block.part(group.key.wide).mT.reshape(group.sizes[0], -1, block.num_columns, group.query.shape[3])
         keys = keys if sharing == 1 else keys.repeat_interleave(sharing, 1)
-        self.band = group.band("rel_p2c", keys, PANEL, group.call.spec.rel_scale)
+        self.panel = max(block.num_rows // 2, min(block.num_rows, FEWEST_KEYS))
+        """Keys of a band, which are its rows: with more, it has many columns that are not needed."""
+        self.band = group.band("rel_p2c", keys, self.panel, group.call.spec.rel_scale)
+
+    def panels(self, pairs: torch.Tensor, base: int) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Yield the number, the transposed pairs, and the mirrored base of each band."""
+        for number, start in enumerate(range(0, self.num_columns, self.panel)):
+            yield number, pairs.mT[:, :, start : start + self.panel], -base - start
 
     def fits(self, block: Block) -> bool:
         """Return whether a block has the same columns."""
@@ -444,8 +483,10 @@ class Block:
     def may_be_blind(self) -> bool:
         """Whether a row may see none of the columns."""
         spec, call = self.call.spec, self.call
-        if not self.group.is_alike or call.tensors.attn_mask is not None or call.has_infinite_table:
+        if call.tensors.attn_mask is not None or call.has_infinite_table:
             return True
+        if not self.group.is_alike:
+            return max(spec.window_left, spec.window_right) >= 0
         # With a window the first row may be before all keys, or the last row beyond them.
         beyond = spec.window_left >= 0 and self.base - self.num_real + self.num_seen < -spec.window_left
         return beyond or (spec.window_right >= 0 and self.base > spec.window_right)
@@ -476,7 +517,7 @@ class Block:
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the block's part of (sequences, heads, rows, width)."""
-        return rows.narrow(2, self.row, self.num_rows)
+        return rows if self.num_rows == rows.shape[2] else rows.narrow(2, self.row, self.num_rows)
 
     def product(self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale times a product as scores()."""
@@ -502,7 +543,35 @@ class Block:
         return limits[kind]
 
 
-def zeroed(rows: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-    """Set rows (sequences, length, ...) that do not exist to zero, whatever they hold."""
-    missing = (~exists).flatten().nonzero()[:, 0]
-    return rows.flatten(0, 1).index_fill_(0, missing, 0).view(rows.shape) if len(missing) else rows
+class Places:
+    """Where rows of sequences that differ are in a (B, heads, N, width) tensor."""
+
+    def __init__(self, entry: torch.Tensor, number: torch.Tensor, exists: torch.Tensor, num_heads: int) -> None:
+        """entry: of each sequence, (sequences, 1). number: of each row, (sequences, length). exists: whether there is such a row."""
+        self.entry, self.number, self.exists = entry[..., None], number.masked_fill(~exists, 0)[:, None], exists
+        self.heads = torch.arange(num_heads, device=entry.device)[:, None]
+        of_heads = exists[:, None].expand(-1, num_heads, -1).flatten()
+        self.existing, self.missing = (each.nonzero()[:, 0] for each in (of_heads, ~of_heads))
+
+    def _rows_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tensor's memory as rows, or a copy, and the number of each row, (sequences, heads, length)."""
+        width = tensor.shape[3]
+        if tensor.stride(3) != 1 or any(step % width for step in tensor.stride()[:3]):
+            tensor = tensor.contiguous()
+        steps = [step // width for step in tensor.stride()[:3]]
+        count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=False))
+        rows = tensor.as_strided((count, width), (width, 1), tensor.storage_offset())
+        return rows, self.entry * steps[0] + self.heads * steps[1] + self.number * steps[2]
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows, (sequences, heads, length, width), and zeros where there is none."""
+        rows, index = self._rows_of(tensor)
+        return rows.index_select(0, index.flatten()).index_fill_(0, self.missing, 0).view(*index.shape, -1)
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write rows (sequences, heads, length, width) to their places."""
+        rows, index = self._rows_of(tensor)
+        found = values.reshape(-1, values.shape[3]).index_select(0, self.existing)
+        rows.index_copy_(0, index.flatten().index_select(0, self.existing), cast(found, tensor.dtype))
+        if rows.data_ptr() != tensor.data_ptr():
+            tensor.copy_(rows.view(tensor.shape))

@@ -36,12 +36,6 @@ class Block(NamedTuple):
         return tuple(each.stop - each.start for each in (self.heads, self.rows, self.columns))  # type: ignore[return-value]
 
 
-def evenly(count: int, most: int) -> list[slice]:
-    """Return slices of 0 .. count of about the same size, at most the given one."""
-    parts = -(-count // most)
-    return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
-
-
 def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     """Some heads, and the blocks of their queries."""
     batch, num_heads, _, _ = tensors.query.shape
@@ -50,11 +44,11 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     threads = torch.get_num_threads() if tensors.query.device.type == "cpu" else cut.THREADS_ELSEWHERE
     fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
     most_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
-    columns = evenly(width, min(width, most_queries))
-    rows = evenly(height, max(most_queries // max(width, 1), 1))
+    columns = cut.evenly(width, min(width, most_queries))
+    rows = cut.evenly(height, max(most_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
-    for heads in evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
-        found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in evenly(prefix, most_queries)]
+    for heads in cut.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
+        found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in cut.evenly(prefix, most_queries)]
         for row in rows:
             for column in columns:
                 start = prefix + row.start * width + column.start

@@ -64,7 +64,7 @@ def mask(block: Block, pairs: torch.Tensor) -> None:
             skip, count = start - first, block.num_seen - start
             hide(pairs[..., start : block.num_seen], *(each[:, skip : skip + count] for each in block.triangles(pairs.dtype)[1]))
     if not group.is_alike:
-        hide(pairs, *limits(block.part(group.index[4])[:, None, None], pairs.dtype))
+        hide(pairs, *limits(block.part(group.places[1].exists)[:, None, None], pairs.dtype))
     if block.num_seen < num_columns:
         pairs[..., block.num_seen :].fill_(-math.inf)
 
