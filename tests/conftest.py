@@ -72,11 +72,15 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return wrapper
 
 
-def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, panel_rows: int) -> None:
-    """Let blockwise take so many queries and scores (a thread) a block and rows a panel: it cuts short calls, too."""
-    from triton_relattn._blockwise import cut
+def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int, step: int = 0) -> None:
+    """Let blockwise take so many queries and scores (a thread) a block, and heads one by one from so few scores on: it cuts short
+    calls, too. With a step, oneDNN multiplies float32 heads, and all sizes of heads are rounded up to it."""
+    from triton_relattn._blockwise import cut, products
 
-    patch.setattr(cut, "SIZES", cut.Sizes(queries, 1, queries, panel_rows, elements))
+    patch.setattr(cut, "SIZES", cut.Sizes(queries, 1, queries, few, elements))
+    patch.setattr(cut, "takes_onednn", lambda: step > 0 and products.has_linear())
+    if step:
+        patch.setattr(products, "STEP", step)
 
 
 def forget_warnings() -> None:

@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     batch_rows: int = 64
     """Queries of a block of a batch: with more, bands have many columns that are not needed."""
     few_scores: int = 1 << 17
-    """Scores of a block of one head up to which heads and sequences are computed in batches; a quarter where oneDNN computes
+    """Scores of a block of one head up to which heads and sequences are computed in batches; three eighths where oneDNN computes
     the products of a head."""
     elements: int = 1 << 19
     """Scores of a batch for each thread, two megabytes."""
@@ -161,7 +161,7 @@ class Call:
         heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
         elements, short = self.sizes.elements * self.threads, []
         by_one, by_batch = Products(self.is_cpu and takes_onednn()), Products(by_onednn=False)
-        few = self.sizes.few_scores // (4 if by_one.by_onednn else 1)
+        few = self.sizes.few_scores * 3 // 8 if by_one.by_onednn else self.sizes.few_scores
         for each in self.sequences if heads else ():
             rows = min(each.num_queries, self._most_rows(self.sharing))
             if not self.is_cpu or each.num_queries == 1 or self.sharing * rows * self._most_columns(rows, each) < few * self.threads:

@@ -1,0 +1,104 @@
+"""The choice of the library that multiplies float32 matrices on a CPU, and what each computes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import cut_blocks
+from tests.oracle import results_of, unlucky_reference
+from triton_relattn._blockwise import products
+from triton_relattn.testing import assert_within_budget, make_inputs
+
+VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
+on_onednn = pytest.mark.skipif(not products.has_linear(), reason="this build of torch lacks oneDNN, or its linear")
+
+
+def chosen(choice: str) -> subprocess.CompletedProcess[str]:
+    """What a process of that choice prints of its environment."""
+    environment = {**os.environ, VARIABLE: choice}
+    command = [sys.executable, "-m", "triton_relattn"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("choice", ["torch", pytest.param("onednn", marks=on_onednn)])
+def test_the_variable_chooses(choice: str) -> None:
+    """The environment that a user is asked for says what was chosen."""
+    process = chosen(choice)
+    assert process.returncode == 0, process.stderr
+    assert f"float32 products: {choice}" in " ".join(process.stdout.split()), process.stdout
+
+
+def test_another_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "mkl")
+    with pytest.raises(ValueError, match=f'{VARIABLE} must be "onednn" or "torch", got \'mkl\''):
+        products.takes_onednn.__wrapped__()
+
+
+def test_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is private: a torch that lacks it multiplies by torch.mm, unless the variable asks for it."""
+
+    def absent(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+
+    monkeypatch.setattr(products, "linear", absent)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not products.takes_onednn.__wrapped__()
+    monkeypatch.setenv(VARIABLE, "onednn")
+    with pytest.raises(NotImplementedError, match="has no oneDNN"):
+        products.takes_onednn.__wrapped__()
+
+
+@on_onednn
+def test_the_probe_asks_for_speed_and_for_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "FASTER", 0.0)
+    assert products.is_faster()
+    monkeypatch.setattr(products, "FASTER", 1e9)
+    assert not products.is_faster()
+    monkeypatch.setattr(products, "FASTER", 0.0)
+    monkeypatch.setattr(products, "linear", lambda left, right: (left.bfloat16() @ right.t().bfloat16()).float())
+    assert not products.is_faster()
+
+
+CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "full": ((1, 2, 130, 130, 64), {"num_rows": 259}, {}),
+    "clipped": ((2, 4, 97, 65, 32), {"num_rows": 31, "rel_value": True, "rel_bias": True, "key_heads": 2}, {"enable_gqa": True}),
+    "window": ((1, 2, 200, 150, 16), {"num_rows": 41, "rel_p2c": True}, {"window_size": (40, 3), "query_offset": -30}),
+    "lengths": ((3, 2, 70, 90, 24), {"num_rows": 159}, {"key_lengths": torch.tensor([90, 33, 1]), "query_offset": 20}),
+}
+
+
+@on_onednn
+@pytest.mark.parametrize("step", [8, 64])
+@pytest.mark.parametrize("case", CALLS)
+def test_onednn(case: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It obeys the error rule, and repeats bit for bit."""
+    cut_blocks(monkeypatch, 64, 1, 1, step)
+    sizes, tables, arguments = CALLS[case]
+    inputs = make_inputs(*sizes, **tables, dtype=torch.float32, seed=5)
+    golden, reference = unlucky_reference(inputs, **arguments)
+    results, again = (results_of("blockwise", inputs, **arguments) for _ in range(2))
+    for name, result in results.items():
+        assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
+        assert torch.equal(result, again[name]), name
+
+
+@on_onednn
+def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN prepares for every size that it meets, and remembers it: over 60 lengths there are few."""
+    cut_blocks(monkeypatch, 128, 1, 1, 64)
+    met, linear = set(), products.linear
+
+    def recorded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        met.add((*left.shape, *right.shape))
+        return linear(left, right)
+
+    monkeypatch.setattr(products, "linear", recorded)
+    for length in range(401, 461):
+        results_of("blockwise", make_inputs(1, 1, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=0))
+    assert 8 <= len(met) <= 40, sorted(met)
