@@ -33,7 +33,7 @@ from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
 BLOCKS = ((16, 1, 4), (7, 1 << 11, 2), (1, 1, 1), (16, 1 << 18, 1 << 20), (8, 1, 1, 8), (16, 1, 1, 4))
-"""Queries and scores of a block, scores from which heads are computed one by one, and oneDNN's step, of blockwise in small blocks."""
+"""Blockwise in small blocks: queries and scores of one, scores from which heads are computed one by one, oneDNN's step."""
 REGISTERS = ("scores", "registers")
 TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"forward": (32, 16), "dq": (32, 16), "dq_from_ds": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},

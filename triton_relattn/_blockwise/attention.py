@@ -1,7 +1,7 @@
 """Linear-memory attention in plain torch, forward and hand-written backward, for any device.
 
-A call is cut into blocks (cut.py) of some queries with all keys that they see, so that every step is one call of
-torch on a matrix of scores, and softmax is torch's own. Terms of tables are views of bands (bands.py). With the gradients dO of out
+A call is cut into blocks (cut.py) of some queries with all keys that they see, so that every step is one call of torch on a
+matrix of scores, and softmax is torch's own. Terms of tables are views of bands (bands.py). With the gradients dO of out
 and dlse of lse:
 
     P  = softmax(scale * Q K^T + terms of other tables)              out = P V + term of rel_value
@@ -103,7 +103,7 @@ def kept_of(block: Block, kept: torch.Tensor) -> torch.Tensor:
     group, first = block.group, block.group.stack[0]
     rows = slice(block.row, block.row + block.num_real)
     columns = slice(first.start + block.start, first.start + block.start + block.num_seen)
-    return kept[first.entry : first.entry + len(group.stack), group.heads, rows, columns]
+    return kept[first.entry : first.entry + first.count, group.heads, rows, columns]
 
 
 def of_kept(block: Block, kept: torch.Tensor) -> torch.Tensor:
@@ -141,11 +141,12 @@ def forward(
     # What is kept, and a softmax over parts of the keys, must fit the logits of the backward.
     call = Call(tensors, spec, rounds_terms=kept is None and largest_logits is None)
     fuses = can_fuse(call, kept, dtype)
-    for each in call.unseeing:
-        queries = (each.entry, slice(None), slice(each.query, each.query + each.num_queries))
-        out[queries] = 0
-        if spec.with_lse:
-            lse[queries] = -math.inf
+    for run in call.unseeing:
+        for one in (run.part(number, number + 1) for number in range(run.count)):
+            queries = (one.entry, slice(None), slice(one.query, one.query + one.num_queries))
+            out[queries] = 0
+            if spec.with_lse:
+                lse[queries] = -math.inf
     for group in call.groups():
         rows = group.new_rows(out)
         others = [group.new_rows(each[..., None]) for each in (lse, largest_logits) if each is not None and spec.with_lse]
@@ -176,7 +177,8 @@ def by_steps(
     lse: torch.Tensor | None = None,
     largest_logits: torch.Tensor | None = None,
 ) -> None:
-    """Compute a block's part of out, (sequences, heads, rows, Dv); band: of rel_value, kept as of forward(), the others of softmax()."""
+    """Compute a block's part of out, (sequences, heads, rows, Dv). band: of rel_value; kept as of forward(), the others of
+    softmax()."""
     group, dtype = block.group, block.call.product_dtype
     place = None if kept is None else kept_of(block, kept)
     if place is not None and place.is_contiguous() and place.shape == block.shape:

@@ -12,8 +12,8 @@ alike: the band of the probabilities times the table is its part of out, and dO 
 
 Columns in which all rows are beyond the table are *far*: their term is that of an end row, one number for each row, or nothing.
 
-The table that meets the keys, rel_p2c, has bands of the same kind. In transposed scores keys are the rows, and the position counts
-the other way: the *mirror* of a table has its rows in reverse order.
+The table that meets the keys, rel_p2c, has bands of the same kind. In transposed scores keys are the rows, and the position
+counts the other way: the *mirror* of a table has its rows in reverse order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 
 from .products import LINE, Memory, Products
+
 
 def up(number: int, step: int) -> int:
     """Round up to a multiple of step."""

@@ -1,10 +1,10 @@
 """The cut of a call for attention.py: groups of sequences and heads, and blocks of their queries, the rows, with the keys
 that these see, the columns.
 
-A long sequence is computed head by head, some queries at a time, so that the scores of a block stay in the processor's cache. Short
-ones are computed in batches of heads and sequences, since every step takes time to start. Those that differ are padded to one
-length, as long as that costs less than to start another batch, and aligned: in all of them row m and column c have the relative
-position ``base + c - m``.
+A long sequence is computed head by head, some queries at a time, so that the scores of a block stay in the processor's cache.
+Short ones are computed in batches of heads and sequences, since every step takes time to start. Those that differ are padded to
+one length, as long as that costs less than to start another batch, and aligned: in all of them row m and column c have the
+relative position ``base + c - m``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -50,28 +50,32 @@ FEWEST_THREADS = 2
 """Threads whose scores a block may have in any case. With more its scores take no more memory than the call's tensors and their
 gradients."""
 SCORES = 6
-"""So many times the scores of a block are in memory: probabilities, gradients, and twice as wide bands of terms and of gradients."""
-
-
+"""So many times the scores of a block are in memory: probabilities, gradients, and bands of both, which may be twice as wide."""
 FEWEST_KEYS = 32
 """Keys of a band of rel_p2c: products with fewer are slow."""
 
 
-class Sequence(NamedTuple):
-    """One sequence of the batch."""
+class Run(NamedTuple):
+    """Successive sequences of the batch that are alike."""
 
-    number: int  # as dropout and attn_mask know it
+    number: int  # of the first, as dropout and attn_mask know it
     entry: int  # of the tensors
-    query: int  # its first query in them
-    num_queries: int
+    query: int  # its first query there
     key: int
+    num_queries: int
+    num_keys: int
     offset: int  # the place of its first query among its keys
     start: int  # first of the keys that its queries see
     stop: int
+    is_packed: bool  # in one entry, one after the other
+    count: int = 1  # type: ignore[assignment]  # not how often the tuple has a value
 
-    def place(self) -> tuple[int, ...]:
-        """Return what may differ where sequences are alike."""
-        return self.number, self.entry, self.query, self.key
+    def part(self, start: int, stop: int) -> Run:
+        """Return some of the sequences."""
+        moved = self._replace(number=self.number + start, count=stop - start)
+        if not self.is_packed:
+            return moved._replace(entry=self.entry + start)
+        return moved._replace(query=self.query + start * self.num_queries, key=self.key + start * self.num_keys)
 
 
 class Call:
@@ -87,8 +91,8 @@ class Call:
         self.tensors, self.spec, self.sizes = tensors, spec, sizes or SIZES
         self.dtype, self.is_cpu = compute_dtype(tensors.query.dtype), tensors.query.device.type == "cpu"
         self.sharing = tensors.query.shape[1] // max(tensors.key.shape[1], 1)
-        self.sequences, self.unseeing = sequences_of(tensors, spec)
-        num_pairs = sum(each.num_queries * (each.stop - each.start) for each in self.sequences)
+        self.runs, self.unseeing = runs_of(tensors, spec)
+        num_pairs = sum(each.count * each.num_queries * (each.stop - each.start) for each in self.runs)
         self.product_dtype = product_dtype(tensors.query, num_pairs * tensors.query.shape[1])
         self.term_dtype = self.product_dtype if rounds_terms else self.dtype
         self.memory = Memory(tensors.query)
@@ -118,7 +122,7 @@ class Call:
         """Whether every key is seen."""
         _, heads, _, _ = self.tensors.query.shape
         batch, _, num_keys, _ = self.tensors.key.shape
-        return heads > 0 and sum(each.stop - each.start for each in self.sequences) == batch * num_keys
+        return heads > 0 and sum(each.count * (each.stop - each.start) for each in self.runs) == batch * num_keys
 
     @cached_property
     def has_infinite_table(self) -> bool:
@@ -158,30 +162,31 @@ class Call:
 
     def groups(self) -> Iterator[Group]:
         """Yield groups that together have all heads of all sequences with queries that see a key."""
-        heads, key_heads = self.tensors.query.shape[1], self.tensors.key.shape[1]
-        elements, short = self.sizes.elements * self.threads, []
+        heads, key_heads, sharing = self.tensors.query.shape[1], self.tensors.key.shape[1], self.sharing
         by_one, by_batch = Products(self.is_cpu and takes_onednn()), Products(by_onednn=False)
         few = self.sizes.few_scores * 3 // 8 if by_one.by_onednn else self.sizes.few_scores
-        for each in self.sequences if heads else ():
-            rows = min(each.num_queries, self._most_rows(self.sharing))
-            if not self.is_cpu or each.num_queries == 1 or self.sharing * rows * self._most_columns(rows, each) < few * self.threads:
+        short = []
+        for each in self.runs if heads else ():
+            rows = min(each.num_queries, self._most_rows(sharing))
+            scores = sharing * rows * self._columns(rows, each.stop - each.start)
+            if self.is_cpu and each.num_queries > 1 and scores >= few * self.threads:
+                for number, head in product(range(each.count), range(key_heads)):
+                    some = slice(head * sharing, (head + 1) * sharing)
+                    yield Group(self, [each.part(number, number + 1)], some, up(rows, by_one.step), by_one)
+            else:
                 short.append(each)
-                continue
-            for head in range(key_heads):
-                some = slice(head * self.sharing, (head + 1) * self.sharing)
-                yield Group(self, [each], some, up(rows, by_one.step), by_one)
-        for stack in self._stacks(short, elements // max(heads, 1)):
-            num_queries, _ = shape_of(stack)
-            rows = max(self.batch_rows, elements // (len(stack) * heads * self._most_columns(num_queries, *stack)))
-            rows = min(num_queries, rows, max(self._most_rows(1), self.batch_rows))
-            some = elements // (len(stack) * rows * self._most_columns(rows, *stack))
-            for some in evenly(key_heads, max(some // self.sharing, 1)):
-                yield Group(self, stack, slice(some.start * self.sharing, some.stop * self.sharing), rows, by_batch)
+        elements = self.sizes.elements * self.threads
+        for stack in self._stacks(short, elements):
+            (num_queries, num_keys), count = shape_of(stack), sum(each.count for each in stack)
+            rows = elements // (count * heads * self._columns(num_queries, num_keys))
+            rows = min(num_queries, max(rows, self.batch_rows), max(self._most_rows(1), self.batch_rows))
+            most = elements // (count * sharing * rows * self._columns(rows, num_keys))
+            for keys in evenly(key_heads, max(most, 1)):
+                yield Group(self, stack, slice(keys.start * sharing, keys.stop * sharing), rows, by_batch)
 
-    def _most_columns(self, rows: int, *stack: Sequence) -> int:
+    def _columns(self, rows: int, num_keys: int) -> int:
         """Return the number of columns of a block with so many rows."""
         left, right = self.spec.window_left, self.spec.window_right
-        _, num_keys = shape_of(list(stack))
         return min(num_keys, rows + left + right) if left >= 0 and right >= 0 else num_keys
 
     def _most_rows(self, heads: int) -> int:
@@ -192,50 +197,65 @@ class Call:
             rows = min(rows, up(left + right + 1, self.sizes.fewest_rows))
         return max(rows, self.sizes.fewest_rows)
 
-    def _stacks(self, sequences: list[Sequence], most: int) -> Iterator[list[Sequence]]:
-        """Yield sequences that are computed together, of at most so many scores a head in a block."""
-        cost = self.sizes.block_cost // max(self.tensors.query.shape[1], 1)
-        stack: list[Sequence] = []
-        size = 0
-        for each in sorted(sequences, key=lambda each: (each.num_queries, each.stop - each.start, each.offset), reverse=True):
+    def _stacks(self, runs: list[Run], elements: int) -> Iterator[list[Run]]:
+        """Yield sequences that are computed together, with at most so many scores in a block."""
+        heads, has_mask = self.tensors.query.shape[1], self.tensors.attn_mask is not None
+        stack: list[Run] = []
+        low = high = count = 0  # of the stack: positions of keys from the first query's, and sequences
+        for run in sorted(runs, key=lambda run: (run.num_queries, run.stop - run.start, run.offset), reverse=True):
+            start, stop = run.start - run.offset, run.stop - run.offset
             if stack:
-                num_queries, num_keys = shape_of([stack[0], stack[-1], each])
-                padded = num_queries * num_keys * (len(stack) + 1)
-                num_rows = min(num_queries, self.batch_rows)
-                rows = num_rows * self._most_columns(num_rows, stack[0], stack[-1], each) * (len(stack) + 1)
-                own = each.num_queries * (each.stop - each.start)
-                fits = self.tensors.attn_mask is None or stack[0].offset == each.offset
-                if not fits or rows > most or padded > size + own + cost:
-                    yield stack
-                    stack, size = [], 0
-            stack.append(each)
-            size = math.prod(shape_of(stack)) * len(stack)
+                lowest, highest, rows = min(low, start), max(high, stop), stack[0].num_queries
+                scores = rows * (high - low) * count + run.num_queries * (stop - start) * run.count
+                padded = rows * (highest - lowest) * (count + run.count)
+                fits = count + run.count <= self._most(rows, highest - lowest, elements)
+                pays = heads * (padded - scores) <= self.sizes.block_cost
+                if fits and pays and not (has_mask and run.offset != stack[0].offset):
+                    stack.append(run)
+                    low, high, count = lowest, highest, count + run.count
+                    continue
+                yield from self._parts(stack, elements)
+            stack, low, high, count = [run], start, stop, run.count
         if stack:
+            yield from self._parts(stack, elements)
+
+    def _most(self, rows: int, columns: int, elements: int) -> int:
+        """Return how many sequences have so many scores in a block."""
+        rows = min(rows, self.batch_rows)
+        return max(elements // (self.tensors.query.shape[1] * rows * self._columns(rows, columns)), 1)
+
+    def _parts(self, stack: list[Run], elements: int) -> Iterator[list[Run]]:
+        """Yield a stack; one run that has too many scores in parts."""
+        if len(stack) > 1:
             yield stack
+            return
+        for some in evenly(stack[0].count, self._most(*shape_of(stack), elements)):
+            yield [stack[0].part(some.start, some.stop)]
 
 
-def sequences_of(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Sequence], list[Sequence]]:
-    """Return the sequences with queries that see keys, and those with queries that see none. This reads the tensors of lengths and
-    offsets, and so waits for a GPU."""
-    query, key = tensors.query, tensors.key
+def runs_of(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], list[Run]]:
+    """Return the sequences with queries that see keys, and those with queries that see none. This reads the tensors of lengths
+    and offsets, and so waits for a GPU."""
+    query, key, is_packed = tensors.query, tensors.key, tensors.cu_seqlens_q is not None
     count, num_queries, num_keys = tensors.num_sequences, query.shape[2], key.shape[2]
     lengths = [num_keys] * count if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
     offsets = [spec.query_offset] * count if tensors.query_offsets is None else tensors.query_offsets.tolist()
-    places = [(entry, 0, num_queries, 0) for entry in range(count)]
+    starts, sizes = [(0, 0)] * count, [(num_queries, length) for length in lengths]
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
-        queries, keys = (pairwise(each.tolist()) for each in (tensors.cu_seqlens_q, tensors.cu_seqlens_k))
-        parts = list(zip(queries, keys, strict=True))
-        places = [(0, first, stop - first, first_key) for (first, stop), (first_key, _) in parts]
-        lengths = [stop - first for _, (first, stop) in parts]
-    seeing, unseeing = [], []
-    for number, (place, length, offset) in enumerate(zip(places, lengths, offsets, strict=True)):
-        entry, first, size, first_key = place
-        start = max(offset - spec.window_left, 0) if spec.window_left >= 0 else 0
-        stop = min(offset + size + spec.window_right, length) if spec.window_right >= 0 else length
-        each = Sequence(number, entry, first, size, first_key, offset, start, stop)
+        starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
+        sizes = [(q - first_q, k - first_k) for (first_q, first_k), (q, k) in pairwise(starts)]
+    found, first = [], 0
+    for stop in range(1, count + 1):
+        if stop < count and (sizes[stop], offsets[stop]) == (sizes[first], offsets[first]):
+            continue
+        (query_start, key_start), (size, length), offset = starts[first], sizes[first], offsets[first]
+        low = max(offset - spec.window_left, 0) if spec.window_left >= 0 else 0
+        high = min(offset + size + spec.window_right, length) if spec.window_right >= 0 else length
+        place = 0 if is_packed else first, query_start, key_start
         if size > 0:
-            (seeing if start < stop else unseeing).append(each)
-    return seeing, unseeing
+            found.append(Run(first, *place, size, length, offset, low, high, is_packed, stop - first))
+        first = stop
+    return [each for each in found if each.start < each.stop], [each for each in found if each.start >= each.stop]
 
 
 def evenly(count: int, most: int) -> list[slice]:
@@ -244,7 +264,7 @@ def evenly(count: int, most: int) -> list[slice]:
     return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
 
 
-def shape_of(stack: list[Sequence]) -> tuple[int, int]:
+def shape_of(stack: list[Run]) -> tuple[int, int]:
     """Return the number of rows and columns of sequences that are aligned."""
     columns = max(each.stop - each.offset for each in stack) - min(each.start - each.offset for each in stack)
     return max(each.num_queries for each in stack), columns
@@ -253,16 +273,16 @@ def shape_of(stack: list[Sequence]) -> tuple[int, int]:
 class Group:
     """Sequences and heads whose scores are computed together, with their rows and columns ready for products.
 
-    Rows are (sequences, heads, rows, width); products take a matrix for each block and the heads that share a key. Columns are such
-    matrices. Matrices are batches, (sequences * key heads, ..., ...), if there are several.
+    Rows are (sequences, heads, rows, width); products take a matrix for each block and the heads that share a key. Columns are
+    such matrices. Matrices are batches, (sequences * key heads, ..., ...), if there are several.
     """
 
-    def __init__(self, call: Call, stack: list[Sequence], heads: slice, most_rows: int, products: Products) -> None:
+    def __init__(self, call: Call, stack: list[Run], heads: slice, most_rows: int, products: Products) -> None:
         """most_rows: of a block."""
         self.call, self.stack, self.heads, self.products = call, stack, heads, products
         spec, tensors, step = call.spec, call.tensors, products.step
         self.key_heads = slice(heads.start // call.sharing, heads.stop // call.sharing)
-        self.sizes = len(stack), heads.stop - heads.start
+        self.sizes = sum(each.count for each in stack), heads.stop - heads.start
         self.num_matrices = self.sizes[0] * (self.key_heads.stop - self.key_heads.start)
         self.num_queries, self.num_keys = shape_of(stack)
         self.base = min(each.start - each.offset for each in stack)
@@ -272,13 +292,7 @@ class Group:
         """Rows of a block, as even as possible; the last one has fewer if products take them."""
         self.all_rows = up(self.num_queries, step)
         self.num_columns = up(self.num_keys, step) + (step if spec.window_left >= 0 and step > 1 else 0)
-        last = stack[-1]
-        first, second = (each.place() for each in (stack[0], stack[min(1, len(stack) - 1)]))
-        self.step = tuple(b - a for a, b in zip(first, second, strict=True))
-        """By how much number, entry, first query and first key of each sequence are more than those of the one before."""
-        places = [tuple(a + i * b for a, b in zip(first, self.step, strict=True)) for i in range(len(stack))]
-        is_same = all((each.num_queries, *each[5:]) == (stack[0].num_queries, *stack[0][5:]) for each in stack)
-        self.is_alike = is_same and [each.place() for each in stack] == places
+        self.is_alike = len(stack) == 1
         """Whether its queries and keys are views of the tensors."""
         self.positions = range(self.base - self.all_rows, self.base + self.num_columns + products.band_step)
         """All that a band of its blocks may have."""
@@ -308,7 +322,12 @@ class Group:
             self.mirror = Mirror(self, block)
         return self.mirror
 
-    def _seen(self, each: Sequence) -> tuple[int, int]:
+    @property
+    def sequences(self) -> list[Run]:
+        """Its sequences one by one."""
+        return [each.part(number, number + 1) for each in self.stack for number in range(each.count)]
+
+    def _seen(self, each: Run) -> tuple[int, int]:
         """Return the lowest position that a pair of a sequence has, and the one after the highest."""
         left, right = self.call.spec.window_left, self.call.spec.window_right
         low, high = each.start - each.offset - each.num_queries + 1, each.stop - each.offset
@@ -317,8 +336,8 @@ class Group:
     @cached_property
     def places(self) -> tuple[Places, Places]:
         """Where rows and columns of sequences that differ are in the tensors."""
-        table = torch.tensor(self.stack, device=self.call.tensors.query.device)[..., None]
-        _, entry, query, count, key, offset, start, stop = table.unbind(1)
+        table = torch.tensor([each[1:9] for each in self.sequences], device=self.call.tensors.query.device)[..., None]
+        entry, query, key, count, _, offset, start, stop = table.unbind(1)
         m = torch.arange(self.all_rows, device=table.device)
         number = torch.arange(self.num_columns, device=table.device) + self.base + offset
         num_key_heads = self.key_heads.stop - self.key_heads.start
@@ -328,7 +347,7 @@ class Group:
         )
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the queries of a (B, Hq, Nq, width) tensor, (sequences, heads, rows, width), and zeros: a view if it can be."""
+        """Return the queries of a (B, Hq, Nq, width) tensor and zeros, (sequences, heads, rows, width): a view if it can be."""
         if self.is_alike:
             found = cast(self._queries_of(tensor), self.call.dtype)
             padding = self.all_rows - self.num_queries
@@ -351,20 +370,20 @@ class Group:
 
     def _queries_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a (B, Hq, Nq, ...) tensor that has the queries of sequences that are alike."""
-        return self._view(tensor, self.heads, self.stack[0].query, self.num_queries, self.step[2])
+        return self._view(tensor, self.heads, self.stack[0].query, self.num_queries, self.num_queries)
 
     def _keys_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a (B, Hk, Nk, width) tensor that has the keys of sequences that are alike."""
         first = self.stack[0]
-        return self._view(tensor, self.key_heads, first.key + first.start, self.num_keys, self.step[3])
+        return self._view(tensor, self.key_heads, first.key + first.start, self.num_keys, first.num_keys)
 
     def _view(self, tensor: torch.Tensor, heads: slice, first: int, length: int, step: int) -> torch.Tensor:
-        """Return so many rows of each sequence, (sequences, heads, length, ...)."""
-        count, entry = len(self.stack), self.stack[0].entry
-        if step == 0:
-            return part(tensor, slice(entry, entry + count), heads, slice(first, first + length))
-        one = tensor[entry, heads, first : first + length]
-        return one.as_strided((count, *one.shape), (step * tensor.stride(2), *one.stride()), one.storage_offset())
+        """Return so many rows of each sequence, (sequences, heads, length, ...). step: from one to the next in a packed batch."""
+        run = self.stack[0]
+        if not run.is_packed or run.count == 1:
+            return part(tensor, slice(run.entry, run.entry + run.count), heads, slice(first, first + length))
+        one = tensor[run.entry, heads, first : first + length]
+        return one.as_strided((run.count, *one.shape), (step * tensor.stride(2), *one.stride()), one.storage_offset())
 
     def matrices(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """Return rows as a matrix for each block, (sharing * rows, width) or batches of them: views if they can be."""
@@ -375,7 +394,7 @@ class Group:
         return [each.reshape(shape) for each in split(rows, self.num_rows, 2)]
 
     def new_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if they are a view in the dtype of scores."""
+        """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if that is a view in the right dtype."""
         if self.is_alike and tensor.dtype == self.call.dtype and self.all_rows == self.num_queries:
             return self._queries_of(tensor)
         return tensor.new_empty(*self.sizes, self.all_rows, tensor.shape[3], dtype=self.call.dtype)
@@ -402,7 +421,7 @@ class Group:
 
     def put_columns(self, tensor: torch.Tensor, columns: torch.Tensor) -> None:
         """Write what is in new_columns() to the keys of a (B, Hk, Nk, width) tensor."""
-        found = columns.mT.reshape(len(self.stack), -1, self.num_columns, tensor.shape[3])
+        found = columns.mT.reshape(self.sizes[0], -1, self.num_columns, tensor.shape[3])
         if self.is_alike:
             keys = self._keys_of(tensor)
             if keys.data_ptr() != columns.data_ptr():
@@ -519,7 +538,9 @@ class Block:
         """Return the block's part of (sequences, heads, rows, width)."""
         return rows if self.num_rows == rows.shape[2] else rows.narrow(2, self.row, self.num_rows)
 
-    def product(self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def product(
+        self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale times a product as scores()."""
         place = self.scores(name)
         found = self.group.products.scaled(left, right, scale, place[0])
@@ -547,7 +568,7 @@ class Places:
     """Where rows of sequences that differ are in a (B, heads, N, width) tensor."""
 
     def __init__(self, entry: torch.Tensor, number: torch.Tensor, exists: torch.Tensor, num_heads: int) -> None:
-        """entry: of each sequence, (sequences, 1). number: of each row, (sequences, length). exists: whether there is such a row."""
+        """entry: of each sequence, (sequences, 1). number: of each row, (sequences, length). exists: whether there is one."""
         self.entry, self.number, self.exists = entry[..., None], number.masked_fill(~exists, 0)[:, None], exists
         self.heads = torch.arange(num_heads, device=entry.device)[:, None]
         of_heads = exists[:, None].expand(-1, num_heads, -1).flatten()

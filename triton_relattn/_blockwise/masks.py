@@ -74,7 +74,7 @@ def add_mask(block: Block, pairs: torch.Tensor, given: torch.Tensor) -> None:
     group, first = block.group, block.group.stack[0]
     keys = group.base + first.offset + block.start
     places = (
-        slice(first.entry, first.entry + len(group.stack)) if group.is_alike else [each.entry for each in group.stack],
+        slice(first.entry, first.entry + first.count) if group.is_alike else [each.entry for each in group.sequences],
         group.heads,
         slice(block.row, block.row + block.num_real),
         slice(keys, keys + block.num_seen),
@@ -95,10 +95,11 @@ def dropout(block: Block) -> torch.Tensor | None:
     seed, origins, dropout_p = call.tensors.dropout_seed, call.tensors.dropout_origins, call.spec.dropout_p
     if seed is None:
         return None
-    origin = [(each.number, 0, 0, 0) for each in group.stack]
+    sequences = group.sequences
+    origin = [(each.number, 0, 0, 0) for each in sequences]
     if origins is not None:
-        origin = [tuple(origins[each.number, 0].tolist()) for each in group.stack]
-    keys = [group.base + each.offset + block.start + first for each, (*_, first) in zip(group.stack, origin, strict=True)]
+        origin = [tuple(origins[each.number, 0].tolist()) for each in sequences]
+    keys = [group.base + each.offset + block.start + first for each, (*_, first) in zip(sequences, origin, strict=True)]
     counts = torch.tensor(origin, device=seed.device)[:, :3]
     sequence, head, query = counts[:, :, None, None, None].unbind(1)
     head = head + torch.arange(group.heads.start, group.heads.stop, device=seed.device)[:, None, None]

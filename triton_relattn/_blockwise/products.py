@@ -149,7 +149,8 @@ def takes_onednn() -> bool:
         return False
     if not has_linear():
         if wanted:
-            raise NotImplementedError(f"{VARIABLE}=onednn: this build of torch {torch.__version__} has no oneDNN, or not its linear")
+            text = f"{VARIABLE}=onednn: this build of torch {torch.__version__} has no oneDNN, or lacks its linear"
+            raise NotImplementedError(text)
         return False
     return bool(wanted) or is_faster()
 
