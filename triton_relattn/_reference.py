@@ -132,6 +132,9 @@ def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[
         return _attention(tensors, spec)
     starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
     whole = tensors._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    if whole.rel_bias is not None:  # once: autograd adds up the sequences' gradients in the wider dtype
+        dtype = torch.promote_types(whole.rel_bias.dtype, whole.query.dtype)
+        whole = whole._replace(rel_bias=whole.rel_bias.to(dtype))
     parts = []
     for number in range(tensors.num_sequences):
         queries, keys = slice(*starts_q[number : number + 2]), slice(*starts_k[number : number + 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.check import environment, run
-from tests.conftest import cut_blocks
+from tests.conftest import cut_blocks, poison_memory
 from tests.draws import explore
 from tests.samples import Sample, samples
 from tests.tolerance import assert_near
@@ -130,16 +130,17 @@ def test_repeats_in_any_number_of_threads(threads: int) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_another_number_of_threads_in_the_backward(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are other ones then, of sequences of other lengths, than those in which the forward kept probabilities."""
-    cut_blocks(monkeypatch, 128, 1 << 18, 64)  # one thread takes half of the sequences at once
-    inputs = make_inputs(64, 2, 64, 64, 32, num_rows=127, dtype=torch.float64, seed=3)
+    """Blocks are other ones then, and see other keys, than those in which the forward kept probabilities."""
+    cut_blocks(monkeypatch, 16, 1 << 12, 1 << 20)
+    poison_memory(monkeypatch)
+    inputs = make_inputs(2, 2, 64, 64, 32, num_rows=127, dtype=torch.float64, seed=3)
     leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
-    lengths, usual = torch.tensor([10] * 32 + [64] * 32), torch.get_num_threads()
+    usual = torch.get_num_threads()
     gradients = []
     try:
         for threads in ((before, before), (before, after)):
             torch.set_num_threads(threads[0])
-            out = fused_relative_attention(*leaves, key_lengths=lengths)
+            out = fused_relative_attention(*leaves, window_size=(20, 5))
             torch.set_num_threads(threads[1])
             gradients.append(torch.autograd.grad(out, leaves, inputs.d_out))
     finally:

@@ -69,10 +69,9 @@ def softmax(
     blind = largest = None
     if lse is not None or block.may_be_blind:
         largest = scores.amax(-1, keepdim=True)
-        blind = (largest == -math.inf).flatten().nonzero()[:, 0]
-        if len(blind) > 0:
-            scores.view(-1, block.num_columns).index_fill_(0, blind, 0)
-    probs = torch.softmax(scores, -1, out=scores)
+        blind = (largest == -math.inf).flatten().nonzero()[:, 0]  # their softmax is NaN
+    # A CPU reads all of a row before it writes any of it; elsewhere that is not certain.
+    probs = torch.softmax(scores, -1, out=scores if block.call.is_cpu else None)
     if lse is not None and largest is not None and blind is not None:
         log_sum = probs.amax(-1, keepdim=True).log_().neg_()  # the largest probability is exp(0) / total
         if largest_logits is None:
@@ -85,6 +84,18 @@ def softmax(
     if block.num_real < block.num_rows:
         probs.view(block.shape)[:, :, block.num_real :] = 0
     return probs
+
+
+def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
+    """Compute probs * (d_probs - delta) in place of d_probs.
+
+    delta_i = sum_j P[i, j] dP[i, j] is computed from the block itself. The usual shortcut, rowsum(out * d_out), uses an out that
+    was rounded to the input dtype. With it, all dS of a row would share one small error, and the table's gradient, a sum over all
+    rows, would add these errors up.
+    """
+    if probs.device.type == "cpu":  # elsewhere a row may be written before all of it is read
+        return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
+    return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
@@ -381,10 +392,8 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         sums.rel_value.add_terms(number, pairs, block.base)
     if factors is not None:
         d_scores.mul_(factors)
-    # delta_i = sum_j P[i, j] dP[i, j] is computed from the block. The usual shortcut, rowsum(out * d_out), uses an out that was
-    # rounded to the input dtype: all dS of a row would share an error, which the table's gradient, a sum over all rows, adds up.
     if sums.delta is None:
-        torch._softmax_backward_data(d_scores, probs, -1, probs.dtype, grad_input=d_scores)
+        softmax_backward(probs, d_scores)
     else:
         d_scores.sub_(sums.delta[number]).mul_(probs)
     if sums.d_lse is not None:

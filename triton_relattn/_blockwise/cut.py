@@ -84,11 +84,9 @@ class Call:
     dtype: that of scores and sums. product_dtype: that of what is multiplied, tables too. term_dtype: that of products for terms.
     """
 
-    def __init__(
-        self, tensors: AttentionTensors, spec: AttentionSpec, rounds_terms: bool = False, sizes: Sizes | None = None
-    ) -> None:
+    def __init__(self, tensors: AttentionTensors, spec: AttentionSpec, rounds_terms: bool = False) -> None:
         """rounds_terms: whether terms of tables are computed in product_dtype, not in dtype."""
-        self.tensors, self.spec, self.sizes = tensors, spec, sizes or SIZES
+        self.tensors, self.spec, self.sizes = tensors, spec, SIZES
         self.dtype, self.is_cpu = compute_dtype(tensors.query.dtype), tensors.query.device.type == "cpu"
         self.sharing = tensors.query.shape[1] // max(tensors.key.shape[1], 1)
         self.runs, self.unseeing = runs_of(tensors, spec)

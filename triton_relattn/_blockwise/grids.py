@@ -19,6 +19,7 @@ from .._core.dropout import keep_mask, keep_scale, origins_of
 from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
 from . import cut
+from .attention import softmax_backward
 from .products import Memory, Products, product_dtype
 
 
@@ -181,7 +182,7 @@ def add_block(
     d_probs = torch.bmm(rows.to(call.dtype), value.mT, out=call.buffer("scores", block))
     if factors is not None:
         d_probs.mul_(factors)
-    d_scores = torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
+    d_scores = softmax_backward(probs, d_probs)
     result = None
     if d_key is not None or d_query is not None:
         operand = call.operand(d_scores)
