@@ -106,14 +106,13 @@ class Call:
         """The fewest queries of a block of a batch. The bands of rel_p2c have keys as rows: they need as many."""
         return self.sizes.batch_rows * (1 if self.tensors.rel_p2c is None else 2)
 
-    @cached_property
-    def threads(self) -> int:
-        """The number of threads that blocks are made for."""
+    def threads(self, elements: int) -> int:
+        """Return the number of threads that blocks are made for, if they have so many scores for each."""
         if not self.is_cpu:
             return THREADS_ELSEWHERE
         query, key, value, *_ = self.tensors
         room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
-        return min(torch.get_num_threads(), max(FEWEST_THREADS, room // (SCORES * self.sizes.elements)))
+        return min(torch.get_num_threads(), max(FEWEST_THREADS, room // (SCORES * elements)))
 
     @property
     def has_all_keys(self) -> bool:
@@ -165,19 +164,22 @@ class Call:
         few = self.sizes.few_scores * 3 // 8 if by_one.by_onednn else self.sizes.few_scores
         short = []
         for each in self.runs if heads else ():
-            rows = min(each.num_queries, self._most_rows(sharing))
-            scores = sharing * rows * self._columns(rows, each.stop - each.start)
-            if self.is_cpu and each.num_queries > 1 and scores >= few * self.threads:
+            num_keys = each.stop - each.start
+            threads = self.threads(self.sizes.rows * num_keys)
+            rows = min(each.num_queries, self._most_rows(self.sizes.rows * threads // sharing))
+            scores = sharing * rows * self._columns(rows, num_keys)
+            if self.is_cpu and each.num_queries > 1 and scores >= few * threads:
                 for number, head in product(range(each.count), range(key_heads)):
                     some = slice(head * sharing, (head + 1) * sharing)
                     yield Group(self, [each.part(number, number + 1)], some, up(rows, by_one.step), by_one)
             else:
                 short.append(each)
-        elements = self.sizes.elements * self.threads
+        threads = self.threads(self.sizes.elements)
+        elements = self.sizes.elements * threads
         for stack in self._stacks(short, elements):
             (num_queries, num_keys), count = shape_of(stack), sum(each.count for each in stack)
             rows = elements // (count * heads * self._columns(num_queries, num_keys))
-            rows = min(num_queries, max(rows, self.batch_rows), max(self._most_rows(1), self.batch_rows))
+            rows = min(num_queries, max(rows, self.batch_rows), max(self._most_rows(self.sizes.rows * threads), self.batch_rows))
             most = elements // (count * sharing * rows * self._columns(rows, num_keys))
             for keys in evenly(key_heads, max(most, 1)):
                 yield Group(self, stack, slice(keys.start * sharing, keys.stop * sharing), rows, by_batch)
@@ -187,10 +189,9 @@ class Call:
         left, right = self.spec.window_left, self.spec.window_right
         return min(num_keys, rows + left + right) if left >= 0 and right >= 0 else num_keys
 
-    def _most_rows(self, heads: int) -> int:
-        """Return the number of queries of a block of so many heads."""
+    def _most_rows(self, rows: int) -> int:
+        """Return so many queries for a block, or fewer if the window is short, or more if they are too few."""
         left, right = self.spec.window_left, self.spec.window_right
-        rows = self.sizes.rows * self.threads // heads
         if left >= 0 and right >= 0:
             rows = min(rows, up(left + right + 1, self.sizes.fewest_rows))
         return max(rows, self.sizes.fewest_rows)
