@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import __version__, check
-from ._blockwise.products import VARIABLE, takes_onednn
+from ._blockwise.products import VARIABLE, chooses_onednn
 from ._core.sizes import Parser, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.every import enable
@@ -39,7 +39,7 @@ def environment(device: str, width: int = 64) -> str:
         f"triton_relattn {__version__}, torch {torch.__version__}, triton {_triton_version()}, {python}",
         f"device: {_device_name(device)}",
         f"implementation: {choose_implementation(None, probe, probe).name}. {_reason(probe)}",
-        f"float32 products: {'onednn' if takes_onednn() else 'torch'}, on a CPU; {VARIABLE} chooses",
+        f"float32 products: {'onednn' if chooses_onednn() else 'torch'}, on a CPU; {VARIABLE} chooses",
     )
     return "\n".join(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines)
 

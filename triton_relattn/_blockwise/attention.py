@@ -9,8 +9,8 @@ and dlse of lse:
 
 dV and the gradient of rel_value are products with P, all other gradients products with dS. The backward has whole rows, too, so
 it does not need lse. P sums to one however large the logits are, where exp(logits - lse) would not. If P takes no more memory
-than query, key, value and out, as with short sequences, the forward keeps it for the backward. The working set is two or three
-blocks of scores, each of Sizes.elements for a thread, or Sizes.rows rows a thread, which is linear in the number of keys.
+than query, key, value and out, as with short sequences, the forward keeps it for the backward. The working set is
+cut.SCORES blocks of scores, each of Sizes.elements for a thread, or of Sizes.rows rows, which is linear in the number of keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .products import has_fast_fused_attention
 def logits(block: Block) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the masked logits, as matrices, and the derivative of softcap, None without softcap."""
     group, softcap = block.group, block.call.spec.softcap
-    scores, pairs = block.product("scores", group.queries[block.number], group.key.of_block(block), block.call.spec.scale)
+    scores, pairs = block.product("scores", group.queries[block.number], group.key.transposed(block), block.call.spec.scale)
     add_terms(block, pairs)
     slope = None
     if softcap is not None:
@@ -104,12 +104,12 @@ def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     each group."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
-    of_inputs = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
+    input_bytes = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
     is_alike = tensors.cu_seqlens_q is None and tensors.key_lengths is None and tensors.query_offsets is None
-    return size <= of_inputs and spec.softcap is None and is_alike
+    return size <= input_bytes and spec.softcap is None and is_alike
 
 
-def kept_of(block: Block, kept: torch.Tensor) -> torch.Tensor:
+def kept_part(block: Block, kept: torch.Tensor) -> torch.Tensor:
     """Return the block's part of the probabilities that are kept, (B, Hq, Nq, Nk)."""
     group, first = block.group, block.group.stack[0]
     rows = slice(block.row, block.row + block.num_real)
@@ -117,10 +117,15 @@ def kept_of(block: Block, kept: torch.Tensor) -> torch.Tensor:
     return kept[first.entry : first.entry + first.count, group.heads, rows, columns]
 
 
-def of_kept(block: Block, kept: torch.Tensor) -> torch.Tensor:
+def is_block(part: torch.Tensor, block: Block) -> bool:
+    """Return whether a part of what is kept is memory for the scores of a block, without a copy."""
+    return part.is_contiguous() and part.shape == block.shape
+
+
+def read_kept(block: Block, kept: torch.Tensor) -> torch.Tensor:
     """Return the probabilities that are kept as matrices."""
-    part = kept_of(block, kept)
-    if part.is_contiguous() and part.shape == block.shape:
+    part = kept_part(block, kept)
+    if is_block(part, block):
         return part.view(block.matrix_shape)
     probs, pairs = block.scores("scores")
     if part.shape != pairs.shape:
@@ -191,8 +196,8 @@ def by_steps(
     """Compute a block's part of out, (sequences, heads, rows, Dv). band: of rel_value; kept as of forward(), the others of
     softmax()."""
     group, dtype = block.group, block.call.product_dtype
-    place = None if kept is None else kept_of(block, kept)
-    if place is not None and place.is_contiguous() and place.shape == block.shape:
+    place = None if kept is None else kept_part(block, kept)
+    if place is not None and is_block(place, block):
         block.take("scores", place)
     scores, _ = logits(block)
     probs = softmax(block, scores, lse, largest_logits)
@@ -310,8 +315,8 @@ class Sums:
         self.queries = group.queries
         if dtype != call.dtype:
             self.operands, self.queries = group.matrices(rows, dtype), group.matrices(group.query, dtype)
-        of_rows = (d_lse, *(whole or (None, None, None)))
-        found = (None if each is None else group.matrices(group.rows(each[..., None])) for each in of_rows)
+        per_row = (d_lse, *(whole or (None, None, None)))
+        found = (None if each is None else group.matrices(group.rows(each[..., None])) for each in per_row)
         self.d_lse, self.largest, self.log_sum, self.delta = found
         self.key, self.value = (group.new_columns(gradients[n], n) if n in wanted else None for n in ("key", "value"))
         self.beta = 0
@@ -334,15 +339,20 @@ class Sums:
                 band.finish()
         self.close_mirror()
         if not self.beta:  # no block sees a key
-            for each in (self.key, self.value):
-                if each is not None:
-                    each.zero_()
+            self.clear()
         for name, found in (("query", self.query), ("rel_query", self.rel_query)):
             if found is not None:
                 group.put_rows(self.gradients[name], found)
         for name, found in (("key", self.key), ("value", self.value)):
             if found is not None:
                 group.put_columns(self.gradients[name], found)
+
+    def clear(self) -> None:
+        """Set the gradients of keys and values to zero."""
+        for each in (self.key, self.value):
+            if each is not None:
+                each.zero_()
+        self.beta = 1
 
     def close_mirror(self) -> None:
         """Add what the band of rel_p2c has summed up to the gradient of the keys."""
@@ -351,9 +361,9 @@ class Sums:
             return
         mirror.band.finish()
         if mirror.band.total is not None and self.key is not None:
-            of_keys = mirror.band.total.unflatten(1, (-1, self.group.call.sharing)).sum(2).mT
+            d_keys = mirror.band.total.unflatten(1, (-1, self.group.call.sharing)).sum(2).mT
             place = self.key.narrow(-1, mirror.start, mirror.num_columns)
-            place.add_(of_keys.reshape(place.shape))
+            place.add_(d_keys.reshape(place.shape))
         self.group.mirror = None
 
 
@@ -364,12 +374,10 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     if group.mirror is not None and not group.mirror.fits(block):
         sums.close_mirror()
     if not (sums.beta or block.has_all):
-        for each in (sums.key, sums.value):
-            if each is not None:
-                each.zero_()
-        sums.beta = 1
+        sums.clear()
+    beta, sums.beta = sums.beta, 1
     if kept is not None:
-        probs = of_kept(block, kept)
+        probs = read_kept(block, kept)
     else:
         scores, slope = logits(block)
         if sums.largest is None or sums.log_sum is None:
@@ -381,13 +389,12 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
     if sums.value is not None:
-        products.add(block.part(sums.value), sums.operands[number].mT, cast(dropped, dtype), beta=sums.beta)
+        products.add(block.part(sums.value), sums.operands[number].mT, cast(dropped, dtype), beta=beta)
     if sums.rel_value is not None and "rel_value" in sums.wanted:
         sums.rel_value.add_products(number, dropped.view(block.shape), block.base)
     if sums.wanted <= {"value", "rel_value"}:
-        sums.beta = 1
         return
-    d_scores, pairs = block.product("d_scores", sums.d_out[number], group.value.of_block(block))
+    d_scores, pairs = block.product("d_scores", sums.d_out[number], group.value.transposed(block))
     if sums.rel_value is not None:
         sums.rel_value.add_terms(number, pairs, block.base)
     if factors is not None:
@@ -402,8 +409,7 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         d_scores.mul_(slope)
     operand = cast(d_scores, dtype)
     if sums.key is not None:
-        products.add(block.part(sums.key), sums.queries[number].mT, operand, call.spec.scale, sums.beta)
-    sums.beta = 1
+        products.add(block.part(sums.key), sums.queries[number].mT, operand, call.spec.scale, beta)
     if sums.query is not None:
         block.write(block.rows(sums.query), operand, group.key.operand(block), call.spec.scale)
     if group.rel_key is not None and sums.wanted & {"query", "rel_query", "rel_key"}:

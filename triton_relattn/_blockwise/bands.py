@@ -10,7 +10,7 @@ In the backward gradients of scores are copied into that view, with zeros around
 multiplied with the table for the gradient of the rows, and with the rows for that of the table. The table of the values works
 alike: the band of the probabilities times the table is its part of out, and dO . A is added to dO . v as p . E is to q . k.
 
-Columns in which all rows are beyond the table are *far*: their term is that of an end row, one number for each row, or nothing.
+Columns in which all rows are beyond the table are *far*: their term is that of an end row, one number per row, or nothing.
 
 The table that meets the keys, rel_p2c, has bands of the same kind. In transposed scores keys are the rows, and the position
 counts the other way: the *mirror* of a table has its rows in reverse order.
@@ -24,6 +24,9 @@ from functools import cached_property
 import torch
 
 from .products import LINE, Memory, Products
+
+ALL = (slice(None),) * 3
+"""Sequences, heads and rows of pairs."""
 
 
 def up(number: int, step: int) -> int:
@@ -50,7 +53,15 @@ def split(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
     return [tensor] if tensor.shape[dim] <= size else list(tensor.split(size, dim))
 
 
-def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
+def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return the view (..., M, num_columns) of a band (..., M, width) in which pair (m, n) is column n - m + M - 1 of row m."""
+    *others, row, one = band.stride()
+    num_rows = band.shape[-2]
+    strides = (*others, row - one, one)
+    return band.as_strided((*band.shape[:-1], num_columns), strides, band.storage_offset() + (num_rows - 1) * one)
+
+
+def select_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     """Return the stacked tables of some heads: (1, ...) if all heads share one."""
     return table if table.shape[0] == 1 else part(table, heads)
 
@@ -79,13 +90,13 @@ class Table:
         lowest, highest = seen[0][0], max(high for _, high in seen)
         self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""
+        self.beyond = (slice(self.inside.start), slice(self.inside.stop, None))
         rows, is_view = part(table, slice(None), self.own), len(positions) == stop - start
         if not is_view:
             rows = torch.constant_pad_nd(rows, (0, 0, self.inside.start, len(positions) - self.inside.stop))
         for end, has_far in enumerate(self.has_far):
             if has_far:
-                place = slice(self.inside.stop, None) if end else slice(self.inside.start)
-                rows[:, place] = table[:, -end, None]
+                rows[:, self.beyond[end]] = self.ends[:, end, None]
         stop = positions.start
         for low, high in (*seen, (positions.stop, positions.stop)):
             if stop < low and self._has(stop, low):
@@ -94,8 +105,8 @@ class Table:
             stop = max(stop, high)
         self.rows = rows
         self.casts: dict[torch.dtype, torch.Tensor] = {rows.dtype: rows}
-        self.of_rows: torch.Tensor | None = None
-        self.of_ends: torch.Tensor | None = None
+        self.row_sums: torch.Tensor | None = None
+        self.end_sums: torch.Tensor | None = None
         self.bands: dict[str, tuple[tuple[int, ...], torch.Tensor, torch.Tensor]] = {}
         """Memory for bands of a shape, with the view of their pairs."""
 
@@ -112,7 +123,7 @@ class Table:
                 ends[:, end] = self.table[:, -end]
         return ends
 
-    def of_dtype(self, dtype: torch.dtype) -> torch.Tensor:
+    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows in a dtype."""
         if dtype not in self.casts:
             self.casts[dtype] = self.rows.to(dtype)
@@ -120,20 +131,24 @@ class Table:
 
     def sums(self) -> torch.Tensor:
         """Return what is added up for the gradient of the rows, transposed: (1 or Hq, width, positions)."""
-        if self.of_rows is None:
-            self.of_rows = self.rows.new_zeros(self.rows.shape[0], self.rows.shape[2], self.rows.shape[1])
-        return self.of_rows
+        if self.row_sums is None:
+            self.row_sums = self.rows.new_zeros(self.rows.shape[0], self.rows.shape[2], self.rows.shape[1])
+        return self.row_sums
 
     def add_to_ends(self, heads: slice, found: torch.Tensor) -> None:
         """Add to the gradient of the end rows what each of some heads gives, (H, 2, width)."""
-        if self.of_ends is None:
-            self.of_ends = self.table.new_zeros(self.table.shape[0], 2, self.table.shape[2])
-        of_heads(self.of_ends, heads).add_(found if self.table.shape[0] > 1 else found.sum(0))
+        if self.end_sums is None:
+            self.end_sums = self.table.new_zeros(self.table.shape[0], 2, self.table.shape[2])
+        select_heads(self.end_sums, heads).add_(found if self.table.shape[0] > 1 else found.sum(0))
 
     def near(self, base: int, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the first and the end of the columns in which some row has a position of the table."""
         start = min(max(self.first - base, 0), num_columns)
         return start, max(min(self.last - base + num_rows, num_columns), start)
+
+    def window(self, position: int, num_rows: int) -> int:
+        """Return the first of the rows that a block needs whose row 0 and first column have that position."""
+        return position - num_rows + 1 - self.low
 
     def far(self, near: tuple[int, int], num_columns: int) -> list[tuple[int, slice]]:
         """Return the columns beyond the table that have a term, with the number of the end row."""
@@ -144,29 +159,28 @@ class Table:
 
     def gradient(self) -> torch.Tensor | None:
         """Return the gradient of the table, (1 or Hq, R, width); None if nothing was added to it."""
-        if self.of_rows is None and self.of_ends is None:
+        if self.row_sums is None and self.end_sums is None:
             return None
         result = self.table.new_zeros(self.table.shape)
-        if self.of_rows is not None:
-            of_rows = self.of_rows.mT
-            result[:, self.own] = of_rows[:, self.inside]
-            if self.has_far[0]:
-                result[:, 0] += of_rows[:, : self.inside.start].sum(1)
-            if self.has_far[1]:
-                result[:, -1] += of_rows[:, self.inside.stop :].sum(1)
-        if self.of_ends is not None:
-            result[:, 0] += self.of_ends[:, 0]
-            result[:, -1] += self.of_ends[:, 1]
+        if self.row_sums is not None:
+            row_sums = self.row_sums.mT
+            result[:, self.own] = row_sums[:, self.inside]
+            for end, has_far in enumerate(self.has_far):
+                if has_far:
+                    result[:, -end] += row_sums[:, self.beyond[end]].sum(1)
+        if self.end_sums is not None:
+            for end in (0, 1):
+                result[:, -end] += self.end_sums[:, end]
         return result
 
 
 class Bias:
-    """The terms of a table of numbers for the pairs of some heads."""
+    """The terms of rel_bias for the pairs of some heads."""
 
     def __init__(self, table: Table, heads: slice, num_rows: int) -> None:
-        """num_rows: of a block. Its band is the line of all positions, once for each row."""
+        """num_rows: of a block. Its band is the bias of all positions, repeated in each row."""
         self.table, self.heads, self.num_rows = table, heads, num_rows
-        lines = of_heads(table.rows, heads).mT
+        lines = select_heads(table.rows, heads).mT
         self.band = lines.expand(-1, num_rows, -1).contiguous()
 
     def add_terms(self, pairs: torch.Tensor, base: int) -> None:
@@ -174,12 +188,10 @@ class Bias:
         m, n = pairs.shape[2:]
         near = start, stop = self.table.near(base, m, n)
         if start < stop:
-            tables, rows, width = self.band.shape
-            place = self.band.storage_offset() + base + start - self.table.low
-            terms = self.band.as_strided((tables, m, stop - start), (rows * width, width - 1, 1), place)
-            (pairs if near == (0, n) else pairs[..., start:stop]).add_(terms)
+            band = self.band[:, :m].narrow(2, self.table.window(base + start, m), m + stop - start - 1)
+            part(pairs, *ALL, slice(start, stop)).add_(skewed(band, stop - start))
         for end, columns in self.table.far(near, n):
-            pairs[..., columns].add_(of_heads(self.table.ends, self.heads)[:, end : end + 1])
+            pairs[..., columns].add_(select_heads(self.table.ends, self.heads)[:, end : end + 1])
 
     def add_gradient(self, pairs: torch.Tensor, base: int) -> None:
         """Add the sums of the pairs of each position to the gradient of the table."""
@@ -191,18 +203,12 @@ class Bias:
             band = pairs.new_zeros(h, m, up(width, LINE))
             skewed(band, stop - start).copy_(pairs[..., start:stop])
             found = band.sum(1) if self.table.rows.shape[0] > 1 else band.sum((0, 1))[None]
-            sums = of_heads(self.table.sums(), self.heads)[:, 0]
-            sums.narrow(1, base + start - self.table.low - m + 1, width).add_(found[:, :width])
+            sums = select_heads(self.table.sums(), self.heads)[:, 0]
+            sums.narrow(1, self.table.window(base + start, m), width).add_(found[:, :width])
         for end, columns in self.table.far(near, n):
             found = pairs.new_zeros(h, 2, 1)
             found[:, end, 0] = pairs[..., columns].sum((1, 2))
             self.table.add_to_ends(self.heads, found)
-
-
-def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Return the view (H, M, num_columns) of a band (H, M, width) in which pair (m, n) is column n - m + M - 1."""
-    h, m, width = band.shape
-    return band.as_strided((h, m, num_columns), (m * width, width - 1, 1), band.storage_offset() + m - 1)
 
 
 class Band:
@@ -232,13 +238,13 @@ class Band:
         self.alpha, self.products, (self.term_dtype, self.dtype) = alpha, products, dtypes
         self.is_flat = table.rows.shape[0] == 1 or vectors.shape[1] == 1
         """Whether all rows of a block are multiplied with the same table."""
-        self.windows = {dtype: self._of_heads(table.of_dtype(dtype)) for dtype in dtypes}
+        self.windows = {dtype: self._select(table.in_dtype(dtype)) for dtype in dtypes}
         self.is_started = False
 
     @property
     def ends(self) -> torch.Tensor:
         """The end rows, (1 or H, 2, width)."""
-        return of_heads(self.table.ends, self.heads)
+        return select_heads(self.table.ends, self.heads)
 
     @cached_property
     def left(self) -> list[torch.Tensor]:
@@ -250,9 +256,9 @@ class Band:
         """The terms of the rows and the two end rows, (S, H, rows, 2)."""
         return self.vectors @ self.ends.mT
 
-    def _of_heads(self, table: torch.Tensor) -> torch.Tensor:
+    def _select(self, table: torch.Tensor) -> torch.Tensor:
         """Return the part of a stacked table, (rows, width) or (H, rows, width)."""
-        table = of_heads(table, self.heads)
+        table = select_heads(table, self.heads)
         return table[0] if self.is_flat else table
 
     def _in_order(self, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -266,12 +272,13 @@ class Band:
 
     def _by_pair(self, band: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
         """Return the view (S, H, num_rows, num_columns) of a band in that order, (..., width), by pair."""
-        (s, h), m, width = self.vectors.shape[:2], num_rows, band.shape[-1]
-        strides = (h * m * width, m * width) if self.is_flat else (m * width, s * m * width)
-        return band.as_strided((s, h, m, num_columns), (*strides, width - 1, 1), band.storage_offset() + m - 1)
+        s, h = self.vectors.shape[:2]
+        shape = (s, h, num_rows, -1) if self.is_flat else (h, s, num_rows, -1)
+        band = band.view(shape) if self.is_flat else band.view(shape).transpose(0, 1)
+        return skewed(band, num_columns)
 
     def _memory(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for a band of so many pairs, and their view: the last ones of that name if they fit, else zeros."""
+        """Return memory for a band of these sizes and the view of its pairs: the last of that name if it fits, else zeros."""
         bands, (s, h), width = self.table.bands, self.vectors.shape[:2], up(num_rows + num_columns - 1, self.products.band_step)
         shape = s, h, num_rows, num_columns
         if name not in bands or bands[name][0] != shape:
@@ -286,11 +293,11 @@ class Band:
         near = start, stop = self.table.near(base, m, n)
         if start < stop:
             band, terms = self._memory("terms", m, stop - start, self.term_dtype)
-            window = self.windows[self.term_dtype].narrow(-2, base + start - self.table.low - m + 1, band.shape[-1])
+            window = self.windows[self.term_dtype].narrow(-2, self.table.window(base + start, m), band.shape[-1])
             found = self.products(self.left[number], window.mT, band)
             if found is not band:
                 terms = self._by_pair(found, m, stop - start)
-            (pairs if near == (0, n) else pairs[..., start:stop]).add_(terms, alpha=self.alpha)
+            part(pairs, *ALL, slice(start, stop)).add_(terms, alpha=self.alpha)
         for end, columns in self.table.far(near, n):
             terms = self.far_terms.narrow(2, number * self.num_rows, m)[..., end : end + 1]
             pairs[..., columns].add_(terms, alpha=self.alpha)
@@ -303,10 +310,12 @@ class Band:
             for_table: whether alpha * pairs^T . vectors will be added to the gradient of the table.
         """
         self.is_started, self.total = True, total
-        self.sums = self._of_heads(self.table.sums()) if for_table else None
-        operands = self.left if self.dtype == self.term_dtype else self._in_order(cast(self.vectors, self.dtype))
-        self.right = [each.mT for each in operands] if for_table else []
-        self.of_rows = [] if total is None else split(total, self.num_rows, 2)
+        self.sums = self._select(self.table.sums()) if for_table else None
+        self.right: list[torch.Tensor] = []
+        if for_table:
+            operands = self.left if self.dtype == self.term_dtype else self._in_order(cast(self.vectors, self.dtype))
+            self.right = [each.mT for each in operands]
+        self.totals = [] if total is None else split(total, self.num_rows, 2)
         self.far_sums = self.vectors.new_zeros(*self.vectors.shape[:3], 2) if any(self.table.has_far) else None
 
     def add_products(self, number: int, pairs: torch.Tensor, base: int) -> None:
@@ -315,11 +324,11 @@ class Band:
         near = start, stop = self.table.near(base, m, n)
         if start < stop:
             band, place = self._memory("pairs", m, stop - start, self.dtype)  # around the pairs it stays zero
-            place.copy_(pairs if near == (0, n) else pairs[..., start:stop])
-            position, width = base + start - self.table.low - m + 1, band.shape[-1]
+            place.copy_(part(pairs, *ALL, slice(start, stop)))
+            position, width = self.table.window(base + start, m), band.shape[-1]
             if self.total is not None:
                 window = self.windows[self.dtype].narrow(-2, position, width)
-                self._add_to_rows(self.of_rows[number], band, window)
+                self._add_to_rows(self.totals[number], band, window)
             if self.sums is not None:
                 self.products.add(self.sums.narrow(-1, position, width), self.right[number], band, self.alpha)
         for end, columns in self.table.far(near, n):

@@ -3,7 +3,7 @@ that these see, the columns.
 
 A long sequence is computed head by head, some queries at a time, so that the scores of a block stay in the processor's cache.
 Short ones are computed in batches of heads and sequences, since every step takes time to start. Those that differ are padded to
-one length, as long as that costs less than to start another batch, and aligned: in all of them row m and column c have the
+one length, as long as that costs less than starting another batch, and aligned: in all of them row m and column c have the
 relative position ``base + c - m``.
 """
 
@@ -44,13 +44,13 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes()
 THREADS_ELSEWHERE = 64
-"""Threads assumed for a device other than a CPU: its blocks must be so large that to start their steps does not take most of the
+"""Threads assumed for a device other than a CPU: its blocks must be large enough that launches do not take most of the
 time."""
 FEWEST_THREADS = 2
 """Threads whose scores a block may have in any case. With more its scores take no more memory than the call's tensors and their
 gradients."""
 SCORES = 6
-"""So many times the scores of a block are in memory: probabilities, gradients, and bands of both, which may be twice as wide."""
+"""How many times the scores of a block are in memory: probabilities, gradients, and bands of both, up to twice as wide."""
 FEWEST_KEYS = 32
 """Keys of a band of rel_p2c: products with fewer are slow."""
 
@@ -68,7 +68,7 @@ class Run(NamedTuple):
     start: int  # first of the keys that its queries see
     stop: int
     is_packed: bool  # in one entry, one after the other
-    count: int = 1  # type: ignore[assignment]  # not how often the tuple has a value
+    count: int = 1  # type: ignore[assignment]  # shadows tuple.count
 
     def part(self, start: int, stop: int) -> Run:
         """Return some of the sequences."""
@@ -89,7 +89,7 @@ class Call:
         self.tensors, self.spec, self.sizes = tensors, spec, SIZES
         self.dtype, self.is_cpu = compute_dtype(tensors.query.dtype), tensors.query.device.type == "cpu"
         self.sharing = tensors.query.shape[1] // max(tensors.key.shape[1], 1)
-        self.runs, self.unseeing = runs_of(tensors, spec)
+        self.runs, self.unseeing = find_runs(tensors, spec)
         num_pairs = sum(each.count * each.num_queries * (each.stop - each.start) for each in self.runs)
         self.product_dtype = product_dtype(tensors.query, num_pairs * tensors.query.shape[1])
         self.term_dtype = self.product_dtype if rounds_terms else self.dtype
@@ -107,12 +107,13 @@ class Call:
         return self.sizes.batch_rows * (1 if self.tensors.rel_p2c is None else 2)
 
     def threads(self, elements: int) -> int:
-        """Return the number of threads that blocks are made for, if they have so many scores for each."""
+        """Return the number of threads to size blocks for, if a block has this many scores per thread."""
+        threads = threads_of(self.tensors.query.device)
         if not self.is_cpu:
-            return THREADS_ELSEWHERE
+            return threads
         query, key, value, *_ = self.tensors
         room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
-        return min(torch.get_num_threads(), max(FEWEST_THREADS, room // (SCORES * elements)))
+        return min(threads, max(FEWEST_THREADS, room // (SCORES * elements)))
 
     @property
     def has_all_keys(self) -> bool:
@@ -160,15 +161,16 @@ class Call:
     def groups(self) -> Iterator[Group]:
         """Yield groups that together have all heads of all sequences with queries that see a key."""
         heads, key_heads, sharing = self.tensors.query.shape[1], self.tensors.key.shape[1], self.sharing
-        by_one, by_batch = Products(self.is_cpu and takes_onednn()), Products(by_onednn=False)
-        few = self.sizes.few_scores * 3 // 8 if by_one.by_onednn else self.sizes.few_scores
-        short = []
+        by_batch, short = Products(by_onednn=False), []
         for each in self.runs if heads else ():
             num_keys = each.stop - each.start
             threads = self.threads(self.sizes.rows * num_keys)
             rows = min(each.num_queries, self._most_rows(self.sizes.rows * threads // sharing))
             scores = sharing * rows * self._columns(rows, num_keys)
-            if self.is_cpu and each.num_queries > 1 and scores >= few * threads:
+            few, is_long = self.sizes.few_scores * threads, self.is_cpu and each.num_queries > 1
+            by_onednn = is_long and scores >= few * 3 // 8 and takes_onednn(self.dtype)
+            if is_long and (by_onednn or scores >= few):
+                by_one = Products(by_onednn)
                 for number, head in product(range(each.count), range(key_heads)):
                     some = slice(head * sharing, (head + 1) * sharing)
                     yield Group(self, [each.part(number, number + 1)], some, up(rows, by_one.step), by_one)
@@ -177,7 +179,7 @@ class Call:
         threads = self.threads(self.sizes.elements)
         elements = self.sizes.elements * threads
         for stack in self._stacks(short, elements):
-            (num_queries, num_keys), count = shape_of(stack), sum(each.count for each in stack)
+            (num_queries, num_keys), count = padded_shape(stack), sum(each.count for each in stack)
             rows = elements // (count * heads * self._columns(num_queries, num_keys))
             rows = min(num_queries, max(rows, self.batch_rows), max(self._most_rows(self.sizes.rows * threads), self.batch_rows))
             most = elements // (count * sharing * rows * self._columns(rows, num_keys))
@@ -185,19 +187,19 @@ class Call:
                 yield Group(self, stack, slice(keys.start * sharing, keys.stop * sharing), rows, by_batch)
 
     def _columns(self, rows: int, num_keys: int) -> int:
-        """Return the number of columns of a block with so many rows."""
+        """Return the number of columns of a block with this many rows."""
         left, right = self.spec.window_left, self.spec.window_right
         return min(num_keys, rows + left + right) if left >= 0 and right >= 0 else num_keys
 
     def _most_rows(self, rows: int) -> int:
-        """Return so many queries for a block, or fewer if the window is short, or more if they are too few."""
+        """Return rows, the queries of a block, limited by a short window from above and by fewest_rows from below."""
         left, right = self.spec.window_left, self.spec.window_right
         if left >= 0 and right >= 0:
             rows = min(rows, up(left + right + 1, self.sizes.fewest_rows))
         return max(rows, self.sizes.fewest_rows)
 
     def _stacks(self, runs: list[Run], elements: int) -> Iterator[list[Run]]:
-        """Yield sequences that are computed together, with at most so many scores in a block."""
+        """Yield sequences that are computed together, with at most this many scores in a block."""
         heads, has_mask = self.tensors.query.shape[1], self.tensors.attn_mask is not None
         stack: list[Run] = []
         low = high = count = 0  # of the stack: positions of keys from the first query's, and sequences
@@ -219,7 +221,7 @@ class Call:
             yield from self._parts(stack, elements)
 
     def _most(self, rows: int, columns: int, elements: int) -> int:
-        """Return how many sequences have so many scores in a block."""
+        """Return how many sequences fit this many scores in a block."""
         rows = min(rows, self.batch_rows)
         return max(elements // (self.tensors.query.shape[1] * rows * self._columns(rows, columns)), 1)
 
@@ -228,11 +230,11 @@ class Call:
         if len(stack) > 1:
             yield stack
             return
-        for some in evenly(stack[0].count, self._most(*shape_of(stack), elements)):
+        for some in evenly(stack[0].count, self._most(*padded_shape(stack), elements)):
             yield [stack[0].part(some.start, some.stop)]
 
 
-def runs_of(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], list[Run]]:
+def find_runs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], list[Run]]:
     """Return the sequences with queries that see keys, and those with queries that see none. This reads the tensors of lengths
     and offsets, and so waits for a GPU."""
     query, key, is_packed = tensors.query, tensors.key, tensors.cu_seqlens_q is not None
@@ -257,13 +259,18 @@ def runs_of(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], 
     return [each for each in found if each.start < each.stop], [each for each in found if each.start >= each.stop]
 
 
+def threads_of(device: torch.device) -> int:
+    """Return the number of threads to size a block for."""
+    return torch.get_num_threads() if device.type == "cpu" else THREADS_ELSEWHERE
+
+
 def evenly(count: int, most: int) -> list[slice]:
     """Return slices of 0 .. count of about the same size, at most the given one."""
     parts = -(-count // most)
     return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
 
 
-def shape_of(stack: list[Run]) -> tuple[int, int]:
+def padded_shape(stack: list[Run]) -> tuple[int, int]:
     """Return the number of rows and columns of sequences that are aligned."""
     columns = max(each.stop - each.offset for each in stack) - min(each.start - each.offset for each in stack)
     return max(each.num_queries for each in stack), columns
@@ -283,7 +290,7 @@ class Group:
         self.key_heads = slice(heads.start // call.sharing, heads.stop // call.sharing)
         self.sizes = sum(each.count for each in stack), heads.stop - heads.start
         self.num_matrices = self.sizes[0] * (self.key_heads.stop - self.key_heads.start)
-        self.num_queries, self.num_keys = shape_of(stack)
+        self.num_queries, self.num_keys = padded_shape(stack)
         self.base = min(each.start - each.offset for each in stack)
         """The position of row 0 and column 0."""
         self.num_blocks = -(-self.num_queries // most_rows)
@@ -321,9 +328,9 @@ class Group:
             self.mirror = Mirror(self, block)
         return self.mirror
 
-    @property
+    @cached_property
     def sequences(self) -> list[Run]:
-        """Its sequences one by one."""
+        """Each of its sequences."""
         return [each.part(number, number + 1) for each in self.stack for number in range(each.count)]
 
     def _seen(self, each: Run) -> tuple[int, int]:
@@ -348,7 +355,7 @@ class Group:
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the queries of a (B, Hq, Nq, width) tensor and zeros, (sequences, heads, rows, width): a view if it can be."""
         if self.is_alike:
-            found = cast(self._queries_of(tensor), self.call.dtype)
+            found = cast(self._query_view(tensor), self.call.dtype)
             padding = self.all_rows - self.num_queries
             found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
             return found if self.num_matrices == 1 and found.stride(3) == 1 else found.contiguous()
@@ -357,7 +364,7 @@ class Group:
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the keys of a (B, Hk, Nk, width) tensor that are seen as matrices (columns, width), and zeros."""
         if self.is_alike:
-            found = cast(self._keys_of(tensor), self.call.dtype)
+            found = cast(self._key_view(tensor), self.call.dtype)
             padding = self.num_columns - self.num_keys
             found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
         else:
@@ -367,17 +374,17 @@ class Group:
             return found[0, 0]
         return found.reshape(self.num_matrices, self.num_columns, tensor.shape[3])
 
-    def _queries_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _query_view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a (B, Hq, Nq, ...) tensor that has the queries of sequences that are alike."""
         return self._view(tensor, self.heads, self.stack[0].query, self.num_queries, self.num_queries)
 
-    def _keys_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _key_view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a (B, Hk, Nk, width) tensor that has the keys of sequences that are alike."""
         first = self.stack[0]
         return self._view(tensor, self.key_heads, first.key + first.start, self.num_keys, first.num_keys)
 
     def _view(self, tensor: torch.Tensor, heads: slice, first: int, length: int, step: int) -> torch.Tensor:
-        """Return so many rows of each sequence, (sequences, heads, length, ...). step: from one to the next in a packed batch."""
+        """Return length rows of each sequence, (sequences, heads, length, ...). step: from one to the next in a packed batch."""
         run = self.stack[0]
         if not run.is_packed or run.count == 1:
             return part(tensor, slice(run.entry, run.entry + run.count), heads, slice(first, first + length))
@@ -395,13 +402,13 @@ class Group:
     def new_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if that is a view in the right dtype."""
         if self.is_alike and tensor.dtype == self.call.dtype and self.all_rows == self.num_queries:
-            return self._queries_of(tensor)
+            return self._query_view(tensor)
         return tensor.new_empty(*self.sizes, self.all_rows, tensor.shape[3], dtype=self.call.dtype)
 
     def put_rows(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
         """Write what is in new_rows() to the queries of a (B, Hq, Nq, width) tensor."""
         if self.is_alike:
-            queries = self._queries_of(tensor)
+            queries = self._query_view(tensor)
             if queries.data_ptr() != rows.data_ptr():
                 queries.copy_(rows[:, :, : self.num_queries])
             return
@@ -411,7 +418,7 @@ class Group:
         """Return memory for sums of columns, transposed, (..., width, columns): of batches, the keys of a (B, Hk, Nk, width)
         tensor if they are a view."""
         if self.num_matrices > 1 and self.is_alike and tensor.dtype == self.call.dtype and self.num_columns == self.num_keys:
-            found = self._keys_of(tensor)
+            found = self._key_view(tensor)
             if found.is_contiguous():
                 return found.view(self.num_matrices, self.num_columns, tensor.shape[3]).mT
         if self.num_matrices == 1:
@@ -422,7 +429,7 @@ class Group:
         """Write what is in new_columns() to the keys of a (B, Hk, Nk, width) tensor."""
         found = columns.mT.reshape(self.sizes[0], -1, self.num_columns, tensor.shape[3])
         if self.is_alike:
-            keys = self._keys_of(tensor)
+            keys = self._key_view(tensor)
             if keys.data_ptr() != columns.data_ptr():
                 keys.copy_(found[:, :, : self.num_keys])
             return
@@ -455,13 +462,13 @@ class Mirror:
 
 
 class Columns:
-    """Keys or values of a group as matrices (columns, width): in the dtype of scores, and transposed in that of products."""
+    """Keys or values of a group as matrices (columns, width): transposed in the dtype of scores, and in that of products."""
 
     def __init__(self, columns: torch.Tensor, dtype: torch.dtype) -> None:
         self.columns, self.wide, self.dtype = columns, columns.mT, dtype
         self._cast: torch.Tensor | None = columns if columns.dtype == dtype else None
 
-    def of_block(self, block: Block) -> torch.Tensor:
+    def transposed(self, block: Block) -> torch.Tensor:
         """Return a block's part, (width, columns)."""
         return block.part(self.wide)
 
@@ -570,10 +577,10 @@ class Places:
         """entry: of each sequence, (sequences, 1). number: of each row, (sequences, length). exists: whether there is one."""
         self.entry, self.number, self.exists = entry[..., None], number.masked_fill(~exists, 0)[:, None], exists
         self.heads = torch.arange(num_heads, device=entry.device)[:, None]
-        of_heads = exists[:, None].expand(-1, num_heads, -1).flatten()
-        self.existing, self.missing = (each.nonzero()[:, 0] for each in (of_heads, ~of_heads))
+        by_head = exists[:, None].expand(-1, num_heads, -1).flatten()
+        self.existing, self.missing = (each.nonzero()[:, 0] for each in (by_head, ~by_head))
 
-    def _rows_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _as_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a tensor's memory as rows, or a copy, and the number of each row, (sequences, heads, length)."""
         width = tensor.shape[3]
         if tensor.stride(3) != 1 or any(step % width for step in tensor.stride()[:3]):
@@ -585,12 +592,12 @@ class Places:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows, (sequences, heads, length, width), and zeros where there is none."""
-        rows, index = self._rows_of(tensor)
+        rows, index = self._as_rows(tensor)
         return rows.index_select(0, index.flatten()).index_fill_(0, self.missing, 0).view(*index.shape, -1)
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Write rows (sequences, heads, length, width) to their places."""
-        rows, index = self._rows_of(tensor)
+        rows, index = self._as_rows(tensor)
         found = values.reshape(-1, values.shape[3]).index_select(0, self.existing)
         rows.index_copy_(0, index.flatten().index_select(0, self.existing), cast(found, tensor.dtype))
         if rows.data_ptr() != tensor.data_ptr():

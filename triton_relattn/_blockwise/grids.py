@@ -42,7 +42,7 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     batch, num_heads, _, _ = tensors.query.shape
     num_keys, prefix = tensors.key.shape[2], tensors.prefix
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
-    threads = torch.get_num_threads() if tensors.query.device.type == "cpu" else cut.THREADS_ELSEWHERE
+    threads = cut.threads_of(tensors.query.device)
     fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
     most_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
     columns = cut.evenly(width, min(width, most_queries))
@@ -103,10 +103,7 @@ class GridCall:
             of_columns = torch.einsum("gyxd,xkd->gyxk", by_place, self.rel_w[block.columns]).flatten(1, 2)
             scores[:, :, : self.tensors.prefix] = 0
             torch.add(of_rows[..., None], of_columns[:, :, None], out=self.on_grid(scores))
-        if has_terms:
-            scores.baddbmm_(query, key.mT, alpha=self.scale)
-        else:
-            torch.bmm(query * self.scale, key.mT, out=scores)
+        self.products.add(scores, query, key.mT, self.scale, beta=int(has_terms))
         return torch.softmax(scores, -1, out=self.buffer("probs", block))
 
     def dropout(self, block: Block) -> torch.Tensor | None:

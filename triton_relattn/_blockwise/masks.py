@@ -1,7 +1,7 @@
 """What hides pairs of a block, and what drops them.
 
-Logits of hidden pairs become -inf by a clamp of their bits as integers: as numbers, a NaN would stay; masked_fill_() takes up to
-ten times as long on a CPU, more than softmax.
+Logits of hidden pairs become -inf by a clamp of their bits as integers: a clamp of floats would keep a NaN; masked_fill_()
+takes up to ten times as long on a CPU, more than softmax.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def triangles(num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 def mask(block: Block, pairs: torch.Tensor) -> None:
-    """Add a mask of numbers to the logits of the pairs, and set those of hidden pairs to -inf."""
+    """Add a float mask to the logits of the pairs, and set those of hidden pairs to -inf."""
     group, spec, given = block.group, block.call.spec, block.call.tensors.attn_mask
     if given is not None:
         add_mask(block, pairs, given)
@@ -70,7 +70,7 @@ def mask(block: Block, pairs: torch.Tensor) -> None:
 
 
 def add_mask(block: Block, pairs: torch.Tensor, given: torch.Tensor) -> None:
-    """Add the call's mask of numbers to the logits, or hide the pairs that a boolean one hides."""
+    """Add the call's float mask to the logits, or hide the pairs that a boolean one hides."""
     group, first = block.group, block.group.stack[0]
     keys = group.base + first.offset + block.start
     places = (
@@ -98,7 +98,8 @@ def dropout(block: Block) -> torch.Tensor | None:
     sequences = group.sequences
     origin = [(each.number, 0, 0, 0) for each in sequences]
     if origins is not None:
-        origin = [tuple(origins[each.number, 0].tolist()) for each in sequences]
+        by_sequence = origins[:, 0].tolist()
+        origin = [tuple(by_sequence[each.number]) for each in sequences]
     keys = [group.base + each.offset + block.start + first for each, (*_, first) in zip(sequences, origin, strict=True)]
     counts = torch.tensor(origin, device=seed.device)[:, :3]
     sequence, head, query = counts[:, :, None, None, None].unbind(1)

@@ -25,12 +25,12 @@ FEWEST_PRODUCTS = 1 << 25
 """Multiplications of a product below which copies of its operands take more time than they save, 1,024 heads of 32 by 32 of width
 32: on two cores of an AMD EPYC with AVX512-BF16 half as many take a quarter longer with a backward."""
 STEP = 64
-"""oneDNN takes 0.4 ms to prepare for sizes that it has not met, and keeps half a megabyte: sizes are rounded up to a multiple."""
+"""oneDNN takes 0.4 ms to prepare a product of new sizes, and keeps half a megabyte: sizes are rounded up to this multiple."""
 LINE = 16
-"""Numbers in a line of the cache: torch.mm takes up to half longer where rows of its result do not begin with one."""
+"""Numbers in a line of the cache: torch.mm takes up to half as long again where rows of its result are not aligned to it."""
 VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
 FASTER = 1.3
-"""oneDNN is taken where it is so many times as fast as torch.mm."""
+"""Speedup over torch.mm from which oneDNN is chosen."""
 
 
 def _has(flag: str) -> bool:
@@ -131,8 +131,13 @@ def linear(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def takes_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes the products of long sequences on a CPU whose scores have this dtype: it has no float64."""
+    return dtype == torch.float32 and chooses_onednn()
+
+
 @functools.cache
-def takes_onednn() -> bool:
+def chooses_onednn() -> bool:
     """Return whether oneDNN computes float32 products of long sequences on a CPU, chosen once a process.
 
     The environment variable TRITON_RELATTN_CPU_PRODUCT chooses "onednn" or "torch". Without it a probe of a few milliseconds
@@ -160,15 +165,17 @@ def has_linear() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     try:
-        return torch.equal(linear(torch.ones(2, 3), torch.ones(4, 3)), torch.full((2, 4), 3.0))
+        ones = torch.ones(4, 3, dtype=torch.float32, device="cpu")
+        return bool((linear(ones, ones) == 3).all())
     except (AttributeError, RuntimeError):
         return False
 
 
 def is_faster() -> bool:
     """Measure whether oneDNN is faster by FASTER, and as exact, with one block of queries and a thousand keys."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(rows, 64, generator=generator) for rows in (128, 1024))
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randn(128 + 1024, 64, generator=generator, dtype=torch.float32, device="cpu")
+    left, right = drawn.split((128, 1024))
     exact = left.double() @ right.double().t()
     ways = (lambda: torch.mm(left, right.t()), lambda: linear(left, right))
     errors = [(way() - exact).abs().max().item() for way in ways]

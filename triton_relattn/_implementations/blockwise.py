@@ -79,9 +79,8 @@ class Blockwise(Implementation):
 
 
 def _saved(tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate softmax_stats, which has nothing, and the probabilities, if they are kept. Those of keys that the forward leaves
-    out for their sequences' lengths are 0: the backward, whose blocks depend on the number of threads at its time, may read
-    them."""
+    """Allocate softmax_stats, which is empty, and the probabilities, if they are kept. Those of keys outside a block's window are
+    0: the backward, whose blocks depend on the number of threads at its time, may read them."""
     query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
     nothing = query.new_empty(0, dtype=dtype)
     if not keeps:
