@@ -23,19 +23,22 @@ import torch
 
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .bands import Band, cast
-from .cut import Block, Call, Group
+from .bands import cast
+from .cut import FEWEST_KEYS, Block, Call, Group
 from .masks import dropout, mask
 from .products import has_fast_fused_attention
 
 
-def logits(block: Block) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the masked logits, as matrices, and the derivative of softcap, None without softcap."""
-    group, softcap = block.group, block.call.spec.softcap
-    scores, pairs = block.product("scores", group.queries[block.number], group.key.transposed(block), block.call.spec.scale)
+def logits(block: Block, place: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the masked logits, as matrices, and the derivative of softcap, None without softcap. place: memory for them."""
+    group, call = block.group, block.call
+    place = block.scores("scores", call.dtype) if place is None else place
+    keys = block.columns(group.key).mT
+    scores = group.products.scaled(block.matrix(group.query), keys, call.spec.scale, place)
+    pairs = scores.view(block.shape)
     add_terms(block, pairs)
     slope = None
-    if softcap is not None:
+    if (softcap := call.spec.softcap) is not None:
         limited = scores.div_(softcap).tanh_()
         slope = 1 - limited.square()
         limited.mul_(softcap)
@@ -45,15 +48,23 @@ def logits(block: Block) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def add_terms(block: Block, pairs: torch.Tensor) -> None:
     """Add the terms of the tables to the scores of the pairs."""
-    group = block.group
-    if group.rel_key is not None:
-        group.rel_key.add_terms(block.number, pairs, block.base)
-    if group.rel_bias is not None:
-        group.rel_bias.add_terms(pairs, block.base)
-    if "rel_p2c" in group.tables:
-        mirror = group.mirrored(block)
-        for each in mirror.panels(pairs, block.base):
-            mirror.band.add_terms(*each)
+    group, rel_scale = block.group, block.call.spec.rel_scale
+    for name, table in group.tables.items():
+        if name == "rel_key":
+            table.add_terms(block, pairs, block.base, block.rows(group.rel_query), rel_scale)
+        elif name == "rel_bias":
+            table.add_terms(block, pairs, block.base)
+        elif name == "rel_p2c":
+            keys = block.columns(group.mirrored_keys)
+            for columns in panels(block):
+                table.add_terms(block, pairs.mT[:, :, columns], -block.base - columns.start, keys[:, :, columns], rel_scale)
+
+
+def panels(block: Block) -> list[slice]:
+    """Return parts of the columns of a block, which are the rows of bands of rel_p2c. With more rows such a band has many columns
+    that are not needed."""
+    step = max(block.group.num_rows // 2, min(block.group.num_rows, FEWEST_KEYS))
+    return [slice(start, min(start + step, block.num_columns)) for start in range(0, block.num_columns, step)]
 
 
 def softmax(
@@ -127,7 +138,8 @@ def read_kept(block: Block, kept: torch.Tensor) -> torch.Tensor:
     part = kept_part(block, kept)
     if is_block(part, block):
         return part.view(block.matrix_shape)
-    probs, pairs = block.scores("scores")
+    probs = block.scores("scores", block.call.dtype)
+    pairs = probs.view(block.shape)
     if part.shape != pairs.shape:
         pairs.zero_()
     pairs[:, :, : block.num_real, : block.num_seen] = part
@@ -166,9 +178,6 @@ def forward(
     for group in call.groups():
         rows = group.new_rows(out)
         others = [group.new_rows(each[..., None]) for each in (lse, largest_logits) if each is not None and spec.with_lse]
-        band = None if "rel_value" not in group.tables else group.band("rel_value", rows, group.num_rows, 1.0)
-        if band is not None:
-            band.start(rows, for_table=False)
         for block in group.blocks():
             part = block.rows(rows)
             if block.num_seen == 0:
@@ -176,9 +185,7 @@ def forward(
                 for each in others:
                     block.rows(each).fill_(-math.inf)
             else:
-                (fused if fuses else by_steps)(block, part, band, kept, *map(block.rows, others))
-        if band is not None:
-            band.finish()
+                (fused if fuses else by_steps)(block, part, kept, *map(block.rows, others))
         group.put_rows(out, rows)
         for tensor, found in zip((lse, largest_logits), others, strict=False):
             group.put_rows(tensor[..., None], found)  # type: ignore[index]
@@ -188,26 +195,23 @@ def forward(
 def by_steps(
     block: Block,
     out: torch.Tensor,
-    band: Band | None,
     kept: torch.Tensor | None,
     lse: torch.Tensor | None = None,
     largest_logits: torch.Tensor | None = None,
 ) -> None:
-    """Compute a block's part of out, (sequences, heads, rows, Dv). band: of rel_value; kept as of forward(), the others of
-    softmax()."""
-    group, dtype = block.group, block.call.product_dtype
+    """Compute a block's part of out, (sequences, heads, rows, Dv); kept as of forward(), the others of softmax()."""
+    group, call = block.group, block.call
     place = None if kept is None else kept_part(block, kept)
-    if place is not None and is_block(place, block):
-        block.take("scores", place)
-    scores, _ = logits(block)
+    is_place = place is not None and is_block(place, block)
+    scores, _ = logits(block, place.view(block.matrix_shape) if place is not None and is_place else None)
     probs = softmax(block, scores, lse, largest_logits)
     if place is not None and place.data_ptr() != probs.data_ptr():
         place.copy_(probs.view(block.shape)[:, :, : block.num_real, : block.num_seen])
     if (factors := dropout(block)) is not None:
         probs = torch.mul(probs, factors, out=None if kept is not None else probs)
-    block.write(out, cast(probs, dtype), group.value.operand(block))
-    if band is not None:
-        band.add_products(block.number, probs.view(block.shape), block.base)
+    block.write(out, cast(probs, call.product_dtype), block.columns(group.value_operand))
+    if "rel_value" in group.tables:
+        group.tables["rel_value"].add_products(block, probs.view(block.shape), block.base, None, out)
 
 
 def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
@@ -223,16 +227,15 @@ def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -
     return is_plain and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.sizes.fewest_rows
 
 
-def fused(
-    block: Block, out: torch.Tensor, _band: Band | None, _kept: torch.Tensor | None, lse: torch.Tensor | None = None
-) -> None:
+def fused(block: Block, out: torch.Tensor, _kept: torch.Tensor | None, lse: torch.Tensor | None = None) -> None:
     """Compute a block's part of out by torch's fused attention; lse as of softmax()."""
     group, dtype = block.group, block.call.product_dtype
-    terms, pairs = block.scores("terms", dtype)
-    add_terms(block, pairs.zero_())
+    terms = block.scores("terms of tables", dtype).zero_()
+    pairs = terms.view(block.shape)
+    add_terms(block, pairs)
     mask(block, pairs)
-    query = group.queries[block.number].to(dtype)
-    operands = [each.unflatten(-2, (1, -1)) for each in (query, group.key.operand(block), group.value.operand(block), terms)]
+    key, value = block.columns(group.key_operand), block.columns(group.value_operand)
+    operands = [each.unflatten(-2, (1, -1)) for each in (block.matrix(group.query, dtype), key, value, terms)]
     q, k, v, scores = (each if each.dim() == 4 else each[None] for each in operands)
     found, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=scores, scale=block.call.spec.scale
@@ -297,7 +300,7 @@ def backward(
 
 
 class Sums:
-    """The gradients of a group's rows and columns, what they are computed from, and the bands that sum up others."""
+    """What the gradients of a group are computed from, its rows, and where they are added up."""
 
     def __init__(
         self,
@@ -308,44 +311,34 @@ class Sums:
         d_lse: torch.Tensor | None,
         whole: Whole | None,
     ) -> None:
-        call, dtype = group.call, group.call.product_dtype
         self.group, self.gradients, self.wanted = group, gradients, wanted
-        rows = group.rows(d_out)
-        self.d_out = self.operands = group.matrices(rows)
-        self.queries = group.queries
-        if dtype != call.dtype:
-            self.operands, self.queries = group.matrices(rows, dtype), group.matrices(group.query, dtype)
+        self.d_out = group.rows(d_out)
         per_row = (d_lse, *(whole or (None, None, None)))
-        found = (None if each is None else group.matrices(group.rows(each[..., None])) for each in per_row)
+        found = (None if each is None else group.rows(each[..., None]) for each in per_row)
         self.d_lse, self.largest, self.log_sum, self.delta = found
         self.key, self.value = (group.new_columns(gradients[n], n) if n in wanted else None for n in ("key", "value"))
-        self.beta = 0
-        """0 as long as no block has written to key and value."""
         self.query = group.new_rows(gradients["query"]) if "query" in wanted else None
         self.rel_query = group.new_rows(gradients["rel_query"]).zero_() if "rel_query" in wanted else None
-        if group.rel_key is not None:
-            has_own = call.tensors.rel_query is not None
-            group.rel_key.start(self.rel_query if has_own else self.query, "rel_key" in wanted)
-        self.rel_value = None
-        if "rel_value" in group.tables:
-            self.rel_value = group.band("rel_value", rows, group.num_rows, 1.0)
-            self.rel_value.start(None, "rel_value" in wanted)
+        self.mirrored_keys = None
+        if "rel_p2c" in group.tables and "key" in wanted:
+            self.mirrored_keys = torch.zeros_like(group.mirrored_keys)
+        self.beta = 0
+        """0 as long as no block has written to key and value."""
 
     def put(self) -> None:
         """Write what is complete to the gradients of the call's tensors."""
         group = self.group
-        for band in (group.rel_key, self.rel_value):
-            if band is not None:
-                band.finish()
-        self.close_mirror()
         if not self.beta:  # no block sees a key
             self.clear()
-        for name, found in (("query", self.query), ("rel_query", self.rel_query)):
-            if found is not None:
-                group.put_rows(self.gradients[name], found)
-        for name, found in (("key", self.key), ("value", self.value)):
-            if found is not None:
-                group.put_columns(self.gradients[name], found)
+        if self.mirrored_keys is not None and self.key is not None:
+            found = self.mirrored_keys.unflatten(1, (-1, group.call.sharing)).sum(2)
+            self.key.add_(found.view(self.key.shape))
+        for name, rows in (("query", self.query), ("rel_query", self.rel_query)):
+            if rows is not None:
+                group.put_rows(self.gradients[name], rows)
+        for name, columns in (("key", self.key), ("value", self.value)):
+            if columns is not None:
+                group.put_columns(self.gradients[name], columns)
 
     def clear(self) -> None:
         """Set the gradients of keys and values to zero."""
@@ -354,28 +347,15 @@ class Sums:
                 each.zero_()
         self.beta = 1
 
-    def close_mirror(self) -> None:
-        """Add what the band of rel_p2c has summed up to the gradient of the keys."""
-        mirror = self.group.mirror
-        if mirror is None or not mirror.band.is_started:
-            return
-        mirror.band.finish()
-        if mirror.band.total is not None and self.key is not None:
-            d_keys = mirror.band.total.unflatten(1, (-1, self.group.call.sharing)).sum(2).mT
-            place = self.key.narrow(-1, mirror.start, mirror.num_columns)
-            place.add_(d_keys.reshape(place.shape))
-        self.group.mirror = None
-
 
 def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     """Add a block's part to all gradients."""
-    group, call, number = block.group, block.call, block.number
-    products, dtype, slope = group.products, call.product_dtype, None
-    if group.mirror is not None and not group.mirror.fits(block):
-        sums.close_mirror()
+    group, call, wanted = block.group, block.call, sums.wanted
+    products, tables, dtype, scale = group.products, group.tables, call.product_dtype, call.spec.scale
     if not (sums.beta or block.has_all):
         sums.clear()
     beta, sums.beta = sums.beta, 1
+    slope = None
     if kept is not None:
         probs = read_kept(block, kept)
     else:
@@ -383,48 +363,57 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         if sums.largest is None or sums.log_sum is None:
             probs = softmax(block, scores)
         else:  # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
-            largest = sums.largest[number]
-            probs = torch.minimum(scores, largest, out=scores).sub_(largest).sub_(sums.log_sum[number]).exp_()
+            largest, log_sum = block.matrix(sums.largest), block.matrix(sums.log_sum)
+            probs = torch.minimum(scores, largest, out=scores).sub_(largest).sub_(log_sum).exp_()
             probs.view(block.shape)[:, :, block.num_real :] = 0
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
-    if sums.value is not None:
-        products.add(block.part(sums.value), sums.operands[number].mT, cast(dropped, dtype), beta=beta)
-    if sums.rel_value is not None and "rel_value" in sums.wanted:
-        sums.rel_value.add_products(number, dropped.view(block.shape), block.base)
-    if sums.wanted <= {"value", "rel_value"}:
+    d_out = block.matrix(sums.d_out)
+    if sums.value is not None:  # dV += P^T dO
+        products.add(block.columns(sums.value).mT, cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
+    if "rel_value" in wanted:
+        tables["rel_value"].add_products(block, dropped.view(block.shape), block.base, block.rows(sums.d_out), None)
+    if wanted <= {"value", "rel_value"}:
         return
-    d_scores, pairs = block.product("d_scores", sums.d_out[number], group.value.transposed(block))
-    if sums.rel_value is not None:
-        sums.rel_value.add_terms(number, pairs, block.base)
+    place = block.scores("d_scores", call.dtype)
+    d_scores = products.scaled(d_out, block.columns(group.value).mT, 1.0, place)
+    pairs = d_scores.view(block.shape)
+    if "rel_value" in tables:
+        tables["rel_value"].add_terms(block, pairs, block.base, block.rows(sums.d_out))
     if factors is not None:
         d_scores.mul_(factors)
-    if sums.delta is None:
+    if sums.delta is None:  # dS = P (dP - delta)
         softmax_backward(probs, d_scores)
     else:
-        d_scores.sub_(sums.delta[number]).mul_(probs)
+        d_scores.sub_(block.matrix(sums.delta)).mul_(probs)
     if sums.d_lse is not None:
-        d_scores.addcmul_(probs, sums.d_lse[number])
+        d_scores.addcmul_(probs, block.matrix(sums.d_lse))
     if slope is not None:
         d_scores.mul_(slope)
     operand = cast(d_scores, dtype)
-    if sums.key is not None:
-        products.add(block.part(sums.key), sums.queries[number].mT, operand, call.spec.scale, beta)
-    if sums.query is not None:
-        block.write(block.rows(sums.query), operand, group.key.operand(block), call.spec.scale)
-    if group.rel_key is not None and sums.wanted & {"query", "rel_query", "rel_key"}:
-        group.rel_key.add_products(number, pairs, block.base)
-    if group.rel_bias is not None and "rel_bias" in sums.wanted:
-        group.rel_bias.add_gradient(pairs, block.base)
-    if "rel_p2c" in group.tables and sums.wanted & {"key", "rel_p2c"}:
-        add_mirrored(sums, block, pairs)
+    if sums.key is not None:  # dK += scale dS^T Q
+        products.add(block.columns(sums.key).mT, block.matrix(group.query, dtype).mT, operand, scale, beta)
+    if sums.query is not None:  # dQ = scale dS K
+        block.write(block.rows(sums.query), operand, block.columns(group.key_operand), scale)
+    add_gradients(sums, block, pairs)
 
 
-def add_mirrored(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
-    """Add what a block's term of rel_p2c gives to the gradients of the key and of the table."""
-    mirror = sums.group.mirrored(block)
-    band = mirror.band
-    if not band.is_started:
-        band.start(torch.zeros_like(band.vectors) if "key" in sums.wanted else None, "rel_p2c" in sums.wanted)
-    for each in mirror.panels(pairs, block.base):
-        band.add_products(*each)
+def add_gradients(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
+    """Add what the gradients of the logits give to those of the tables, and of what the tables meet."""
+    group, wanted, rel_scale = block.group, sums.wanted, block.call.spec.rel_scale
+    for name, table in group.tables.items():
+        if name == "rel_key":
+            total = sums.query if block.call.tensors.rel_query is None else sums.rel_query
+            vectors = block.rows(group.rel_query) if name in wanted else None
+            if total is not None or vectors is not None:
+                total = None if total is None else block.rows(total)
+                table.add_products(block, pairs, block.base, vectors, total, rel_scale)
+        elif name == "rel_bias" and name in wanted:
+            table.add_products(block, pairs, block.base, None, None)
+        elif name == "rel_p2c" and wanted & {"key", "rel_p2c"}:
+            keys = block.columns(group.mirrored_keys)
+            d_keys = None if sums.mirrored_keys is None else block.columns(sums.mirrored_keys)
+            for columns in panels(block):
+                vectors = keys[:, :, columns] if name in wanted else None
+                total = None if d_keys is None else d_keys[:, :, columns]
+                table.add_products(block, pairs.mT[:, :, columns], -block.base - columns.start, vectors, total, rel_scale)

@@ -19,7 +19,7 @@ import torch
 
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
-from .bands import Band, Bias, Table, cast, part, split, up
+from .bands import Table, cast, part, up
 from .masks import Limits, triangles
 from .products import Memory, Products, product_dtype, takes_onednn
 
@@ -94,9 +94,7 @@ class Call:
         self.product_dtype = product_dtype(tensors.query, num_pairs * tensors.query.shape[1])
         self.term_dtype = self.product_dtype if rounds_terms else self.dtype
         self.memory = Memory(tensors.query)
-        self.memories = {name: Memory(tensors.query) for name in TABLES}
         self.gradients: dict[str, torch.Tensor] = {}
-        self.places: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.limits: dict[tuple[int, torch.dtype], tuple[Limits, Limits]] = {}
         self._tables: dict[str, Table] = {}
         self._kind: object = None
@@ -143,11 +141,11 @@ class Call:
                 table = table[..., None] if name == "rel_bias" else table
                 table = cast(table if table.dim() == 3 else table[None], self.dtype)
                 if name != "rel_p2c":
-                    self._tables[name] = Table(table, spec.first, spec.clamp, positions, group.seen, self.memories[name])
+                    self._tables[name] = Table(name, table, spec.first, spec.clamp, positions, group.seen)
                     continue
                 seen = sorted((1 - stop, 1 - start) for start, stop in group.seen)  # see bands.py
                 around = range(1 - positions.stop - margin, 1 - positions.start + margin)
-                self._tables[name] = Table(table.flip(1), -spec.last, spec.clamp, around, seen, self.memories[name])
+                self._tables[name] = Table(name, table.flip(1), -spec.last, spec.clamp, around, seen)
         return self._tables
 
     def add_up(self) -> None:
@@ -304,29 +302,25 @@ class Group:
         """All that a band of its blocks may have."""
         self.seen = tuple(sorted({self._seen(each) for each in stack}))
         """From the lowest to the highest position that the pairs of each sequence have."""
-        self.query, key, value = self.rows(tensors.query), self.columns(tensors.key), self.columns(tensors.value)
-        self.queries = self.matrices(self.query)
-        self.key, self.value = Columns(key, call.product_dtype), Columns(value, call.product_dtype)
+        self.query, self.key, self.value = self.rows(tensors.query), self.columns(tensors.key), self.columns(tensors.value)
+        self.rel_query = self.query if tensors.rel_query is None else self.rows(tensors.rel_query)
         self.tables = call.tables(self)
-        self.rel_key: Band | None = None
-        self.rel_bias: Bias | None = None
-        self.mirror: Mirror | None = None
-        if "rel_key" in self.tables:
-            vectors = self.query if tensors.rel_query is None else self.rows(tensors.rel_query)
-            self.rel_key = self.band("rel_key", vectors, self.num_rows, spec.rel_scale)
-        if "rel_bias" in self.tables:
-            self.rel_bias = Bias(self.tables["rel_bias"], heads, self.num_rows)
 
-    def band(self, name: str, vectors: torch.Tensor, num_rows: int, scale: float) -> Band:
-        """Return the band of a table; see Band."""
-        dtypes = self.call.term_dtype, self.call.product_dtype
-        return Band(self.tables[name], self.heads, vectors, num_rows, scale, self.products, dtypes)
+    @cached_property
+    def key_operand(self) -> torch.Tensor:
+        """The keys in the dtype of products."""
+        return cast(self.key, self.call.product_dtype)
 
-    def mirrored(self, block: Block) -> Mirror:
-        """Return the band of rel_p2c, whose rows are the keys of the block's columns: the last one if it fits."""
-        if self.mirror is None or not self.mirror.fits(block):
-            self.mirror = Mirror(self, block)
-        return self.mirror
+    @cached_property
+    def value_operand(self) -> torch.Tensor:
+        """The values in the dtype of products."""
+        return cast(self.value, self.call.product_dtype)
+
+    @cached_property
+    def mirrored_keys(self) -> torch.Tensor:
+        """The keys of each head, (sequences, heads, columns, width): the rows of rel_p2c."""
+        keys = self.key.view(self.sizes[0], -1, self.num_columns, self.key.shape[-1])
+        return keys if self.call.sharing == 1 else keys.repeat_interleave(self.call.sharing, 1)
 
     @cached_property
     def sequences(self) -> list[Run]:
@@ -391,13 +385,12 @@ class Group:
         one = tensor[run.entry, heads, first : first + length]
         return one.as_strided((run.count, *one.shape), (step * tensor.stride(2), *one.stride()), one.storage_offset())
 
-    def matrices(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """Return rows as a matrix for each block, (sharing * rows, width) or batches of them: views if they can be."""
+    def matrix(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return rows as a matrix, (sharing * rows, width), or batches of them: a view if it can be."""
         rows = rows if dtype is None else cast(rows, dtype)
-        if rows.shape[0] == rows.shape[1] == 1:
-            return split(rows[0, 0], self.num_rows, 0)
-        shape = (-1, rows.shape[3]) if self.num_matrices == 1 else (self.num_matrices, -1, rows.shape[3])
-        return [each.reshape(shape) for each in split(rows, self.num_rows, 2)]
+        if self.num_matrices > 1:
+            return rows.reshape(self.num_matrices, -1, rows.shape[3])
+        return rows[0, 0] if rows.shape[1] == 1 else rows.reshape(-1, rows.shape[3])
 
     def new_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if that is a view in the right dtype."""
@@ -415,19 +408,21 @@ class Group:
         self.places[0].write(part(tensor, slice(None), self.heads), rows)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return memory for sums of columns, transposed, (..., width, columns): of batches, the keys of a (B, Hk, Nk, width)
-        tensor if they are a view."""
-        if self.num_matrices > 1 and self.is_alike and tensor.dtype == self.call.dtype and self.num_columns == self.num_keys:
+        """Return memory for sums of columns, (..., columns, width): of batches, the keys of a (B, Hk, Nk, width) tensor if they are
+        a view. A single matrix is transposed in memory, which products with few columns prefer."""
+        width, dtype = tensor.shape[3], self.call.dtype
+        if self.num_matrices == 1:
+            return self.call.memory(name, (width, self.num_columns), dtype).mT
+        shape = self.num_matrices, self.num_columns, width
+        if self.is_alike and tensor.dtype == dtype and self.num_columns == self.num_keys:
             found = self._key_view(tensor)
             if found.is_contiguous():
-                return found.view(self.num_matrices, self.num_columns, tensor.shape[3]).mT
-        if self.num_matrices == 1:
-            return self.call.memory(name, (tensor.shape[3], self.num_columns), self.call.dtype)
-        return self.call.memory(name, (self.num_matrices, self.num_columns, tensor.shape[3]), self.call.dtype).mT
+                return found.view(shape)
+        return self.call.memory(name, shape, dtype)
 
     def put_columns(self, tensor: torch.Tensor, columns: torch.Tensor) -> None:
         """Write what is in new_columns() to the keys of a (B, Hk, Nk, width) tensor."""
-        found = columns.mT.reshape(self.sizes[0], -1, self.num_columns, tensor.shape[3])
+        found = columns.reshape(self.sizes[0], -1, self.num_columns, tensor.shape[3])
         if self.is_alike:
             keys = self._key_view(tensor)
             if keys.data_ptr() != columns.data_ptr():
@@ -438,45 +433,6 @@ class Group:
     def blocks(self) -> Iterator[Block]:
         for number in range(self.num_blocks):
             yield Block(self, number)
-
-
-class Mirror:
-    """The band of rel_p2c for the columns of a block."""
-
-    def __init__(self, group: Group, block: Block) -> None:
-        sharing, self.start, self.num_columns = group.call.sharing, block.start, block.num_columns
-        keys = block.part(group.key.wide).mT.reshape(group.sizes[0], -1, block.num_columns, group.query.shape[3])
-        keys = keys if sharing == 1 else keys.repeat_interleave(sharing, 1)
-        self.panel = max(block.num_rows // 2, min(block.num_rows, FEWEST_KEYS))
-        """Keys of a band, which are its rows: with more, it has many columns that are not needed."""
-        self.band = group.band("rel_p2c", keys, self.panel, group.call.spec.rel_scale)
-
-    def panels(self, pairs: torch.Tensor, base: int) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """Yield the number, the transposed pairs, and the mirrored base of each band."""
-        for number, start in enumerate(range(0, self.num_columns, self.panel)):
-            yield number, pairs.mT[:, :, start : start + self.panel], -base - start
-
-    def fits(self, block: Block) -> bool:
-        """Return whether a block has the same columns."""
-        return (self.start, self.num_columns) == (block.start, block.num_columns)
-
-
-class Columns:
-    """Keys or values of a group as matrices (columns, width): transposed in the dtype of scores, and in that of products."""
-
-    def __init__(self, columns: torch.Tensor, dtype: torch.dtype) -> None:
-        self.columns, self.wide, self.dtype = columns, columns.mT, dtype
-        self._cast: torch.Tensor | None = columns if columns.dtype == dtype else None
-
-    def transposed(self, block: Block) -> torch.Tensor:
-        """Return a block's part, (width, columns)."""
-        return block.part(self.wide)
-
-    def operand(self, block: Block) -> torch.Tensor:
-        """Return a block's part in the dtype of products, (columns, width)."""
-        if self._cast is None:
-            self._cast = self.columns.to(self.dtype)
-        return self._cast if block.has_all else self._cast.narrow(-2, block.start, block.num_columns)
 
 
 class Block:
@@ -503,6 +459,8 @@ class Block:
         self.base = group.base + start - row
         """The position of row 0 and column 0."""
         self.shape = (*group.sizes, self.num_rows, self.num_columns)
+        one = group.call.sharing * self.num_rows, self.num_columns
+        self.matrix_shape = one if group.num_matrices == 1 else (group.num_matrices, *one)
 
     @property
     def may_be_blind(self) -> bool:
@@ -516,50 +474,29 @@ class Block:
         beyond = spec.window_left >= 0 and self.base - self.num_real + self.num_seen < -spec.window_left
         return beyond or (spec.window_right >= 0 and self.base > spec.window_right)
 
-    def part(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the block's part of (..., columns)."""
-        return columns if self.has_all else columns.narrow(-1, self.start, self.num_columns)
-
-    def scores(self, name: str, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for scores as matrices, and by pair. It is that of the block before if it has the same shape."""
-        places, dtype = self.call.places, dtype or self.call.dtype
-        found = places.get(name)
-        if found is None or found[1].shape != self.shape or found[1].dtype != dtype:
-            pairs = self.call.memory(name, self.shape, dtype)
-            matrices = pairs.view(self.matrix_shape)
-            found = places[name] = matrices, pairs
-        return found
-
-    def take(self, name: str, pairs: torch.Tensor) -> None:
-        """Let scores() be in a contiguous tensor."""
-        self.call.places[name] = pairs.view(self.matrix_shape), pairs
-
-    @property
-    def matrix_shape(self) -> tuple[int, ...]:
-        """That of scores as matrices."""
-        one = (self.call.sharing * self.num_rows, self.num_columns)
-        return one if self.group.num_matrices == 1 else (self.group.num_matrices, *one)
+    def columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the block's part of (..., columns, width)."""
+        return columns if self.has_all else columns.narrow(-2, self.start, self.num_columns)
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the block's part of (sequences, heads, rows, width)."""
         return rows if self.num_rows == rows.shape[2] else rows.narrow(2, self.row, self.num_rows)
 
-    def product(
-        self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale times a product as scores()."""
-        place = self.scores(name)
-        found = self.group.products.scaled(left, right, scale, place[0])
-        return place if found is place[0] else (found, found.view(self.shape))
+    def matrix(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the block's part of (sequences, heads, rows, width) as matrices."""
+        return self.group.matrix(self.rows(rows), dtype)
+
+    def scores(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for scores as matrices."""
+        return self.call.memory(name, self.matrix_shape, dtype)
 
     def write(self, rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
         """Write scale times a product of matrices to the block's rows, (sequences, heads, rows, width)."""
-        shape = *left.shape[:-1], right.shape[-1]
-        place = rows[0, 0] if rows.shape[0] == rows.shape[1] == 1 else rows.view(shape) if rows.is_contiguous() else None
-        if place is None or rows.dtype != left.dtype:
-            place = self.call.memory("rows", shape, left.dtype)
+        is_place = rows.dtype == left.dtype and (rows.is_contiguous() or rows.shape[:2] == (1, 1))
+        shape = (*left.shape[:-1], right.shape[-1])
+        place = self.group.matrix(rows) if is_place else self.call.memory("rows", shape, left.dtype)
         found = self.group.products.scaled(left, right, scale, place)
-        if found is not place or place.data_ptr() != rows.data_ptr():
+        if found is not place or not is_place:
             rows.copy_(found.view(rows.shape))
 
     def triangles(self, dtype: torch.dtype) -> tuple[Limits, Limits]:

@@ -64,7 +64,8 @@ def mask(block: Block, pairs: torch.Tensor) -> None:
             skip, count = start - first, block.num_seen - start
             hide(pairs[..., start : block.num_seen], *(each[:, skip : skip + count] for each in block.triangles(pairs.dtype)[1]))
     if not group.is_alike:
-        hide(pairs, *limits(block.part(group.places[1].exists)[:, None, None], pairs.dtype))
+        exists = group.places[1].exists[:, None, None, block.start : block.start + num_columns]
+        hide(pairs, *limits(exists, pairs.dtype))
     if block.num_seen < num_columns:
         pairs[..., block.num_seen :].fill_(-math.inf)
 

@@ -73,13 +73,31 @@ class Memory:
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
         self._held: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, object] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory of that name, uninitialised."""
-        held, size = self._held.get(name), math.prod(shape)
+        return self._view(name, shape, dtype)
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: object) -> torch.Tensor:
+        """Return memory that is zero but for what was written to it since the last call of another kind."""
+        found, kind = self._view(name, shape, dtype), (kind, shape, dtype)
+        if self._kinds.get(name) != kind:
+            found.zero_()
+            self._kinds[name] = kind
+        return found
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        held = self._held.get(name)
+        if held is not None and held.shape == shape and held.dtype == dtype:
+            return held
+        size = math.prod(shape)
         if held is None or held.dtype != dtype or held.numel() < size:
-            held = self._held[name] = self.like.new_empty(size, dtype=dtype)
-        return held[:size].view(shape)
+            del held
+            self._held.pop(name, None)  # before more is allocated
+            self._held[name] = self.like.new_empty(shape, dtype=dtype)
+            return self._held[name]
+        return held.view(-1)[:size].view(shape)
 
 
 class Products:
