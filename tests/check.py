@@ -32,8 +32,10 @@ from triton_relattn import fused_relative_attention, fused_relative_attention_va
 from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
-BLOCKS = ((16, 1, 4), (7, 1 << 11, 2), (1, 1, 1), (16, 1 << 18, 1 << 20), (8, 1, 1, 8), (16, 1, 1, 4))
-"""Blockwise in small blocks: queries and scores of one, scores from which heads are computed one by one, oneDNN's step."""
+AT_ONCE = (16, 1 << 18, 1 << 20, 0, 128)
+BLOCKS = ((16, 1, 4), AT_ONCE, (7, 1 << 11, 2), (1, 1, 1), AT_ONCE, (16, 1 << 18, 1 << 20), (8, 1, 1, 8), (16, 1, 1, 4))
+"""Blockwise in small blocks: queries and scores of one, scores from which heads are computed one by one, oneDNN's step, and
+queries up to which a call is computed at once."""
 REGISTERS = ("scores", "registers")
 TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"forward": (32, 16), "dq": (32, 16), "dq_from_ds": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
@@ -150,12 +152,13 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
     outs = outs if isinstance(outs, tuple) else (outs,)
     results: Results = dict(zip(("out", "lse"), outs, strict=False))
     differentiable = sample.mode == "grad" and any(leaf.requires_grad for leaf in leaves.values())
-    assert all(out.requires_grad == differentiable for out in outs), "requires_grad of the results is wrong"
+    by_autograd = call["implementation"] == "reference"  # of what is not used it has no gradients, not zeros; lse has no values
+    assert by_autograd or all(out.requires_grad == differentiable for out in outs), "requires_grad of the results is wrong"
     if differentiable:
-        of_all = call["implementation"] == "reference"  # of what is not used, autograd has no gradients, not zeros
-        named = [(name, out) for name, out in results.items() if out is not None and (of_all or wants(sample, name))]
+        named = [(name, out) for name, out in results.items() if out is not None and (by_autograd or wants(sample, name))]
+        named = [(name, out) for name, out in named if out.requires_grad]
         d_outs = [cotangent(sample, name, out.dtype) for name, out in named]
-        if sample.spoilt == "nan" and call["implementation"] != "reference":
+        if sample.spoilt == "nan" and not by_autograd:
             d_outs = [d_out.masked_fill(out == -math.inf, math.nan) for d_out, (_, out) in zip(d_outs, named, strict=True)]
         torch.autograd.backward([out for _, out in named], d_outs)
     return results | {f"d_{name}": given[name].grad for name in INPUTS if name in given}

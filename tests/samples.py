@@ -280,7 +280,7 @@ def samples(draw: st.DrawFn, kernels: bool = False) -> Sample:
     """Any valid call."""
     dtypes = ["float32", "float16"] if kernels else ["float64", "float32", "float16", "bfloat16"]
     # The seed first, because hypothesis draws the first choice of a run until it is not that of the run's simplest sample.
-    fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20)), "blocks": draw(st.integers(0, 11))}
+    fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20)), "blocks": draw(st.integers(0, 15))}
     fields |= {"dtype": draw(st.sampled_from(dtypes)), **draw(sizes(kernels))}
     sample = Sample(**fields)
     count, heads = len(sample.sizes), sample.key_heads * sample.group

@@ -51,13 +51,13 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
     group, rel_scale = block.group, block.call.spec.rel_scale
     for name, table in group.tables.items():
         if name == "rel_key":
-            table.add_terms(block, pairs, block.base, block.rows(group.rel_query), rel_scale)
+            table.add_terms(group.setting, pairs, block.base, block.rows(group.rel_query), rel_scale)
         elif name == "rel_bias":
-            table.add_terms(block, pairs, block.base)
+            table.add_terms(group.setting, pairs, block.base)
         elif name == "rel_p2c":
             keys = block.columns(group.mirrored_keys)
             for columns in panels(block):
-                table.add_terms(block, pairs.mT[:, :, columns], -block.base - columns.start, keys[:, :, columns], rel_scale)
+                table.add_terms(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, keys[:, :, columns], rel_scale)
 
 
 def panels(block: Block) -> list[slice]:
@@ -68,21 +68,22 @@ def panels(block: Block) -> list[slice]:
 
 
 def softmax(
-    block: Block, scores: torch.Tensor, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
+    scores: torch.Tensor, may_be_blind: bool, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the probabilities in place of the scores. Each row sums to one, whatever the logits, or is zero if it sees nothing:
-    if all its logits are -inf, or it is of no query.
+    """Compute the probabilities in place of the scores. Each row sums to one, whatever the logits, or is zero if all its logits
+    are -inf.
 
     Args:
-        lse: memory for the log-sum-exp of each row, (sequences, heads, rows, 1); None: it is not computed, which saves passes.
+        may_be_blind: whether there may be such rows.
+        lse: memory for the log-sum-exp of each row, as many elements; None: it is not computed, which saves passes.
         largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
     blind = largest = None
-    if lse is not None or block.may_be_blind:
+    if lse is not None or may_be_blind:
         largest = scores.amax(-1, keepdim=True)
         blind = (largest == -math.inf).flatten().nonzero()[:, 0]  # their softmax is NaN
     # A CPU reads all of a row before it writes any of it; elsewhere that is not certain.
-    probs = torch.softmax(scores, -1, out=scores if block.call.is_cpu else None)
+    probs = torch.softmax(scores, -1, out=scores if scores.device.type == "cpu" else None)
     if lse is not None and largest is not None and blind is not None:
         log_sum = probs.amax(-1, keepdim=True).log_().neg_()  # the largest probability is exp(0) / total
         if largest_logits is None:
@@ -91,9 +92,7 @@ def softmax(
             largest_logits.copy_(largest.view(lse.shape))
         lse.copy_(log_sum.view(-1).index_fill_(0, blind, -math.inf).view(lse.shape))
     if blind is not None and len(blind) > 0:
-        probs.view(-1, block.num_columns).index_fill_(0, blind, 0)
-    if block.num_real < block.num_rows:
-        probs.view(block.shape)[:, :, block.num_real :] = 0
+        probs.view(-1, probs.shape[-1]).index_fill_(0, blind, 0)
     return probs
 
 
@@ -107,6 +106,12 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     if probs.device.type == "cpu":  # elsewhere a row may be written before all of it is read
         return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
     return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
+
+
+def clear_rows(block: Block, probs: torch.Tensor) -> None:
+    """Set the probabilities of rows of no query to zero."""
+    if block.num_real < block.num_rows:
+        probs.view(block.shape)[:, :, block.num_real :] = 0
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
@@ -204,14 +209,15 @@ def by_steps(
     place = None if kept is None else kept_part(block, kept)
     is_place = place is not None and is_block(place, block)
     scores, _ = logits(block, place.view(block.matrix_shape) if place is not None and is_place else None)
-    probs = softmax(block, scores, lse, largest_logits)
+    probs = softmax(scores, block.may_be_blind, lse, largest_logits)
+    clear_rows(block, probs)
     if place is not None and place.data_ptr() != probs.data_ptr():
         place.copy_(probs.view(block.shape)[:, :, : block.num_real, : block.num_seen])
     if (factors := dropout(block)) is not None:
         probs = torch.mul(probs, factors, out=None if kept is not None else probs)
     block.write(out, cast(probs, call.product_dtype), block.columns(group.value_operand))
     if "rel_value" in group.tables:
-        group.tables["rel_value"].add_products(block, probs.view(block.shape), block.base, None, out)
+        group.tables["rel_value"].add_products(group.setting, probs.view(block.shape), block.base, None, out)
 
 
 def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
@@ -274,7 +280,7 @@ def backward(
         whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
     """
     call = Call(tensors, spec)
-    named = {name: each for name, want, each in zip(DIFFERENTIABLE, wanted, tensors, strict=False) if want and each is not None}
+    named = wanted_by_name(tensors, wanted)
     call.gradients = {name: gradient_like(each) for name, each in named.items() if name not in TABLES}
     for name, total in call.gradients.items():
         if call.unseeing or (name in ("key", "value") and not call.has_all_keys):
@@ -288,15 +294,26 @@ def backward(
                 block.rows(sums.query).zero_()
         sums.put()
     call.add_up()
-    gradients: list[torch.Tensor | None] = []
+    return in_order(call.gradients, named)
+
+
+def wanted_by_name(tensors: AttentionTensors, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
+    """Return the tensors whose gradients are wanted."""
+    found = zip(DIFFERENTIABLE, wanted, tensors, strict=False)
+    return {name: tensor for name, want, tensor in found if want and tensor is not None}
+
+
+def in_order(gradients: dict[str, torch.Tensor], named: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients in the order of spec.DIFFERENTIABLE, of tables in their shape and dtype; zeros where there is none."""
+    found: list[torch.Tensor | None] = []
     for name in DIFFERENTIABLE:
-        found = call.gradients.get(name)
-        if found is None and name in named:
-            found = gradient_like(named[name]).zero_()
-        elif found is not None and name in TABLES:
-            found = found.view(named[name].shape).to(named[name].dtype)
-        gradients.append(found)
-    return tuple(gradients)
+        tensor, gradient = named.get(name), gradients.get(name)
+        if tensor is not None and gradient is None:
+            gradient = gradient_like(tensor).zero_()
+        elif tensor is not None and gradient is not None and name in TABLES:
+            gradient = cast(gradient.view(tensor.shape), tensor.dtype)
+        found.append(gradient)
+    return tuple(found)
 
 
 class Sums:
@@ -361,25 +378,25 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     else:
         scores, slope = logits(block)
         if sums.largest is None or sums.log_sum is None:
-            probs = softmax(block, scores)
+            probs = softmax(scores, block.may_be_blind)
         else:  # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
             largest, log_sum = block.matrix(sums.largest), block.matrix(sums.log_sum)
             probs = torch.minimum(scores, largest, out=scores).sub_(largest).sub_(log_sum).exp_()
-            probs.view(block.shape)[:, :, block.num_real :] = 0
+        clear_rows(block, probs)
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
     d_out = block.matrix(sums.d_out)
     if sums.value is not None:  # dV += P^T dO
         products.add(block.columns(sums.value).mT, cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
     if "rel_value" in wanted:
-        tables["rel_value"].add_products(block, dropped.view(block.shape), block.base, block.rows(sums.d_out), None)
+        tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, block.rows(sums.d_out), None)
     if wanted <= {"value", "rel_value"}:
         return
     place = block.scores("d_scores", call.dtype)
     d_scores = products.scaled(d_out, block.columns(group.value).mT, 1.0, place)
     pairs = d_scores.view(block.shape)
     if "rel_value" in tables:
-        tables["rel_value"].add_terms(block, pairs, block.base, block.rows(sums.d_out))
+        tables["rel_value"].add_terms(group.setting, pairs, block.base, block.rows(sums.d_out))
     if factors is not None:
         d_scores.mul_(factors)
     if sums.delta is None:  # dS = P (dP - delta)
@@ -407,13 +424,13 @@ def add_gradients(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
             vectors = block.rows(group.rel_query) if name in wanted else None
             if total is not None or vectors is not None:
                 total = None if total is None else block.rows(total)
-                table.add_products(block, pairs, block.base, vectors, total, rel_scale)
+                table.add_products(group.setting, pairs, block.base, vectors, total, rel_scale)
         elif name == "rel_bias" and name in wanted:
-            table.add_products(block, pairs, block.base, None, None)
+            table.add_products(group.setting, pairs, block.base, None, None)
         elif name == "rel_p2c" and wanted & {"key", "rel_p2c"}:
             keys = block.columns(group.mirrored_keys)
             d_keys = None if sums.mirrored_keys is None else block.columns(sums.mirrored_keys)
             for columns in panels(block):
                 vectors = keys[:, :, columns] if name in wanted else None
                 total = None if d_keys is None else d_keys[:, :, columns]
-                table.add_products(block, pairs.mT[:, :, columns], -block.base - columns.start, vectors, total, rel_scale)
+                table.add_products(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, vectors, total, rel_scale)

@@ -19,31 +19,20 @@ counts the other way: the *mirror* of a table has its rows in reverse order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-from .products import LINE, Products
-
-if TYPE_CHECKING:
-    from .cut import Block
-
-ALL = (slice(None),) * 3
-"""Sequences, heads and rows of pairs."""
-
+from .products import LINE, Memory, Products
 
 def up(number: int, step: int) -> int:
     """Round up to a multiple of step."""
     return -(-number // step) * step
 
 
-def part(tensor: torch.Tensor, *ranges: slice) -> torch.Tensor:
-    """Return the part of a tensor that lies in ranges of its first dimensions: itself if that is all."""
-    for dim, place in enumerate(ranges):
-        start, stop, _ = place.indices(tensor.shape[dim])
-        if stop - start != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
+def narrow(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Return the part of a tensor from start to stop: itself if that is all."""
+    return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +50,7 @@ def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     """Return the tables of some heads: (1, ...) if all heads share one."""
-    return table if table.shape[0] == 1 else part(table, heads)
+    return table if table.shape[0] == 1 else narrow(table, 0, heads.start, heads.stop)
 
 
 def stacked(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -76,6 +65,23 @@ def unstacked(band: torch.Tensor, sizes: torch.Size) -> torch.Tensor:
     """Return the view (S, H, M, width) of what has the order of stacked(). sizes: S, H, M, ..."""
     s, h, m = sizes[:3]
     return band.view(s, h, m, -1) if band.dim() == 2 else band.view(h, s, m, -1).transpose(0, 1)
+
+
+def as_rows(name: str, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a table of a call as (1 or Hq, R, width); of a bias the width is 1."""
+    table = table[..., None] if name == "rel_bias" else table
+    return cast(table if table.dim() == 3 else table[None], dtype)
+
+
+class Setting(NamedTuple):
+    """Heads of some sequences whose terms are computed together."""
+
+    heads: slice
+    num_rows: int  # of a block; the last one may have fewer
+    products: Products
+    memory: Memory
+    term_dtype: torch.dtype  # of the operands of products for terms
+    dtype: torch.dtype  # of those of other products
 
 
 class Table:
@@ -97,13 +103,14 @@ class Table:
         self.name, self.table, self.is_bias = name, table, name == "rel_bias"
         self.first, self.last, self.low = first, first + table.shape[1] - 1, positions.start
         start, stop = (min(max(each, positions.start), positions.stop) for each in (first, self.last + 1))
-        self.own, self.inside = slice(start - first, stop - first), slice(start - self.low, stop - self.low)
+        self.own = slice(start - first, stop - first) if start < stop else slice(0, 0)
+        self.inside = slice(start - self.low, stop - self.low)
         """Rows of the table, and their place."""
         lowest, highest = seen[0][0], max(high for _, high in seen)
         self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""
         self.beyond = (slice(self.inside.start), slice(self.inside.stop, None))
-        rows, is_view = part(table, ALL[0], self.own), len(positions) == stop - start
+        rows, is_view = narrow(table, 1, self.own.start, self.own.stop), len(positions) == stop - start
         if not is_view:
             rows = torch.constant_pad_nd(rows, (0, 0, self.inside.start, len(positions) - self.inside.stop))
         for end, has_far in enumerate(self.has_far):
@@ -150,28 +157,27 @@ class Table:
         sides = ((0, slice(0, near[0])), (1, slice(near[1], num_columns)))
         return [(end, columns) for end, columns in sides if self.has_far[end] and columns.start < columns.stop]
 
-    def add_terms(self, block: Block, pairs: torch.Tensor, base: int, vectors: torch.Tensor | None = None, alpha: float = 1.0) -> None:
+    def add_terms(self, setting: Setting, pairs: torch.Tensor, base: int, vectors: torch.Tensor | None = None, alpha: float = 1.0) -> None:
         """Add alpha * vectors . table to the pairs (S, H, M, N) of a block; of a bias, its rows.
 
         Args:
             base: the position of row 0 and column 0.
             vectors: the rows, (S, H, M, width).
         """
-        group, (m, n) = block.group, pairs.shape[2:]
+        m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
         if start < stop:
-            first, width = self.window(base + start, m, stop - start, group.products)
+            first, width = self.window(base + start, m, stop - start, setting.products)
             if vectors is None:
-                band = self.lines(group.heads, group.num_rows)[:, :m].narrow(2, first, width)
+                band = self.lines(setting.heads, setting.num_rows)[:, :m].narrow(2, first, width)
             else:
-                dtype = block.call.term_dtype
-                rows = of_heads(self.in_dtype(dtype), group.heads).narrow(1, first, width)
-                left = stacked(cast(vectors, dtype), len(rows))
-                place = block.call.memory("terms", (*left.shape[:-1], width), dtype)
-                band = unstacked(group.products(left, (rows if left.dim() == 3 else rows[0]).mT, place), pairs.shape)
-            part(pairs, *ALL, slice(start, stop)).add_(skewed(band, stop - start), alpha=alpha)
+                rows = of_heads(self.in_dtype(setting.term_dtype), setting.heads).narrow(1, first, width)
+                left = stacked(cast(vectors, setting.term_dtype), len(rows))
+                place = setting.memory("terms", (*left.shape[:-1], width), setting.term_dtype)
+                band = unstacked(setting.products(left, (rows if left.dim() == 3 else rows[0]).mT, place), pairs.shape)
+            narrow(pairs, 3, start, stop).add_(skewed(band, stop - start), alpha=alpha)
         for end, columns in self.far(near, n):
-            row = of_heads(self.table, group.heads)[:, -end]
+            row = of_heads(self.table, setting.heads)[:, -end]
             terms = row[..., None] if vectors is None else vectors @ row[..., None]
             pairs[..., columns].add_(terms, alpha=alpha)
 
@@ -184,7 +190,7 @@ class Table:
 
     def add_products(
         self,
-        block: Block,
+        setting: Setting,
         pairs: torch.Tensor,
         base: int,
         vectors: torch.Tensor | None,
@@ -193,27 +199,27 @@ class Table:
     ) -> None:
         """Add alpha * pairs . table to total, (S, H, M, width), and alpha * pairs^T . vectors to the gradient of the table, unless
         they are None. Of a bias the gradient is the sum of the pairs of each position."""
-        group, (m, n) = block.group, pairs.shape[2:]
+        m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
         if start < stop:
-            first, width = self.window(base + start, m, stop - start, group.products)
-            inner = part(pairs, *ALL, slice(start, stop))
+            first, width = self.window(base + start, m, stop - start, setting.products)
+            inner = narrow(pairs, 3, start, stop)
             if self.is_bias:
-                self._add_bias(block, inner, first, width)
+                self._add_bias(setting, inner, first, width)
             else:
-                self._add_band(block, inner, first, width, vectors, total, alpha)
+                self._add_band(setting, inner, first, width, vectors, total, alpha)
         for end, columns in self.far(near, n):
             found = pairs[..., columns].sum(-1, keepdim=True)
             if total is not None:
-                total.addcmul_(found, of_heads(self.table, group.heads)[:, -end, None], value=alpha)
+                total.addcmul_(found, of_heads(self.table, setting.heads)[:, -end, None], value=alpha)
             if self.is_bias or vectors is not None:
                 found = found if vectors is None else found * vectors
                 found = found.sum((0, 2)) if len(self.table) > 1 else found.sum((0, 1, 2))[None]
-                of_heads(self.sums_of_ends(), group.heads)[:, end].add_(found, alpha=alpha)
+                of_heads(self.sums_of_ends(), setting.heads)[:, end].add_(found, alpha=alpha)
 
     def _add_band(
         self,
-        block: Block,
+        setting: Setting,
         pairs: torch.Tensor,
         first: int,
         width: int,
@@ -222,11 +228,11 @@ class Table:
         alpha: float,
     ) -> None:
         """Do what add_products() does for pairs whose rows of the table are those from first on."""
-        heads, products, dtype = block.group.heads, block.group.products, block.call.product_dtype
+        heads, _, products, memory, _, dtype = setting
         rows = of_heads(self.in_dtype(dtype), heads).narrow(1, first, width)
         (s, h, m, n), count = pairs.shape, len(rows)
         shape = (s * h * m, width) if count == 1 else (h, s * m, width)
-        band = block.call.memory.zeros(self.name, shape, dtype, pairs.shape)  # around the pairs it stays zero
+        band = memory.zeros(self.name, shape, dtype, pairs.shape)  # around the pairs it stays zero
         skewed(unstacked(band, pairs.shape), n).copy_(pairs)
         rows = rows if band.dim() == 3 else rows[0]
         if total is not None and count == 1 and (total.is_contiguous() or s == h == 1):
@@ -237,15 +243,15 @@ class Table:
             sums = of_heads(self.sums(), heads).narrow(2, first, width)
             products.add(sums if band.dim() == 3 else sums[0], stacked(cast(vectors, dtype), count).mT, band, alpha)
 
-    def _add_bias(self, block: Block, pairs: torch.Tensor, first: int, width: int) -> None:
+    def _add_bias(self, setting: Setting, pairs: torch.Tensor, first: int, width: int) -> None:
         """Add the sums of the pairs of each position to the gradient of a bias."""
         is_shared, (s, h, m, n) = len(self.table) == 1, pairs.shape
         if s > 1 or (is_shared and h > 1):
             pairs = pairs.sum((0, 1) if is_shared else 0, keepdim=True)
         h = pairs.shape[1]
-        band = block.call.memory.zeros(self.name, (h, m, up(width, LINE)), pairs.dtype, pairs.shape)
+        band = setting.memory.zeros(self.name, (h, m, up(width, LINE)), pairs.dtype, pairs.shape)
         skewed(band, n).copy_(pairs[0])
-        of_heads(self.sums(), block.group.heads)[:, 0].narrow(1, first, width).add_(band.sum(1)[:, :width])
+        of_heads(self.sums(), setting.heads)[:, 0].narrow(1, first, width).add_(band.sum(1)[:, :width])
 
     def sums(self) -> torch.Tensor:
         """Return what is added up for the gradient of the rows, transposed: (1 or Hq, width, positions)."""

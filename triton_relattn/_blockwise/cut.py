@@ -19,7 +19,7 @@ import torch
 
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
-from .bands import Table, cast, part, up
+from .bands import Setting, Table, as_rows, cast, narrow, up
 from .masks import Limits, triangles
 from .products import Memory, Products, product_dtype, takes_onednn
 
@@ -27,6 +27,9 @@ from .products import Memory, Products, product_dtype, takes_onednn
 class Sizes(NamedTuple):
     """The sizes of blocks. They are no part of a call's meaning, but for rounding."""
 
+    short_rows: int = 128
+    """Queries up to which a call with few scores is computed at once (short.py): with more, bands have many columns that are not
+    needed."""
     rows: int = 128
     """Queries of a block for each thread, of one head."""
     fewest_rows: int = 32
@@ -123,8 +126,11 @@ class Call:
     @cached_property
     def has_infinite_table(self) -> bool:
         """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
-        tables = [getattr(self.tensors, name) for name in TABLES if name != "rel_value"]
-        return any(each is not None and not (self.is_cpu and math.isfinite(each.sum())) for each in tables)
+        for name in TABLES:
+            table = getattr(self.tensors, name)
+            if name != "rel_value" and table is not None and not (self.is_cpu and math.isfinite(table.sum())):
+                return True
+        return False
 
     def tables(self, group: Group) -> dict[str, Table]:
         """Return the tables' rows for the positions of a group: the last ones if they fit. Only the last ones may be used."""
@@ -138,8 +144,7 @@ class Call:
                 table = getattr(self.tensors, name)
                 if table is None:
                     continue
-                table = table[..., None] if name == "rel_bias" else table
-                table = cast(table if table.dim() == 3 else table[None], self.dtype)
+                table = as_rows(name, table, self.dtype)
                 if name != "rel_p2c":
                     self._tables[name] = Table(name, table, spec.first, spec.clamp, positions, group.seen)
                     continue
@@ -305,6 +310,7 @@ class Group:
         self.query, self.key, self.value = self.rows(tensors.query), self.columns(tensors.key), self.columns(tensors.value)
         self.rel_query = self.query if tensors.rel_query is None else self.rows(tensors.rel_query)
         self.tables = call.tables(self)
+        self.setting = Setting(heads, self.num_rows, products, call.memory, call.term_dtype, call.product_dtype)
 
     @cached_property
     def key_operand(self) -> torch.Tensor:
@@ -353,7 +359,7 @@ class Group:
             padding = self.all_rows - self.num_queries
             found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
             return found if self.num_matrices == 1 and found.stride(3) == 1 else found.contiguous()
-        return cast(self.places[0].read(part(tensor, slice(None), self.heads)), self.call.dtype)
+        return cast(self.places[0].read(narrow(tensor, 1, self.heads.start, self.heads.stop)), self.call.dtype)
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the keys of a (B, Hk, Nk, width) tensor that are seen as matrices (columns, width), and zeros."""
@@ -362,7 +368,7 @@ class Group:
             padding = self.num_columns - self.num_keys
             found = torch.nn.functional.pad(found, (0, 0, 0, padding)) if padding else found
         else:
-            found = cast(self.places[1].read(part(tensor, slice(None), self.key_heads)), self.call.dtype)
+            found = cast(self.places[1].read(narrow(tensor, 1, self.key_heads.start, self.key_heads.stop)), self.call.dtype)
         found = found if found.stride(3) == 1 else found.contiguous()
         if self.num_matrices == 1:
             return found[0, 0]
@@ -381,7 +387,8 @@ class Group:
         """Return length rows of each sequence, (sequences, heads, length, ...). step: from one to the next in a packed batch."""
         run = self.stack[0]
         if not run.is_packed or run.count == 1:
-            return part(tensor, slice(run.entry, run.entry + run.count), heads, slice(first, first + length))
+            found = narrow(narrow(tensor, 0, run.entry, run.entry + run.count), 1, heads.start, heads.stop)
+            return narrow(found, 2, first, first + length)
         one = tensor[run.entry, heads, first : first + length]
         return one.as_strided((run.count, *one.shape), (step * tensor.stride(2), *one.stride()), one.storage_offset())
 
@@ -405,7 +412,7 @@ class Group:
             if queries.data_ptr() != rows.data_ptr():
                 queries.copy_(rows[:, :, : self.num_queries])
             return
-        self.places[0].write(part(tensor, slice(None), self.heads), rows)
+        self.places[0].write(narrow(tensor, 1, self.heads.start, self.heads.stop), rows)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return memory for sums of columns, (..., columns, width): of batches, the keys of a (B, Hk, Nk, width) tensor if they are
@@ -428,7 +435,7 @@ class Group:
             if keys.data_ptr() != columns.data_ptr():
                 keys.copy_(found[:, :, : self.num_keys])
             return
-        self.places[1].write(part(tensor, slice(None), self.key_heads), found)
+        self.places[1].write(narrow(tensor, 1, self.key_heads.start, self.key_heads.stop), found)
 
     def blocks(self) -> Iterator[Block]:
         for number in range(self.num_blocks):

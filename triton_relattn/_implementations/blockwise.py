@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._blockwise import attention, grids
+from .._blockwise import attention, grids, short
 from .._core.dtypes import compute_dtype, new_like, without_autocast
 from .._core.grids import GridTensors
 from .._core.spec import AttentionSpec, AttentionTensors
@@ -31,7 +31,8 @@ class Blockwise(Implementation):
     def forward(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
         with without_autocast(tensors.query.device):
             softmax_stats, kept = _saved(tensors, spec, keeps)
-            out, lse = attention.forward(tensors, spec, kept if keeps else None)
+            method = short if short.serves(tensors, spec) else attention
+            out, lse = method.forward(tensors, spec, kept if keeps else None)
         return Results(out, lse, softmax_stats, kept)
 
     def backward(
@@ -44,7 +45,8 @@ class Blockwise(Implementation):
         wanted: Sequence[bool],
     ) -> Gradients:
         with without_autocast(tensors.query.device):
-            return attention.backward(d_out, d_lse, tensors, spec, wanted, saved.kept)
+            method = short if short.serves(tensors, spec) else attention
+            return method.backward(d_out, d_lse, tensors, spec, wanted, saved.kept)
 
     def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
         query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
