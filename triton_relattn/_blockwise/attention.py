@@ -24,7 +24,7 @@ import torch
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from .bands import cast
-from .cut import FEWEST_KEYS, Block, Call, Group
+from .cut import Block, Call, Group, Rows
 from .masks import dropout, mask
 from .products import has_fast_fused_attention
 
@@ -33,8 +33,7 @@ def logits(block: Block, place: torch.Tensor | None = None) -> tuple[torch.Tenso
     """Return the masked logits, as matrices, and the derivative of softcap, None without softcap. place: memory for them."""
     group, call = block.group, block.call
     place = block.scores("scores", call.dtype) if place is None else place
-    keys = block.columns(group.key).mT
-    scores = group.products.scaled(block.matrix(group.query), keys, call.spec.scale, place)
+    scores = group.products.scaled(group.query.operand(block.number), block.across(group.key_across), call.spec.scale, place)
     pairs = scores.view(block.shape)
     add_terms(block, pairs)
     slope = None
@@ -51,20 +50,12 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
     group, rel_scale = block.group, block.call.spec.rel_scale
     for name, table in group.tables.items():
         if name == "rel_key":
-            table.add_terms(group.setting, pairs, block.base, block.rows(group.rel_query), rel_scale)
+            table.add_terms(group.setting, pairs, block.base, group.rel_query.parts[block.number], rel_scale)
         elif name == "rel_bias":
             table.add_terms(group.setting, pairs, block.base)
         elif name == "rel_p2c":
-            keys = block.columns(group.mirrored_keys)
-            for columns in panels(block):
-                table.add_terms(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, keys[:, :, columns], rel_scale)
-
-
-def panels(block: Block) -> list[slice]:
-    """Return parts of the columns of a block, which are the rows of bands of rel_p2c. With more rows such a band has many columns
-    that are not needed."""
-    step = max(block.group.num_rows // 2, min(block.group.num_rows, FEWEST_KEYS))
-    return [slice(start, min(start + step, block.num_columns)) for start in range(0, block.num_columns, step)]
+            for columns, keys in group.panels(block):
+                table.add_terms(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, keys, rel_scale)
 
 
 def softmax(
@@ -181,30 +172,30 @@ def forward(
             if spec.with_lse:
                 lse[queries] = -math.inf
     for group in call.groups():
-        rows = group.new_rows(out)
-        others = [group.new_rows(each[..., None]) for each in (lse, largest_logits) if each is not None and spec.with_lse]
+        rows = Rows(group, group.new_rows(out), is_read=False)
+        per_row = [each[..., None] for each in (lse, largest_logits) if each is not None and spec.with_lse]
+        others = [Rows(group, group.new_rows(each), is_read=False) for each in per_row]
         for block in group.blocks():
-            part = block.rows(rows)
             if block.num_seen == 0:
-                part.zero_()
+                rows.parts[block.number].zero_()
                 for each in others:
-                    block.rows(each).fill_(-math.inf)
+                    each.parts[block.number].fill_(-math.inf)
             else:
-                (fused if fuses else by_steps)(block, part, kept, *map(block.rows, others))
-        group.put_rows(out, rows)
-        for tensor, found in zip((lse, largest_logits), others, strict=False):
-            group.put_rows(tensor[..., None], found)  # type: ignore[index]
+                (fused if fuses else by_steps)(block, rows, kept, *(each.parts[block.number] for each in others))
+        group.put_rows(out, rows.all)
+        for tensor, found in zip(per_row, others, strict=True):
+            group.put_rows(tensor, found.all)
     return out, lse
 
 
 def by_steps(
     block: Block,
-    out: torch.Tensor,
+    rows: Rows,
     kept: torch.Tensor | None,
     lse: torch.Tensor | None = None,
     largest_logits: torch.Tensor | None = None,
 ) -> None:
-    """Compute a block's part of out, (sequences, heads, rows, Dv); kept as of forward(), the others of softmax()."""
+    """Compute a block's rows of out; kept as of forward(), the others of softmax()."""
     group, call = block.group, block.call
     place = None if kept is None else kept_part(block, kept)
     is_place = place is not None and is_block(place, block)
@@ -215,9 +206,9 @@ def by_steps(
         place.copy_(probs.view(block.shape)[:, :, : block.num_real, : block.num_seen])
     if (factors := dropout(block)) is not None:
         probs = torch.mul(probs, factors, out=None if kept is not None else probs)
-    block.write(out, cast(probs, call.product_dtype), block.columns(group.value_operand))
+    block.write(rows, cast(probs, call.product_dtype), block.columns(group.value_operand))
     if "rel_value" in group.tables:
-        group.tables["rel_value"].add_products(group.setting, probs.view(block.shape), block.base, None, out)
+        group.tables["rel_value"].add_products(group.setting, probs.view(block.shape), block.base, None, rows.parts[block.number])
 
 
 def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
@@ -233,19 +224,20 @@ def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -
     return is_plain and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.sizes.fewest_rows
 
 
-def fused(block: Block, out: torch.Tensor, _kept: torch.Tensor | None, lse: torch.Tensor | None = None) -> None:
-    """Compute a block's part of out by torch's fused attention; lse as of softmax()."""
+def fused(block: Block, rows: Rows, _kept: torch.Tensor | None, lse: torch.Tensor | None = None) -> None:
+    """Compute a block's rows of out by torch's fused attention; lse as of softmax()."""
     group, dtype = block.group, block.call.product_dtype
     terms = block.scores("terms of tables", dtype).zero_()
     pairs = terms.view(block.shape)
     add_terms(block, pairs)
     mask(block, pairs)
     key, value = block.columns(group.key_operand), block.columns(group.value_operand)
-    operands = [each.unflatten(-2, (1, -1)) for each in (block.matrix(group.query, dtype), key, value, terms)]
+    operands = [each.unflatten(-2, (1, -1)) for each in (cast(group.query.operand(block.number), dtype), key, value, terms)]
     q, k, v, scores = (each if each.dim() == 4 else each[None] for each in operands)
     found, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=scores, scale=block.call.spec.scale
     )
+    out = rows.parts[block.number]
     out.copy_(found.reshape(out.shape))
     if lse is not None:
         lse.copy_(log_sums.view(lse.shape))
@@ -291,7 +283,7 @@ def backward(
             if block.num_seen > 0:
                 add_block(sums, block, kept)
             elif sums.query is not None:
-                block.rows(sums.query).zero_()
+                sums.query.parts[block.number].zero_()
         sums.put()
     call.add_up()
     return in_order(call.gradients, named)
@@ -329,13 +321,15 @@ class Sums:
         whole: Whole | None,
     ) -> None:
         self.group, self.gradients, self.wanted = group, gradients, wanted
-        self.d_out = group.rows(d_out)
+        self.d_out = Rows(group, group.rows(d_out))
         per_row = (d_lse, *(whole or (None, None, None)))
-        found = (None if each is None else group.rows(each[..., None]) for each in per_row)
+        found = (None if each is None else Rows(group, group.rows(each[..., None])) for each in per_row)
         self.d_lse, self.largest, self.log_sum, self.delta = found
         self.key, self.value = (group.new_columns(gradients[n], n) if n in wanted else None for n in ("key", "value"))
-        self.query = group.new_rows(gradients["query"]) if "query" in wanted else None
-        self.rel_query = group.new_rows(gradients["rel_query"]).zero_() if "rel_query" in wanted else None
+        self.query = Rows(group, group.new_rows(gradients["query"]), is_read=False) if "query" in wanted else None
+        self.rel_query = None
+        if "rel_query" in wanted:
+            self.rel_query = Rows(group, group.new_rows(gradients["rel_query"]).zero_(), is_read=False)
         self.mirrored_keys = None
         if "rel_p2c" in group.tables and "key" in wanted:
             self.mirrored_keys = torch.zeros_like(group.mirrored_keys)
@@ -349,10 +343,10 @@ class Sums:
             self.clear()
         if self.mirrored_keys is not None and self.key is not None:
             found = self.mirrored_keys.unflatten(1, (-1, group.call.sharing)).sum(2)
-            self.key.add_(found.view(self.key.shape))
+            self.key.add_(found.view(self.key.mT.shape).mT)
         for name, rows in (("query", self.query), ("rel_query", self.rel_query)):
             if rows is not None:
-                group.put_rows(self.gradients[name], rows)
+                group.put_rows(self.gradients[name], rows.all)
         for name, columns in (("key", self.key), ("value", self.value)):
             if columns is not None:
                 group.put_columns(self.gradients[name], columns)
@@ -367,7 +361,7 @@ class Sums:
 
 def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     """Add a block's part to all gradients."""
-    group, call, wanted = block.group, block.call, sums.wanted
+    group, call, wanted, number = block.group, block.call, sums.wanted, block.number
     products, tables, dtype, scale = group.products, group.tables, call.product_dtype, call.spec.scale
     if not (sums.beta or block.has_all):
         sums.clear()
@@ -380,38 +374,38 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         if sums.largest is None or sums.log_sum is None:
             probs = softmax(scores, block.may_be_blind)
         else:  # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
-            largest, log_sum = block.matrix(sums.largest), block.matrix(sums.log_sum)
+            largest, log_sum = sums.largest.operand(number), sums.log_sum.operand(number)
             probs = torch.minimum(scores, largest, out=scores).sub_(largest).sub_(log_sum).exp_()
         clear_rows(block, probs)
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
-    d_out = block.matrix(sums.d_out)
+    d_out = sums.d_out.operand(number)
     if sums.value is not None:  # dV += P^T dO
-        products.add(block.columns(sums.value).mT, cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
+        products.add(block.across(sums.value), cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
     if "rel_value" in wanted:
-        tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, block.rows(sums.d_out), None)
+        tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, sums.d_out.parts[number], None)
     if wanted <= {"value", "rel_value"}:
         return
     place = block.scores("d_scores", call.dtype)
-    d_scores = products.scaled(d_out, block.columns(group.value).mT, 1.0, place)
+    d_scores = products.scaled(d_out, block.across(group.value_across), 1.0, place)
     pairs = d_scores.view(block.shape)
     if "rel_value" in tables:
-        tables["rel_value"].add_terms(group.setting, pairs, block.base, block.rows(sums.d_out))
+        tables["rel_value"].add_terms(group.setting, pairs, block.base, sums.d_out.parts[number])
     if factors is not None:
         d_scores.mul_(factors)
     if sums.delta is None:  # dS = P (dP - delta)
         softmax_backward(probs, d_scores)
     else:
-        d_scores.sub_(block.matrix(sums.delta)).mul_(probs)
+        d_scores.sub_(sums.delta.operand(number)).mul_(probs)
     if sums.d_lse is not None:
-        d_scores.addcmul_(probs, block.matrix(sums.d_lse))
+        d_scores.addcmul_(probs, sums.d_lse.operand(number))
     if slope is not None:
         d_scores.mul_(slope)
     operand = cast(d_scores, dtype)
     if sums.key is not None:  # dK += scale dS^T Q
-        products.add(block.columns(sums.key).mT, block.matrix(group.query, dtype).mT, operand, scale, beta)
+        products.add(block.across(sums.key), cast(group.query.operand(number), dtype).mT, operand, scale, beta)
     if sums.query is not None:  # dQ = scale dS K
-        block.write(block.rows(sums.query), operand, block.columns(group.key_operand), scale)
+        block.write(sums.query, operand, block.columns(group.key_operand), scale)
     add_gradients(sums, block, pairs)
 
 
@@ -421,16 +415,15 @@ def add_gradients(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
     for name, table in group.tables.items():
         if name == "rel_key":
             total = sums.query if block.call.tensors.rel_query is None else sums.rel_query
-            vectors = block.rows(group.rel_query) if name in wanted else None
+            vectors = group.rel_query.parts[block.number] if name in wanted else None
             if total is not None or vectors is not None:
-                total = None if total is None else block.rows(total)
-                table.add_products(group.setting, pairs, block.base, vectors, total, rel_scale)
+                rows = None if total is None else total.parts[block.number]
+                table.add_products(group.setting, pairs, block.base, vectors, rows, rel_scale)
         elif name == "rel_bias" and name in wanted:
             table.add_products(group.setting, pairs, block.base, None, None)
         elif name == "rel_p2c" and wanted & {"key", "rel_p2c"}:
-            keys = block.columns(group.mirrored_keys)
             d_keys = None if sums.mirrored_keys is None else block.columns(sums.mirrored_keys)
-            for columns in panels(block):
-                vectors = keys[:, :, columns] if name in wanted else None
+            for columns, keys in group.panels(block):
+                vectors = keys if name in wanted else None
                 total = None if d_keys is None else d_keys[:, :, columns]
                 table.add_products(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, vectors, total, rel_scale)

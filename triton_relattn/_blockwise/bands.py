@@ -25,6 +25,10 @@ import torch
 
 from .products import LINE, Memory, Products
 
+LINES = 32
+"""Rows of a band of a bias, whose lines are the same: with more it takes memory, with fewer there are more additions."""
+
+
 def up(number: int, step: int) -> int:
     """Round up to a multiple of step."""
     return -(-number // step) * step
@@ -53,18 +57,21 @@ def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     return table if table.shape[0] == 1 else narrow(table, 0, heads.start, heads.stop)
 
 
-def stacked(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return rows (S, H, M, width) as the left operand of a product with count tables: (S * H * M, width), or (H, S * M, width) if
-    each head has its table."""
-    if count == 1:
+def stacked(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return rows (S, H, M, width) as the left operand of a product: (S * H * M, width), or with three dimensions, where each head
+    has its table, (H, S * M, width)."""
+    if dim == 2:
         return rows.reshape(-1, rows.shape[3])
-    return rows.transpose(0, 1).reshape(count, -1, rows.shape[3])
+    return rows.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[3])
 
 
-def unstacked(band: torch.Tensor, sizes: torch.Size) -> torch.Tensor:
-    """Return the view (S, H, M, width) of what has the order of stacked(). sizes: S, H, M, ..."""
+def by_pair(band: torch.Tensor, sizes: torch.Size, num_columns: int) -> torch.Tensor:
+    """Return the view (S, H, M, num_columns) of a band in the order of stacked() by pair; see skewed(). sizes: S, H, M, ..."""
     s, h, m = sizes[:3]
-    return band.view(s, h, m, -1) if band.dim() == 2 else band.view(h, s, m, -1).transpose(0, 1)
+    width = band.shape[-1]
+    sequence, head = (h, 1) if band.dim() == 2 else (1, s)
+    strides = (sequence * m * width, head * m * width, width - 1, 1)
+    return band.as_strided((s, h, m, num_columns), strides, band.storage_offset() + m - 1)
 
 
 def as_rows(name: str, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,7 +84,6 @@ class Setting(NamedTuple):
     """Heads of some sequences whose terms are computed together."""
 
     heads: slice
-    num_rows: int  # of a block; the last one may have fewer
     products: Products
     memory: Memory
     term_dtype: torch.dtype  # of the operands of products for terms
@@ -123,20 +129,23 @@ class Table:
                 rows[:, max(stop - self.low, 0) : max(low - self.low, 0)] = 0
             stop = max(stop, high)
         self.rows = rows
-        self.casts: dict[torch.dtype, torch.Tensor] = {rows.dtype: rows}
+        self.operands: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self.row_sums: torch.Tensor | None = None
         self.end_sums: torch.Tensor | None = None
-        self._lines: tuple[object, torch.Tensor] | None = None
+        self._lines: tuple[slice, torch.Tensor] | None = None
 
     def _has(self, low: int, high: int) -> bool:
         """Return whether the table, or an end row, is what a range of positions has."""
         return self.has_far[0] or self.has_far[1] or (low <= self.last and high > self.first)
 
-    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows in a dtype."""
-        if dtype not in self.casts:
-            self.casts[dtype] = self.rows.to(dtype)
-        return self.casts[dtype]
+    def operand(self, heads: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows as the transposed operand of a product in a dtype: (width, positions) if the heads share them, else
+        (H, width, positions)."""
+        kind = heads.start, heads.stop, dtype
+        if kind not in self.operands:
+            rows = cast(of_heads(self.rows, heads), dtype).mT
+            self.operands[kind] = rows[0] if len(rows) == 1 else rows
+        return self.operands[kind]
 
     def near(self, base: int, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the first and the end of the columns in which some row has a position of the table."""
@@ -166,26 +175,29 @@ class Table:
         """
         m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
-        if start < stop:
+        if start < stop and vectors is None:
+            lines = self.lines(setting.heads)
+            for row in range(0, m, LINES):
+                count = min(LINES, m - row)
+                first, width = self.window(base + start - row, count, stop - start, setting.products)
+                band = lines[:, :count].narrow(2, first, width)
+                narrow(narrow(pairs, 2, row, row + count), 3, start, stop).add_(skewed(band, stop - start))
+        elif start < stop:
             first, width = self.window(base + start, m, stop - start, setting.products)
-            if vectors is None:
-                band = self.lines(setting.heads, setting.num_rows)[:, :m].narrow(2, first, width)
-            else:
-                rows = of_heads(self.in_dtype(setting.term_dtype), setting.heads).narrow(1, first, width)
-                left = stacked(cast(vectors, setting.term_dtype), len(rows))
-                place = setting.memory("terms", (*left.shape[:-1], width), setting.term_dtype)
-                band = unstacked(setting.products(left, (rows if left.dim() == 3 else rows[0]).mT, place), pairs.shape)
-            narrow(pairs, 3, start, stop).add_(skewed(band, stop - start), alpha=alpha)
+            rows = self.operand(setting.heads, setting.term_dtype).narrow(-1, first, width)
+            left = stacked(cast(vectors, setting.term_dtype), rows.dim())
+            place = setting.memory("terms", (*left.shape[:-1], width), setting.term_dtype)
+            band = setting.products(left, rows, place)
+            narrow(pairs, 3, start, stop).add_(by_pair(band, pairs.shape, stop - start), alpha=alpha)
         for end, columns in self.far(near, n):
             row = of_heads(self.table, setting.heads)[:, -end]
             terms = row[..., None] if vectors is None else vectors @ row[..., None]
             pairs[..., columns].add_(terms, alpha=alpha)
 
-    def lines(self, heads: slice, num_rows: int) -> torch.Tensor:
-        """Return the rows of a bias as a band, (1 or H, num_rows, positions), each of whose lines has all of them."""
-        if self._lines is None or self._lines[0] != (heads, num_rows):
-            lines = of_heads(self.rows, heads).mT
-            self._lines = (heads, num_rows), lines.expand(-1, num_rows, -1).contiguous()
+    def lines(self, heads: slice) -> torch.Tensor:
+        """Return the rows of a bias as a band of a few rows, (1 or H, LINES, positions), each of which has all of them."""
+        if self._lines is None or self._lines[0] != heads:
+            self._lines = heads, of_heads(self.rows, heads).mT.expand(-1, LINES, -1).contiguous()
         return self._lines[1]
 
     def add_products(
@@ -228,20 +240,23 @@ class Table:
         alpha: float,
     ) -> None:
         """Do what add_products() does for pairs whose rows of the table are those from first on."""
-        heads, _, products, memory, _, dtype = setting
-        rows = of_heads(self.in_dtype(dtype), heads).narrow(1, first, width)
-        (s, h, m, n), count = pairs.shape, len(rows)
-        shape = (s * h * m, width) if count == 1 else (h, s * m, width)
+        heads, products, memory, _, dtype = setting
+        rows = self.operand(heads, dtype).narrow(-1, first, width)
+        s, h, m, n = pairs.shape
+        shape = (s * h * m, width) if rows.dim() == 2 else (h, s * m, width)
         band = memory.zeros(self.name, shape, dtype, pairs.shape)  # around the pairs it stays zero
-        skewed(unstacked(band, pairs.shape), n).copy_(pairs)
-        rows = rows if band.dim() == 3 else rows[0]
-        if total is not None and count == 1 and (total.is_contiguous() or s == h == 1):
-            products.add(total[0, 0] if s == h == 1 else total.view(-1, total.shape[3]), band, rows, alpha)
+        by_pair(band, pairs.shape, n).copy_(pairs)
+        if total is not None and s == h == 1:
+            products.add(total[0, 0], band, rows.mT, alpha)
+        elif total is not None and rows.dim() == 2 and total.is_contiguous():
+            products.add(total.view(-1, total.shape[3]), band, rows.mT, alpha)
         elif total is not None:
-            total.add_(unstacked(products(band, rows), pairs.shape), alpha=alpha)
+            found = products(band, rows.mT).view(*((s, h) if rows.dim() == 2 else (h, s)), m, -1)
+            total.add_(found if rows.dim() == 2 else found.transpose(0, 1), alpha=alpha)
         if vectors is not None:
             sums = of_heads(self.sums(), heads).narrow(2, first, width)
-            products.add(sums if band.dim() == 3 else sums[0], stacked(cast(vectors, dtype), count).mT, band, alpha)
+            left = stacked(cast(vectors, dtype), rows.dim())
+            products.add(sums if rows.dim() == 3 else sums[0], left.mT, band, alpha)
 
     def _add_bias(self, setting: Setting, pairs: torch.Tensor, first: int, width: int) -> None:
         """Add the sums of the pairs of each position to the gradient of a bias."""

@@ -21,7 +21,7 @@ from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .bands import Setting, Table, as_rows, cast, narrow, up
 from .masks import Limits, triangles
-from .products import Memory, Products, product_dtype, takes_onednn
+from .products import Memory, Products, product_dtype, takes_onednn, transposed
 
 
 class Sizes(NamedTuple):
@@ -307,10 +307,23 @@ class Group:
         """All that a band of its blocks may have."""
         self.seen = tuple(sorted({self._seen(each) for each in stack}))
         """From the lowest to the highest position that the pairs of each sequence have."""
-        self.query, self.key, self.value = self.rows(tensors.query), self.columns(tensors.key), self.columns(tensors.value)
-        self.rel_query = self.query if tensors.rel_query is None else self.rows(tensors.rel_query)
+        self.key, self.value = self.columns(tensors.key), self.columns(tensors.value)
+        self.query = self.rel_query = Rows(self, self.rows(tensors.query))
+        if tensors.rel_query is not None:
+            self.rel_query = Rows(self, self.rows(tensors.rel_query))
         self.tables = call.tables(self)
-        self.setting = Setting(heads, self.num_rows, products, call.memory, call.term_dtype, call.product_dtype)
+        self._panels: tuple[tuple[int, int], list[tuple[slice, torch.Tensor]]] | None = None
+        self.setting = Setting(heads, products, call.memory, call.term_dtype, call.product_dtype)
+
+    @cached_property
+    def key_across(self) -> torch.Tensor:
+        """The keys transposed, (..., width, columns)."""
+        return transposed(self.key, self.call.sharing * self.all_rows)
+
+    @cached_property
+    def value_across(self) -> torch.Tensor:
+        """The values transposed."""
+        return transposed(self.value, self.call.sharing * self.all_rows)
 
     @cached_property
     def key_operand(self) -> torch.Tensor:
@@ -327,6 +340,16 @@ class Group:
         """The keys of each head, (sequences, heads, columns, width): the rows of rel_p2c."""
         keys = self.key.view(self.sizes[0], -1, self.num_columns, self.key.shape[-1])
         return keys if self.call.sharing == 1 else keys.repeat_interleave(self.call.sharing, 1)
+
+    def panels(self, block: Block) -> list[tuple[slice, torch.Tensor]]:
+        """Return parts of the columns of a block, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c.
+        With more rows such a band has many columns that are not needed."""
+        place = block.start, block.num_columns
+        if self._panels is None or self._panels[0] != place:
+            step, keys = max(self.num_rows // 2, min(self.num_rows, FEWEST_KEYS)), block.columns(self.mirrored_keys)
+            parts = [slice(start, min(start + step, block.num_columns)) for start in range(0, block.num_columns, step)]
+            self._panels = place, [(each, keys[:, :, each].contiguous()) for each in parts]
+        return self._panels[1]
 
     @cached_property
     def sequences(self) -> list[Run]:
@@ -392,13 +415,6 @@ class Group:
         one = tensor[run.entry, heads, first : first + length]
         return one.as_strided((run.count, *one.shape), (step * tensor.stride(2), *one.stride()), one.storage_offset())
 
-    def matrix(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return rows as a matrix, (sharing * rows, width), or batches of them: a view if it can be."""
-        rows = rows if dtype is None else cast(rows, dtype)
-        if self.num_matrices > 1:
-            return rows.reshape(self.num_matrices, -1, rows.shape[3])
-        return rows[0, 0] if rows.shape[1] == 1 else rows.reshape(-1, rows.shape[3])
-
     def new_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for results of rows: the queries of a (B, Hq, Nq, width) tensor if that is a view in the right dtype."""
         if self.is_alike and tensor.dtype == self.call.dtype and self.all_rows == self.num_queries:
@@ -415,21 +431,21 @@ class Group:
         self.places[0].write(narrow(tensor, 1, self.heads.start, self.heads.stop), rows)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return memory for sums of columns, (..., columns, width): of batches, the keys of a (B, Hk, Nk, width) tensor if they are
-        a view. A single matrix is transposed in memory, which products with few columns prefer."""
+        """Return memory for sums of columns, transposed, (..., width, columns): of batches, the keys of a (B, Hk, Nk, width) tensor
+        if they are a view."""
         width, dtype = tensor.shape[3], self.call.dtype
         if self.num_matrices == 1:
-            return self.call.memory(name, (width, self.num_columns), dtype).mT
+            return self.call.memory(name, (width, self.num_columns), dtype)
         shape = self.num_matrices, self.num_columns, width
         if self.is_alike and tensor.dtype == dtype and self.num_columns == self.num_keys:
             found = self._key_view(tensor)
             if found.is_contiguous():
-                return found.view(shape)
-        return self.call.memory(name, shape, dtype)
+                return found.view(shape).mT
+        return self.call.memory(name, shape, dtype).mT
 
     def put_columns(self, tensor: torch.Tensor, columns: torch.Tensor) -> None:
         """Write what is in new_columns() to the keys of a (B, Hk, Nk, width) tensor."""
-        found = columns.reshape(self.sizes[0], -1, self.num_columns, tensor.shape[3])
+        found = columns.mT.reshape(self.sizes[0], -1, self.num_columns, tensor.shape[3])
         if self.is_alike:
             keys = self._key_view(tensor)
             if keys.data_ptr() != columns.data_ptr():
@@ -440,6 +456,30 @@ class Group:
     def blocks(self) -> Iterator[Block]:
         for number in range(self.num_blocks):
             yield Block(self, number)
+
+
+class Rows:
+    """Rows of a group by block: (sequences, heads, rows, width), and the same as matrices, (sharing * rows, width) or batches of
+    them, None where these are no views."""
+
+    def __init__(self, group: Group, rows: torch.Tensor, is_read: bool = True) -> None:
+        """is_read: whether they are operands, which may be copies."""
+        self.all = rows
+        self.parts = [rows] if group.num_blocks == 1 else list(rows.split(group.num_rows, 2))
+        self.matrices: list[torch.Tensor | None]
+        if rows.shape[0] == rows.shape[1] == 1:
+            self.matrices = [rows[0, 0]] if group.num_blocks == 1 else list(rows[0, 0].split(group.num_rows))
+            return
+        if is_read:
+            self.parts = [each.contiguous() for each in self.parts]
+        shape = (-1, rows.shape[3]) if group.num_matrices == 1 else (group.num_matrices, -1, rows.shape[3])
+        self.matrices = [each.view(shape) if each.is_contiguous() else None for each in self.parts]
+
+    def operand(self, number: int) -> torch.Tensor:
+        """Return the matrix of a block's rows that are operands."""
+        found = self.matrices[number]
+        assert found is not None
+        return found
 
 
 class Block:
@@ -485,26 +525,23 @@ class Block:
         """Return the block's part of (..., columns, width)."""
         return columns if self.has_all else columns.narrow(-2, self.start, self.num_columns)
 
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the block's part of (sequences, heads, rows, width)."""
-        return rows if self.num_rows == rows.shape[2] else rows.narrow(2, self.row, self.num_rows)
-
-    def matrix(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the block's part of (sequences, heads, rows, width) as matrices."""
-        return self.group.matrix(self.rows(rows), dtype)
+    def across(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the block's part of (..., width, columns)."""
+        return columns if self.has_all else columns.narrow(-1, self.start, self.num_columns)
 
     def scores(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for scores as matrices."""
         return self.call.memory(name, self.matrix_shape, dtype)
 
-    def write(self, rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
-        """Write scale times a product of matrices to the block's rows, (sequences, heads, rows, width)."""
-        is_place = rows.dtype == left.dtype and (rows.is_contiguous() or rows.shape[:2] == (1, 1))
-        shape = (*left.shape[:-1], right.shape[-1])
-        place = self.group.matrix(rows) if is_place else self.call.memory("rows", shape, left.dtype)
+    def write(self, rows: Rows, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
+        """Write scale times a product of matrices to the block's rows."""
+        part, place = rows.parts[self.number], rows.matrices[self.number]
+        is_place = place is not None and part.dtype == left.dtype
+        if place is None or not is_place:
+            place = self.call.memory("rows", (*left.shape[:-1], right.shape[-1]), left.dtype)
         found = self.group.products.scaled(left, right, scale, place)
         if found is not place or not is_place:
-            rows.copy_(found.view(rows.shape))
+            part.copy_(found.view(part.shape))
 
     def triangles(self, dtype: torch.dtype) -> tuple[Limits, Limits]:
         """Return what hides the pairs of a window's left edge, and of its right edge; see masks.py."""

@@ -28,7 +28,8 @@ def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     query, num_keys, sizes = tensors.query, tensors.key.shape[2], cut.SIZES
     batch, heads, num_queries, _ = query.shape
     num_pairs = batch * heads * num_queries * num_keys
-    if num_queries > sizes.short_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
+    most_rows = sizes.short_rows * (1 if tensors.rel_key is not None else 2)
+    if num_queries > most_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
         return False
     if heads // tensors.key.shape[1] * num_queries * num_keys >= sizes.few_scores * 3 // 8:
         return False
@@ -52,7 +53,7 @@ class Short:
         if tensors.rel_query is not None:
             self.vectors = cast(tensors.rel_query, self.dtype)
         self.products, self.memory = Products(by_onednn=False), Memory(query)
-        self.setting = Setting(slice(0, heads), num_queries, self.products, self.memory, self.dtype, self.dtype)
+        self.setting = Setting(slice(0, heads), self.products, self.memory, self.dtype, self.dtype)
         self.base = -spec.query_offset
         """The position of query 0 and key 0."""
         positions = range(self.base - num_queries + 1, self.base + num_keys)
