@@ -74,8 +74,8 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int, step: int = 0, short: int = 0) -> None:
     """Let blockwise take so many queries and scores (a thread) a block, and heads one by one from so few scores on: it cuts short
-    calls, too. With a step, oneDNN multiplies float32 heads, and all sizes of heads are rounded up to it. Calls of up to this many
-    short queries are computed at once."""
+    calls, too. With a step, oneDNN multiplies float32 heads, and all sizes of heads are rounded up to it. Calls of up to short
+    queries are computed at once."""
     from triton_relattn._blockwise import cut, products
 
     patch.setattr(cut, "SIZES", cut.Sizes(short, queries, 1, queries, few, elements))

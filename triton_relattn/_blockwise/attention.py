@@ -414,11 +414,11 @@ def add_gradients(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
     group, wanted, rel_scale = block.group, sums.wanted, block.call.spec.rel_scale
     for name, table in group.tables.items():
         if name == "rel_key":
-            total = sums.query if block.call.tensors.rel_query is None else sums.rel_query
+            sum_of_rows = sums.query if block.call.tensors.rel_query is None else sums.rel_query
+            total = None if sum_of_rows is None else sum_of_rows.parts[block.number]
             vectors = group.rel_query.parts[block.number] if name in wanted else None
             if total is not None or vectors is not None:
-                rows = None if total is None else total.parts[block.number]
-                table.add_products(group.setting, pairs, block.base, vectors, rows, rel_scale)
+                table.add_products(group.setting, pairs, block.base, vectors, total, rel_scale)
         elif name == "rel_bias" and name in wanted:
             table.add_products(group.setting, pairs, block.base, None, None)
         elif name == "rel_p2c" and wanted & {"key", "rel_p2c"}:

@@ -58,8 +58,8 @@ def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
 
 
 def stacked(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return rows (S, H, M, width) as the left operand of a product: (S * H * M, width), or with three dimensions, where each head
-    has its table, (H, S * M, width)."""
+    """Return rows (S, H, M, width) as the left operand of a product: (S * H * M, width), or, where each head has its table, with
+    three dimensions, (H, S * M, width)."""
     if dim == 2:
         return rows.reshape(-1, rows.shape[3])
     return rows.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[3])
@@ -166,7 +166,9 @@ class Table:
         sides = ((0, slice(0, near[0])), (1, slice(near[1], num_columns)))
         return [(end, columns) for end, columns in sides if self.has_far[end] and columns.start < columns.stop]
 
-    def add_terms(self, setting: Setting, pairs: torch.Tensor, base: int, vectors: torch.Tensor | None = None, alpha: float = 1.0) -> None:
+    def add_terms(
+        self, setting: Setting, pairs: torch.Tensor, base: int, vectors: torch.Tensor | None = None, alpha: float = 1.0
+    ) -> None:
         """Add alpha * vectors . table to the pairs (S, H, M, N) of a block; of a bias, its rows.
 
         Args:
@@ -182,7 +184,7 @@ class Table:
                 first, width = self.window(base + start - row, count, stop - start, setting.products)
                 band = lines[:, :count].narrow(2, first, width)
                 narrow(narrow(pairs, 2, row, row + count), 3, start, stop).add_(skewed(band, stop - start))
-        elif start < stop:
+        elif start < stop and vectors is not None:
             first, width = self.window(base + start, m, stop - start, setting.products)
             rows = self.operand(setting.heads, setting.term_dtype).narrow(-1, first, width)
             left = stacked(cast(vectors, setting.term_dtype), rows.dim())
@@ -190,8 +192,8 @@ class Table:
             band = setting.products(left, rows, place)
             narrow(pairs, 3, start, stop).add_(by_pair(band, pairs.shape, stop - start), alpha=alpha)
         for end, columns in self.far(near, n):
-            row = of_heads(self.table, setting.heads)[:, -end]
-            terms = row[..., None] if vectors is None else vectors @ row[..., None]
+            end_row = of_heads(self.table, setting.heads)[:, -end, :, None]
+            terms = end_row if vectors is None else vectors @ end_row
             pairs[..., columns].add_(terms, alpha=alpha)
 
     def lines(self, heads: slice) -> torch.Tensor:
@@ -209,8 +211,8 @@ class Table:
         total: torch.Tensor | None,
         alpha: float = 1.0,
     ) -> None:
-        """Add alpha * pairs . table to total, (S, H, M, width), and alpha * pairs^T . vectors to the gradient of the table, unless
-        they are None. Of a bias the gradient is the sum of the pairs of each position."""
+        """Add alpha * pairs . table to total, (S, H, M, width), and alpha * pairs^T . vectors to the gradient of the table, where
+        they are not None. Of a bias the gradient is the sum of the pairs of each position."""
         m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
         if start < stop:
@@ -284,6 +286,8 @@ class Table:
         """Return the gradient of the table, (1 or Hq, R, width); None if nothing was added to it."""
         if self.row_sums is None and self.end_sums is None:
             return None
+        if self.row_sums is not None and not any(self.has_far) and self.own == slice(0, self.table.shape[1]):
+            return self.row_sums[:, :, self.inside].mT.contiguous()
         result = self.table.new_zeros(self.table.shape)
         if self.row_sums is not None:
             row_sums = self.row_sums.mT

@@ -342,8 +342,8 @@ class Group:
         return keys if self.call.sharing == 1 else keys.repeat_interleave(self.call.sharing, 1)
 
     def panels(self, block: Block) -> list[tuple[slice, torch.Tensor]]:
-        """Return parts of the columns of a block, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c.
-        With more rows such a band has many columns that are not needed."""
+        """Return parts of a block's columns, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c. With
+        more rows such a band has many columns that are not needed."""
         place = block.start, block.num_columns
         if self._panels is None or self._panels[0] != place:
             step, keys = max(self.num_rows // 2, min(self.num_rows, FEWEST_KEYS)), block.columns(self.mirrored_keys)
@@ -431,8 +431,8 @@ class Group:
         self.places[0].write(narrow(tensor, 1, self.heads.start, self.heads.stop), rows)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return memory for sums of columns, transposed, (..., width, columns): of batches, the keys of a (B, Hk, Nk, width) tensor
-        if they are a view."""
+        """Return memory for sums of columns, transposed, (..., width, columns): of batches, a view of the keys of a (B, Hk, Nk,
+        width) tensor if they are contiguous."""
         width, dtype = tensor.shape[3], self.call.dtype
         if self.num_matrices == 1:
             return self.call.memory(name, (width, self.num_columns), dtype)

@@ -29,6 +29,8 @@ STEP = 64
 LINE = 16
 """Numbers in a line of the cache: torch.mm takes up to half as long again where rows of its result are not aligned to it."""
 VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
+FEWEST_COPIED = 1 << 12
+"""Elements of a batch of right operands from which a copy may pay (transposed())."""
 FASTER = 1.3
 """Speedup over torch.mm from which oneDNN is chosen."""
 
@@ -147,7 +149,8 @@ def transposed(right: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return right^T as an operand of products with matrices of so many rows: a view, or a copy where batches of products with
     the view take longer. On an Intel Xeon with AVX-512 they take twice to three times as long; a copy takes as long as half the
     product with as many rows as it has columns."""
-    return right.mT.contiguous() if right.dim() == 3 and 2 * num_rows >= right.shape[1] else right.mT
+    pays = right.dim() == 3 and right.numel() >= FEWEST_COPIED and 2 * num_rows >= right.shape[1]
+    return right.mT.contiguous() if pays else right.mT
 
 
 def linear(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

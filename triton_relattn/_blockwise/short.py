@@ -15,12 +15,15 @@ from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from . import cut
 from .attention import in_order, new_lse, softmax, softmax_backward, wanted_by_name
-from .bands import Setting, Table, as_rows, cast
+from .bands import Setting, Table, as_rows, cast, up
 from .masks import hide, limits
-from .products import Memory, Products, product_dtype, transposed
+from .products import LINE, Memory, Products, product_dtype, transposed
 
 ELSEWHERE = ("rel_value", "rel_p2c", "key_lengths", "query_offsets", "cu_seqlens_q", "dropout_seed")
 """Tensors of calls that are computed in blocks."""
+
+FEWEST_ALIGNED = 1 << 16
+"""Elements of a query from which bands have a multiple of LINE columns: with fewer, to pad the table costs more."""
 
 
 def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
@@ -56,17 +59,18 @@ class Short:
         self.setting = Setting(slice(0, heads), self.products, self.memory, self.dtype, self.dtype)
         self.base = -spec.query_offset
         """The position of query 0 and key 0."""
-        positions = range(self.base - num_queries + 1, self.base + num_keys)
-        low = max(positions.start, -spec.window_left) if spec.window_left >= 0 else positions.start
-        high = min(positions.stop, spec.window_right + 1) if spec.window_right >= 0 else positions.stop
+        low, high = self.base - num_queries + 1, self.base + num_keys
+        width = high - low if self.query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
+        positions = range(low, low + width)
+        low = max(low, -spec.window_left) if spec.window_left >= 0 else low
+        high = min(high, spec.window_right + 1) if spec.window_right >= 0 else high
+        self.hides_row = tensors.attn_mask is not None or low > self.base + num_keys - num_queries or high <= self.base
+        """Whether a mask may hide all keys from a query, or it stands so far beyond their ends that the window does."""
         self.tables: list[Table] = []
-        self.may_be_blind = tensors.attn_mask is not None or low > self.base + num_keys - num_queries or high <= self.base
-        """Whether a query may see nothing: by a mask, or beyond the ends of the keys, or by a bias of -inf."""
         for name in TABLES:
             if (table := getattr(tensors, name)) is not None:
                 rows = as_rows(name, table, self.dtype)
                 self.tables.append(Table(name, rows, spec.first, spec.clamp, positions, ((low, high),)))
-                self.may_be_blind = self.may_be_blind or not math.isfinite(table.sum())
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return (B, heads, N, width) as (B * Hk, sharing * N, width) in the dtype of scores."""
@@ -88,7 +92,8 @@ class Short:
             pairs.add_(given)
         if (visible := self.visible()) is not None:
             hide(pairs, *limits(visible, self.dtype))
-        return softmax(scores, self.may_be_blind, lse)
+        # A bias of -inf may hide all keys, too.
+        return softmax(scores, self.hides_row or not all(math.isfinite(each.table.sum()) for each in self.tables), lse)
 
     def visible(self) -> torch.Tensor | None:
         """Return the boolean mask of visible pairs, which broadcasts to them; None if all are."""
