@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .PHONY: help setup demo lint test kernels long long-kernels smoke test-slow test-all test-oldest compile-oldest compile-newest models-oldest test-newest \
-	test-libraries docs hub bench gpu gpu-cache draws mutants
+	test-libraries docs hub bench results gpu gpu-cache draws mutants
 
 ALL := test kernels long long-kernels
 USED := demo test test-all docs gpu
@@ -130,6 +130,16 @@ bench: setup ## speed and memory beside other methods, and figures; RESULTS=out/
 	$(BIN)/python -m bench speed --csv $(or $(RESULTS),out/bench)/speed.csv
 	$(BIN)/python -m bench memory --csv $(or $(RESULTS),out/bench)/memory.csv
 	$(BIN)/python -m bench plot $(or $(RESULTS),out/bench)/speed.csv $(or $(RESULTS),out/bench)/memory.csv --out $(or $(RESULTS),out/bench)
+
+CPU_RESULTS := bench/results/cpu
+results: setup ## measure the CPU's figures of README and docs again, and write them there: hours, with nothing beside
+	$(BIN)/python -m bench speed --cases cpu --csv $(CPU_RESULTS)/speed.csv
+	$(BIN)/python -m bench memory --cases cpu --csv $(CPU_RESULTS)/memory.csv
+	$(BIN)/python -m bench speed --cases cpu_bias --csv $(CPU_RESULTS)/bias.csv
+	$(BIN)/python -m bench lengths --csv $(CPU_RESULTS)/lengths.csv
+	$(BIN)/python -m bench speed --cases short,decode --csv $(CPU_RESULTS)/short.csv
+	$(BIN)/python -m bench models --lengths 512,2048,4096 --csv $(CPU_RESULTS)/models.csv
+	$(BIN)/python -m bench readme
 
 # Calls that hypothesis thinks of, for SECONDS each in plain torch and the kernels; a failure is shrunk and printed as a command.
 draws: setup ## search for calls that go wrong; SECONDS=300 SEED=0

@@ -3,6 +3,7 @@
 list      cases, methods and configurations
 speed     time of every method, checked first, in turn
 memory    peak memory against the sequence length
+lengths   time and memory of lengths that a process has never met
 models    models of transformers, stock and on the operator: checked, time and peak memory
 accuracy  errors against float64, beside those of plain torch
 tune      the best configurations for this GPU, as a profile that the package reads
@@ -26,6 +27,7 @@ VERBS = {
     "list": "verbs.listing",
     "speed": "verbs.speed",
     "memory": "verbs.memory",
+    "lengths": "verbs.lengths",
     "models": "models",
     "accuracy": "verbs.accuracy",
     "tune": "tune",

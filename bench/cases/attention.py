@@ -174,6 +174,7 @@ SHORT = (
 
 GROUPS: dict[str, Sequence[Case]] = {
     "cpu": [Case(1, 8, 512 << k, 64, dtype="fp32") for k in range(6)],
+    "cpu_bias": [Case(1, 8, 512 << k, 64, dtype="fp32", bias=True) for k in range(4)],
     "long": list(_long()),
     "speech": [Case(32, 8, length, head_dim) for length in (500, 1500, 1000, 200) for head_dim in (64, 128)],
     "short": [Case(*sizes, dtype="fp32") for sizes in SHORT],
@@ -189,7 +190,8 @@ GROUPS: dict[str, Sequence[Case]] = {
     "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
-"""cpu: one layer in float32. long, speech: 16k tokens, and batches of short utterances.
+"""cpu, cpu_bias: one layer in float32, with a full table, and with a bias alone, as in T5.
+long, speech: 16k tokens, and batches of short utterances.
 short: short sequences in batches. cpu_bf16, short_bf16: the same in bfloat16, for processors that are fast at it.
 decode: one query and a cache of keys. memory: one layer, ever longer.
 deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.

@@ -127,6 +127,13 @@ def skewing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: 
     return _attend(query, key, value, _relative_by_skewing(query, table, is_causal), is_causal)
 
 
+def relative_scores(query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """S / sqrt(D), by skewing, or by a gather if the table is not full."""
+    is_full = table.shape[0] == 2 * query.shape[-2] - 1
+    to_scores = _relative_by_skewing if is_full else _relative_by_gathering
+    return to_scores(_scaled_query(query, key, table), table, is_causal)
+
+
 def dense_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
     """S as the ``attn_mask`` of ``scaled_dot_product_attention``; by skewing, or by a gather if the table is not full.
 
@@ -134,9 +141,7 @@ def dense_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tabl
 
     Source: the documentation of ``torch.nn.functional.scaled_dot_product_attention``: a float mask is added to the logits.
     """
-    is_full = table.shape[0] == 2 * query.shape[-2] - 1
-    to_scores = _relative_by_skewing if is_full else _relative_by_gathering
-    relative = to_scores(_scaled_query(query, key, table), table, is_causal)
+    relative = relative_scores(query, key, table, is_causal)
     # A copy, once: the view keeps the padded (N, 2N) buffer alive, and torch's fused kernels want aligned rows.
     bias = relative.contiguous()
     if is_causal:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -14,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from triton_relattn import fused_relative_attention
 
 from .attention import Case, CaseTensors
-from .baselines import BASELINES
+from .baselines import BASELINES, relative_scores
 
 OURS = "triton_relattn"
 OF_OURS = (OURS, "plain")
@@ -71,15 +73,53 @@ def _sdpa_backend(name: str, case: Case) -> Function:
     return run
 
 
+def bias_of_pairs(case: Case, table: torch.Tensor) -> torch.Tensor:
+    """Return a bias for each pair of positions, (1, H, N, N)."""
+    place = torch.arange(case.length, device=table.device)
+    row = (place - place[:, None]).clamp(case.positions.first, case.positions.last) - case.positions.first
+    return table[None, :, row]
+
+
 def _sdpa_with_bias(name: str, case: Case) -> Function:
-    """The bias of each pair of positions, (1, H, N, N), as a mask, by one of SDPA's backends."""
+    """The bias of each pair as a mask, by one of SDPA's backends."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def run(inputs: CaseTensors) -> torch.Tensor:
-        place = torch.arange(case.length, device=inputs.query.device)
-        row = (place - place[:, None]).clamp(case.positions.first, case.positions.last) - case.positions.first
+        if inputs.query.device.type == "cpu":
+            return scaled_dot_product_attention(*inputs[:3], attn_mask=bias_of_pairs(case, inputs.table))
         with sdpa_kernel(getattr(SDPBackend, name)):
-            return scaled_dot_product_attention(*inputs[:3], attn_mask=inputs.table[None, :, row])
+            return scaled_dot_product_attention(*inputs[:3], attn_mask=bias_of_pairs(case, inputs.table))
+
+    return run
+
+
+def _forward_only(what: str, device: str) -> None:
+    if device == "cpu" and torch.is_grad_enabled():
+        raise NotImplementedError(f"{what} has no backward on a CPU")
+
+
+def _onnxruntime(case: Case) -> Function:
+    """Return ONNX Runtime's Attention with the relative scores of all pairs, which torch computes, as its mask."""
+    import onnx
+    import onnxruntime
+
+    node = onnx.helper.make_node("Attention", ["query", "key", "value", "mask"], ["out"], scale=case.head_dim**-0.5)
+    infos = {
+        name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None] * 4)
+        for name in ("query", "key", "value", "mask", "out")
+    }
+    graph = onnx.helper.make_graph([node], "attention", [each for name, each in infos.items() if name != "out"], [infos["out"]])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # its idle threads would slow down other methods
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def run(inputs: CaseTensors) -> torch.Tensor:
+        _forward_only("ONNX Runtime", "cpu")
+        mask = bias_of_pairs(case, inputs.table) if case.bias else relative_scores(*inputs[:2], inputs.table, False)
+        given = dict(zip(("query", "key", "value", "mask"), (*inputs[:3], mask), strict=True))
+        return torch.from_numpy(session.run(None, {name: each.detach().contiguous().numpy() for name, each in given.items()})[0])
 
     return run
 
@@ -114,6 +154,8 @@ def _flex(case: Case) -> Function:
         mask = create_block_mask(past, None, None, case.length, case.length, device=device)
 
     def run(inputs: CaseTensors) -> torch.Tensor:
+        _forward_only("FlexAttention", device)
+        inputs = inputs.map(torch.Tensor.detach) if device == "cpu" else inputs  # it refuses what wants gradients there
         rel_query = inputs.query if inputs.rel_query is None else inputs.rel_query
         by_row = inputs.table if case.bias else (rel_query * case.head_dim**-0.5) @ inputs.table.mT
         by_key = None if inputs.p2c is None else (inputs.key * case.head_dim**-0.5) @ inputs.p2c.mT
@@ -211,8 +253,28 @@ def _full_table(case: Case, device: str) -> str | None:
     return _plain_terms(case, device) or (None if case.rows is None else "needs a row for every distance")
 
 
-def _bias_alone(case: Case, device: str) -> str | None:
-    return _needs_gpu(case, device) or (None if case.bias and not case.is_causal else "needs a bias alone, all keys seen")
+def _needs_compiler(_case: Case, device: str) -> str | None:
+    """Compiled FlexAttention on a CPU is C++."""
+    has_one = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++")))
+    return None if device == "cuda" or has_one else "needs a C++ compiler"
+
+
+def _bias_alone(case: Case, _device: str) -> str | None:
+    return None if case.bias and not case.is_causal else "needs a bias alone, all keys seen"
+
+
+def _bias_alone_on_cpu(case: Case, device: str) -> str | None:
+    return "for a CPU" if device != "cpu" else _bias_alone(case, device)
+
+
+def _bias_alone_on_gpu(case: Case, device: str) -> str | None:
+    return _needs_gpu(case, device) or _bias_alone(case, device)
+
+
+def _for_onnxruntime(case: Case, device: str) -> str | None:
+    if device != "cpu" or case.dtype != "fp32" or case.is_causal:
+        return "for a CPU, in float32, all keys seen"
+    return _plain_terms(replace(case, bias=False), device)
 
 
 def _peer(case: Case, device: str, causal: bool = True) -> str | None:
@@ -233,11 +295,16 @@ METHODS: dict[str, Method] = {
     "gather": Method("baseline", "a gather from Q E^T", partial(_baseline, "gather"), _plain_terms),
     "skewing": Method("baseline", "pad, reshape and slice of Q E^T", partial(_baseline, "skewing"), _full_table),
     "dense_bias": Method("baseline", "S as SDPA's attn_mask", partial(_baseline, "dense_bias"), _plain_terms),
-    "sdpa_bias_cudnn": Method("baseline", "a dense bias, by cuDNN", partial(_sdpa_with_bias, "CUDNN_ATTENTION"), _bias_alone),
+    "sdpa_bias": Method("baseline", "a dense bias of all pairs, by SDPA", partial(_sdpa_with_bias, "MATH"), _bias_alone_on_cpu),
+    "sdpa_bias_cudnn": Method("baseline", "the same by cuDNN", partial(_sdpa_with_bias, "CUDNN_ATTENTION"), _bias_alone_on_gpu),
     "sdpa_bias_efficient": Method(
-        "baseline", "a dense bias, by its memory-efficient backend", partial(_sdpa_with_bias, "EFFICIENT_ATTENTION"), _bias_alone
+        "baseline",
+        "the same by its memory-efficient backend",
+        partial(_sdpa_with_bias, "EFFICIENT_ATTENTION"),
+        _bias_alone_on_gpu,
     ),
-    "flex_attention": Method("baseline", "FlexAttention with a captured Q E^T", _flex, _needs_gpu),
+    "flex_attention": Method("baseline", "compiled FlexAttention with a captured Q E^T", _flex, _needs_compiler),
+    "onnxruntime": Method("peer", "ONNX Runtime's Attention with a dense mask", _onnxruntime, _for_onnxruntime),
     "disentangled_flash": Method("peer", "disentangled-flash 1.1.1", _disentangled_flash, partial(_peer, causal=False)),
     "flashdeberta": Method("peer", "flashdeberta 0.0.8 without buckets", _flashdeberta, _peer),
 }

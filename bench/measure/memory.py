@@ -27,6 +27,11 @@ def _proc_status(field: str) -> int:
     return int(match[1]) * 1024
 
 
+def resident() -> int:
+    """Resident memory of this process, in bytes; the largest that it ever had where there is no /proc."""
+    return _proc_status("VmRSS") if STATUS.exists() else _max_resident()
+
+
 def _max_resident() -> int:
     """Largest resident memory this process ever had, in bytes, where there is no /proc."""
     import resource

@@ -20,6 +20,7 @@ from ..report.rows import ROOT, read
 from ..report.summary import DENSE
 from ..report.text import short_bytes, short_time
 from . import accuracy
+from . import lengths as new_lengths
 from .options import new_folder
 
 PAGES = ("README.md", "docs/benchmarks.md", "docs/numerics.md", "docs/transformers.md", "examples/README.md")
@@ -90,21 +91,40 @@ def first() -> str:
 
 
 def claims() -> str:
-    """How fast ours is, beside dense methods and beside attention without a term."""
+    """How fast ours is, beside dense methods, other packages and attention without a term: the worst and the best length."""
     forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
     longest_dense = max(length for length in both if "dense" in both[length])
     what = (
         f"At lengths {min(both)} to {longest_dense:,} the forward is {ratios(forward, 'dense', OURS)} times as fast as the "
-        f"fastest dense method, with the backward {ratios(both, 'dense', OURS)} times. "
-        f"At lengths {min(both)} to {max(both):,} it takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes without "
-        f"a term, with the backward {ratios(both, OURS, 'sdpa')} times."
+        f"fastest of {', '.join(f'`{each}`' for each in DENSE)}, with the backward {ratios(both, 'dense', OURS)} times. "
+    )
+    for method, name in PEERS.items():
+        if any(method in each for each in forward.values()):
+            what += f"{name} takes {ratios(forward, method, OURS)} times as long forward; it has no backward on a CPU. "
+    what += (
+        f"At lengths {min(both)} to {max(both):,} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
+        f"without a term, with the backward {ratios(both, OURS, 'sdpa')} times."
     )
     return "\n".join(textwrap.wrap(what, 130, break_on_hyphens=False))
+
+
+PEERS = {"flex_attention": "Compiled FlexAttention", "onnxruntime": "ONNX Runtime's Attention with a dense mask"}
 
 
 def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
+def machine(*files: str) -> str:
+    """Where the rows of some files come from."""
+    found = dict.fromkeys(
+        f"{row['threads']} thread{'s' * (row['threads'] != '1')} of an {row['device'].removeprefix('CPU, ')}, torch "
+        f"{row['torch'].split('+')[0]}, commit {row['commit'].rstrip('+')}"
+        for file in files
+        for row in read(RESULTS / file)
+    )
+    return f"\n\nMeasured on {'; '.join(found)}."
 
 
 def huang() -> str:
@@ -125,7 +145,8 @@ def decoding() -> str:
 
 
 def short() -> str:
-    return summary.beside_dense([row for row in read(RESULTS / "short.csv") if row["group"] == "short"])
+    rows = [row for row in read(RESULTS / "short.csv") if row["group"] == "short"]
+    return summary.beside_dense(rows).strip() + machine("short.csv")
 
 
 def some_models(text: str) -> str:
@@ -150,10 +171,15 @@ def music() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "first": first,
     "claims": claims,
-    "lengths": lambda: summary.markdown([row for file in ("speed.csv", "memory.csv") for row in read(RESULTS / file)]),
+    "lengths": lambda: (
+        summary.markdown([*read(RESULTS / "speed.csv"), *read(RESULTS / "memory.csv")]).strip()
+        + machine("speed.csv", "memory.csv")
+    ),
+    "bias": lambda: summary.markdown(read(RESULTS / "bias.csv")).strip() + machine("bias.csv"),
+    "new-lengths": lambda: new_lengths.markdown(read(RESULTS / "lengths.csv")).strip() + machine("lengths.csv"),
     "huang": huang,
     "short": short,
-    "bf16": lambda: summary.beside_dense(read(RESULTS / "short_bf16.csv")),
+    "bf16": lambda: summary.beside_dense(read(RESULTS / "short_bf16.csv")).strip() + machine("short_bf16.csv"),
     "decoding": decoding,
     "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
     "models": lambda: some_models(summary.models(read(RESULTS / "models.csv"))),

@@ -7,11 +7,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.tolerance import tolerance_of, within
 
@@ -28,6 +31,7 @@ from bench.families import FAMILIES
 from bench.measure import point, timing
 from bench.report.rows import ROOT, STAMP, read
 from bench.verbs import accuracy, readme, speed, verify
+from bench.verbs import lengths as new_lengths
 from triton_relattn import RelativePositions
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")
@@ -42,6 +46,12 @@ def memory_as_before() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     yield
     resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention would be compiled for twenty seconds a length."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
 
 
 def ladder(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> None:
@@ -71,7 +81,8 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((tmp_path / "speed.json").read_text())[0]["method"] == rows[0]["method"] == OURS
     statuses = {row["method"]: row["status"] for row in rows}
     assert statuses["skewing"] == "does not apply: needs a row for every distance"
-    assert statuses["flex_attention"] == "does not apply: needs a GPU"
+    assert statuses["flex_attention"] == "does not apply: needs a C++ compiler"
+    assert statuses["onnxruntime"] == "does not apply: for a CPU, in float32, all keys seen"
     timed = [row for row in rows if row["status"] == "ok"]
     assert {row["method"] for row in timed} == {OURS, "plain", "sdpa", "shaw_gather", "gather", "dense_bias"}
     for row in timed:
@@ -281,3 +292,35 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     assert ours["status"].startswith("wrong: out is off by") and not ours["p50_ms"]
     assert eager["status"] == "ok" and eager["p20_ms"]
     assert sdpa["status"] == "does not apply: the model has none" and not sdpa["p50_ms"]
+
+
+def test_lengths_never_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each length is computed once, and then all of them again; the memory kept is in between."""
+    monkeypatch.setattr(new_lengths, "LONGEST", 160)
+    monkeypatch.setattr(point, "in_own_process", lambda work, arguments, timeout: work(*arguments))
+    path = tmp_path / "lengths.csv"
+    assert main(["lengths", "--count", "12", "--methods", "triton_relattn,sdpa", "--csv", str(path)]) == 0
+    assert len(set(new_lengths.lengths(11))) == 11 and set(new_lengths.lengths(12)) == set(range(150, 161))
+    rows = read(path)
+    assert [row["method"] for row in rows] == [OURS, "sdpa"] and all(row["lengths"] == "12" for row in rows)
+    assert all(float(row["first_ms"]) > 0 and float(row["again_ms"]) > 0 for row in rows)
+    assert "| triton_relattn | 12 |" in capsys.readouterr().out
+
+
+def test_peers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute the case; what has no backward says so. FlexAttention is not compiled here."""
+    monkeypatch.setattr(methods, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    full = Case(1, 2, 24, 16, dtype="fp32")
+    for case in (full, replace(full, bias=True), replace(full, rows=9)):
+        inputs, _ = case.inputs("cpu")
+        expected = METHODS[OURS].make(case)(inputs)
+        for name in ("flex_attention", "sdpa_bias", "onnxruntime"):
+            if METHODS[name].why_not(case, "cpu") or (name == "onnxruntime" and find_spec("onnxruntime") is None):
+                continue
+            function = METHODS[name].make(case)
+            with torch.no_grad():
+                torch.testing.assert_close(function(inputs), expected)
+            if name != "sdpa_bias":
+                with pytest.raises(NotImplementedError, match="has no backward on a CPU"):
+                    function(inputs)

@@ -342,8 +342,8 @@ class Group:
         return keys if self.call.sharing == 1 else keys.repeat_interleave(self.call.sharing, 1)
 
     def panels(self, block: Block) -> list[tuple[slice, torch.Tensor]]:
-        """Return parts of a block's columns, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c. With
-        more rows such a band has many columns that are not needed."""
+        """Return parts of a block's columns, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c, of
+        which many columns are not needed if they have many rows."""
         place = block.start, block.num_columns
         if self._panels is None or self._panels[0] != place:
             step, keys = max(self.num_rows // 2, min(self.num_rows, FEWEST_KEYS)), block.columns(self.mirrored_keys)

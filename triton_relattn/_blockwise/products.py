@@ -124,6 +124,8 @@ class Products:
 
     def scaled(self, left: torch.Tensor, right: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
         """Return alpha times the product: out, or new memory."""
+        if self.takes(left) and left.shape[1] > right.shape[1] and alpha not in (0, 1):
+            return self(left, right).mul_(alpha)  # the smaller one
         if alpha == 1 or alpha == 0 or self.takes(left):
             return self(left if alpha == 1 else left * alpha, right, out)
         multiply = torch.baddbmm if left.dim() == 3 else torch.addmm
