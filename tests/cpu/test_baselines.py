@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -50,18 +52,27 @@ def test_equals_the_reference(name: str, length: int, num_rows: int, is_causal: 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"rows": 9}, {"p2c": True}, {"bias": True}], ids=str)
-def test_methods_for_a_gpu_are_set_up_right(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention, which is compiled on a GPU, and SDPA with a dense bias give the right result on a CPU."""
+def test_methods_of_others_are_set_up_right(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention, not compiled here, SDPA with a dense bias, and ONNX Runtime, if it is installed, give the right result on
+    a CPU. What has no backward there says so."""
     case = CASE.resized(40, **changes)
     monkeypatch.setattr(methods, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there
     inputs, d_out = case.inputs("cpu")
     inputs = inputs.map(torch.Tensor.detach)
     expected, _ = timing.golden(case, inputs, d_out, "cpu", True)
-    names = ["flex_attention", *["sdpa_bias_efficient"] * case.bias]
+    names = ["flex_attention", *["sdpa_bias", "sdpa_bias_efficient"] * case.bias]
+    if find_spec("onnxruntime") is not None and METHODS["onnxruntime"].why_not(case, "cpu") is None:
+        names.append("onnxruntime")
     with mock.patch("torch.nn.attention.sdpa_kernel", lambda _: contextlib.nullcontext()):
         for name in names:
-            assert METHODS[name].why_not(case, "cpu") == "needs a GPU"
-            within(name, timing.distance([METHODS[name].make(case)(inputs)], expected[:1]), tolerance_of(torch.float32))
+            assert METHODS[name].why_not(case, "cpu") == ("needs a GPU" if name == "sdpa_bias_efficient" else None)
+            function = METHODS[name].make(case)
+            with torch.no_grad():
+                within(name, timing.distance([function(inputs)], expected[:1]), tolerance_of(torch.float32))
+            if name in ("flex_attention", "onnxruntime"):
+                with pytest.raises(NotImplementedError, match="has no backward on a CPU"):
+                    function(inputs)
 
 
 @pytest.mark.parametrize("rows", [None, 9])

@@ -7,14 +7,11 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from tests.tolerance import tolerance_of, within
 
@@ -305,22 +302,3 @@ def test_lengths_never_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     assert [row["method"] for row in rows] == [OURS, "sdpa"] and all(row["lengths"] == "12" for row in rows)
     assert all(float(row["first_ms"]) > 0 and float(row["again_ms"]) > 0 for row in rows)
     assert "| triton_relattn | 12 |" in capsys.readouterr().out
-
-
-def test_peers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compute the case; what has no backward says so. FlexAttention is not compiled here."""
-    monkeypatch.setattr(methods, "compiled_flex_attention", lambda: flex_attention)
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    full = Case(1, 2, 24, 16, dtype="fp32")
-    for case in (full, replace(full, bias=True), replace(full, rows=9)):
-        inputs, _ = case.inputs("cpu")
-        expected = METHODS[OURS].make(case)(inputs)
-        for name in ("flex_attention", "sdpa_bias", "onnxruntime"):
-            if METHODS[name].why_not(case, "cpu") or (name == "onnxruntime" and find_spec("onnxruntime") is None):
-                continue
-            function = METHODS[name].make(case)
-            with torch.no_grad():
-                torch.testing.assert_close(function(inputs), expected)
-            if name != "sdpa_bias":
-                with pytest.raises(NotImplementedError, match="has no backward on a CPU"):
-                    function(inputs)

@@ -48,7 +48,7 @@ class Short:
 
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
         query, key = tensors.query, tensors.key
-        (batch, heads, num_queries, width), num_keys = query.shape, key.shape[2]
+        (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
         self.tensors, self.spec, self.dtype = tensors, spec, compute_dtype(query.dtype)
         self.shape, self.num_matrices = (batch, heads, num_queries, num_keys), batch * key.shape[1]
         self.query, self.key, self.value = self.matrices(query), self.matrices(key), self.matrices(tensors.value)
@@ -60,8 +60,8 @@ class Short:
         self.base = -spec.query_offset
         """The position of query 0 and key 0."""
         low, high = self.base - num_queries + 1, self.base + num_keys
-        width = high - low if self.query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
-        positions = range(low, low + width)
+        count = high - low if self.query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
+        positions = range(low, low + count)
         low = max(low, -spec.window_left) if spec.window_left >= 0 else low
         high = min(high, spec.window_right + 1) if spec.window_right >= 0 else high
         self.hides_row = tensors.attn_mask is not None or low > self.base + num_keys - num_queries or high <= self.base
