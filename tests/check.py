@@ -32,8 +32,8 @@ from triton_relattn import fused_relative_attention, fused_relative_attention_va
 from triton_relattn.testing import dropout_mask
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
-AT_ONCE = (16, 1 << 18, 1 << 20, 0, 128)
-BLOCKS = ((16, 1, 4), AT_ONCE, (7, 1 << 11, 2), (1, 1, 1), AT_ONCE, (16, 1 << 18, 1 << 20), (8, 1, 1, 8), (16, 1, 1, 4))
+AT_ONCE = ((16, 1 << 18, 1 << 20, 0, 128), (16, 1 << 10, 1 << 20, 0, 128))
+BLOCKS = ((16, 1, 4), AT_ONCE[0], (7, 1 << 11, 2), (1, 1, 1), AT_ONCE[1], (16, 1 << 18, 1 << 20), (8, 1, 1, 8), (16, 1, 1, 4))
 """Blockwise in small blocks: queries and scores of one, scores from which heads are computed one by one, oneDNN's step, and
 queries up to which a call is computed at once."""
 REGISTERS = ("scores", "registers")

@@ -183,6 +183,20 @@ def test_results_do_not_depend_on_how_a_call_is_cut(cut: tuple[int, int, int], m
         assert torch.equal(gradient, results[f"d_{name}"]), name
 
 
+@pytest.mark.parametrize("elements", [1 << 11, 1 << 12, 1 << 20], ids=["one", "two", "all"])
+def test_whole_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of five sequences has its mask, in whatever memory order the tensors are."""
+    cut_blocks(monkeypatch, 16, elements, 1 << 20, short=20)
+    inputs = make_inputs(5, 4, 20, 23, 8, num_rows=29, key_heads=2, rel_width=6, rel_bias=True, dtype=torch.float64, seed=7)
+    mask = torch.rand(5, 1, 20, 23, generator=torch.Generator().manual_seed(7)) > 0.4
+    for each in (mask, torch.where(mask, 0.5, -math.inf).double()):
+        arguments = {"attn_mask": each, "is_causal": True, "query_offset": 3, "enable_gqa": True}
+        expected = by_hand(inputs, **arguments)
+        for given in (inputs, with_different_strides(inputs)):
+            for name, result in results_of("blockwise", given, **arguments).items():
+                assert_same(name, result, expected[name])
+
+
 # Rounding, by the error rule, on any processor.
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {

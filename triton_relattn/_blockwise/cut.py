@@ -27,8 +27,8 @@ from .products import Memory, Products, product_dtype, takes_onednn, transposed
 class Sizes(NamedTuple):
     """The sizes of blocks. They are no part of a call's meaning, but for rounding."""
 
-    short_rows: int = 128
-    """Queries up to which a call with few scores is computed at once (short.py): with more, bands have many columns that are not
+    short_rows: int = 224
+    """Queries up to which whole sequences are computed at once (short.py): with more, bands have many columns that are not
     needed."""
     rows: int = 128
     """Queries of a block for each thread, of one head."""
@@ -107,15 +107,6 @@ class Call:
         """The fewest queries of a block of a batch. The bands of rel_p2c have keys as rows: they need as many."""
         return self.sizes.batch_rows * (1 if self.tensors.rel_p2c is None else 2)
 
-    def threads(self, elements: int) -> int:
-        """Return the number of threads to size blocks for, if a block has this many scores per thread."""
-        threads = threads_of(self.tensors.query.device)
-        if not self.is_cpu:
-            return threads
-        query, key, value, *_ = self.tensors
-        room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
-        return min(threads, max(FEWEST_THREADS, room // (SCORES * elements)))
-
     @property
     def has_all_keys(self) -> bool:
         """Whether every key is seen."""
@@ -167,7 +158,7 @@ class Call:
         by_batch, short = Products(by_onednn=False), []
         for each in self.runs if heads else ():
             num_keys = each.stop - each.start
-            threads = self.threads(self.sizes.rows * num_keys)
+            threads = threads_for(self.tensors, self.sizes.rows * num_keys)
             rows = min(each.num_queries, self._most_rows(self.sizes.rows * threads // sharing))
             scores = sharing * rows * self._columns(rows, num_keys)
             few, is_long = self.sizes.few_scores * threads, self.is_cpu and each.num_queries > 1
@@ -179,7 +170,7 @@ class Call:
                     yield Group(self, [each.part(number, number + 1)], some, up(rows, by_one.step), by_one)
             else:
                 short.append(each)
-        threads = self.threads(self.sizes.elements)
+        threads = threads_for(self.tensors, self.sizes.elements)
         elements = self.sizes.elements * threads
         for stack in self._stacks(short, elements):
             (num_queries, num_keys), count = padded_shape(stack), sum(each.count for each in stack)
@@ -265,6 +256,16 @@ def find_runs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run]
 def threads_of(device: torch.device) -> int:
     """Return the number of threads to size a block for."""
     return torch.get_num_threads() if device.type == "cpu" else THREADS_ELSEWHERE
+
+
+def threads_for(tensors: AttentionTensors, elements: int) -> int:
+    """Return the number of threads to size blocks for, if a block has this many scores per thread."""
+    threads = threads_of(tensors.query.device)
+    if tensors.query.device.type != "cpu" or threads <= FEWEST_THREADS:
+        return threads
+    query, key, value, *_ = tensors
+    room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
+    return min(threads, max(FEWEST_THREADS, room // (SCORES * elements)))
 
 
 def evenly(count: int, most: int) -> list[slice]:

@@ -1,13 +1,14 @@
-"""Attention of short sequences on a CPU, with all scores at once: the formulas of attention.py without its blocks.
+"""Attention of short sequences on a CPU, with all scores of a sequence at once: the formulas of attention.py without its blocks.
 
-On few scores a step takes as long as torch takes to start it, and the cut of a call into blocks takes longer than all steps. So a
-call of the common kinds that has few scores is one block of all heads and sequences, (B * Hk, sharing * Nq, Nk).
+On few scores a step takes as long as torch takes to start it, and the cut of a call into blocks takes longer than all steps. So
+calls of the common kinds are computed some whole sequences at a time, in matrices (B * Hk, sharing * Nq, Nk).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,7 @@ from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from . import cut
 from .attention import in_order, new_lse, softmax, softmax_backward, wanted_by_name
-from .bands import Setting, Table, as_rows, cast, up
+from .bands import Setting, Table, as_rows, cast, narrow, up
 from .masks import hide, limits
 from .products import LINE, Memory, Products, product_dtype, transposed
 
@@ -27,40 +28,34 @@ FEWEST_ALIGNED = 1 << 16
 
 
 def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-    """Return whether a call is computed here: it has few queries and scores, and a window hides no key from all of them."""
+    """Return whether a call is computed here: its sequences have few queries and scores, and a window hides no key from all."""
     query, num_keys, sizes = tensors.query, tensors.key.shape[2], cut.SIZES
     batch, heads, num_queries, _ = query.shape
-    num_pairs = batch * heads * num_queries * num_keys
+    num_pairs = heads * num_queries * num_keys
     most_rows = sizes.short_rows * (1 if tensors.rel_key is not None else 2)
-    if num_queries > most_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
+    if batch == 0 or num_queries > most_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
         return False
-    if heads // tensors.key.shape[1] * num_queries * num_keys >= sizes.few_scores * 3 // 8:
+    if num_pairs // tensors.key.shape[1] >= sizes.few_scores * 3 // 8:
         return False
     if spec.softcap is not None or any(getattr(tensors, name) is not None for name in ELSEWHERE):
         return False
     sees_first = spec.window_left < 0 or spec.query_offset <= spec.window_left
     sees_last = spec.window_right < 0 or spec.query_offset + num_queries + spec.window_right >= num_keys
-    return sees_first and sees_last and product_dtype(query, num_pairs) == compute_dtype(query.dtype)
+    return sees_first and sees_last and product_dtype(query, batch * num_pairs) == compute_dtype(query.dtype)
 
 
 class Short:
-    """The operands of a call as matrices, one for each head of the keys, and its tables."""
+    """What sequences of a call share: their tables, positions and masks."""
 
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
-        query, key = tensors.query, tensors.key
-        (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
+        query, num_queries, num_keys = tensors.query, tensors.query.shape[2], tensors.key.shape[2]
         self.tensors, self.spec, self.dtype = tensors, spec, compute_dtype(query.dtype)
-        self.shape, self.num_matrices = (batch, heads, num_queries, num_keys), batch * key.shape[1]
-        self.query, self.key, self.value = self.matrices(query), self.matrices(key), self.matrices(tensors.value)
-        self.vectors = self.query.view(query.shape)
-        if tensors.rel_query is not None:
-            self.vectors = cast(tensors.rel_query, self.dtype)
         self.products, self.memory = Products(by_onednn=False), Memory(query)
-        self.setting = Setting(slice(0, heads), self.products, self.memory, self.dtype, self.dtype)
+        self.setting = Setting(slice(0, query.shape[1]), self.products, self.memory, self.dtype, self.dtype)
         self.base = -spec.query_offset
         """The position of query 0 and key 0."""
         low, high = self.base - num_queries + 1, self.base + num_keys
-        count = high - low if self.query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
+        count = high - low if query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
         positions = range(low, low + count)
         low = max(low, -spec.window_left) if spec.window_left >= 0 else low
         high = min(high, spec.window_right + 1) if spec.window_right >= 0 else high
@@ -72,59 +67,98 @@ class Short:
                 rows = as_rows(name, table, self.dtype)
                 self.tables.append(Table(name, rows, spec.first, spec.clamp, positions, ((low, high),)))
 
+    @cached_property
+    def may_be_blind(self) -> bool:
+        """Whether a query may see nothing, also by a bias of -inf."""
+        return self.hides_row or not all(math.isfinite(each.table.sum()) for each in self.tables)
+
+    @cached_property
+    def window(self) -> torch.Tensor | None:
+        """The boolean mask of pairs that a window shows, (Nq, Nk); None without one."""
+        spec, query = self.spec, self.tensors.query
+        if spec.window_left < 0 and spec.window_right < 0:
+            return None
+        shown = torch.ones(query.shape[2], self.tensors.key.shape[2], dtype=torch.bool, device=query.device)
+        if spec.window_right >= 0:  # n - m <= right - base
+            shown.tril_(spec.window_right - self.base)
+        if spec.window_left >= 0:
+            shown.triu_(-spec.window_left - self.base)
+        return shown
+
+    def parts(self) -> list[Part]:
+        """Return the sequences, as many at a time as a block has scores for."""
+        batch, heads, num_queries, _ = self.tensors.query.shape
+        elements = cut.SIZES.elements * cut.threads_for(self.tensors, cut.SIZES.elements)
+        most = max(elements // (heads * num_queries * self.tensors.key.shape[2]), 1)
+        return [Part(self, each) for each in cut.evenly(batch, most)]
+
+
+class Part:
+    """Some sequences of a call, their operands as matrices, one for each head of the keys."""
+
+    def __init__(self, call: Short, sequences: slice) -> None:
+        self.call, self.sequences = call, sequences
+        query, key, value, rel_query, *_ = call.tensors
+        self.num_matrices = (sequences.stop - sequences.start) * key.shape[1]
+        self.shape = (sequences.stop - sequences.start, *query.shape[1:3], key.shape[2])
+        self.query, self.key, self.value = self.matrices(query), self.matrices(key), self.matrices(value)
+        self.vectors = self.query.view(*self.shape[:3], -1)
+        if rel_query is not None:
+            self.vectors = cast(self.of(rel_query), call.dtype)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the sequences."""
+        return narrow(tensor, 0, self.sequences.start, self.sequences.stop)
+
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return (B, heads, N, width) as (B * Hk, sharing * N, width) in the dtype of scores."""
-        return cast(tensor, self.dtype).reshape(self.num_matrices, -1, tensor.shape[3])
+        return cast(self.of(tensor), self.call.dtype).reshape(self.num_matrices, -1, tensor.shape[3])
 
     def probs(self, place: torch.Tensor | None, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Return the probabilities, in memory that is given or new; lse as of softmax()."""
-        matrices = (*self.query.shape[:2], self.shape[3])
-        scores = self.memory("scores", matrices, self.dtype) if place is None else place.view(matrices)
-        key = transposed(self.key, self.query.shape[1])
-        self.products.scaled(self.query, key, self.spec.scale, scores)
-        pairs, given = scores.view(self.shape), self.tensors.attn_mask
-        for table in self.tables:
+        call, matrices = self.call, (*self.query.shape[:2], self.shape[3])
+        scores = call.memory("scores", matrices, call.dtype) if place is None else place.view(matrices)
+        call.products.scaled(self.query, transposed(self.key, self.query.shape[1]), call.spec.scale, scores)
+        pairs = scores.view(self.shape)
+        for table in call.tables:
             if table.is_bias:
-                table.add_terms(self.setting, pairs, self.base)
+                table.add_terms(call.setting, pairs, call.base)
             else:
-                table.add_terms(self.setting, pairs, self.base, self.vectors, self.spec.rel_scale)
-        if given is not None and given.dtype != torch.bool:
-            pairs.add_(given)
-        if (visible := self.visible()) is not None:
-            hide(pairs, *limits(visible, self.dtype))
-        # A bias of -inf may hide all keys, too.
-        return softmax(scores, self.hides_row or not all(math.isfinite(each.table.sum()) for each in self.tables), lse)
+                table.add_terms(call.setting, pairs, call.base, self.vectors, call.spec.rel_scale)
+        self.mask(pairs)
+        return softmax(scores, call.may_be_blind, lse)
 
-    def visible(self) -> torch.Tensor | None:
-        """Return the boolean mask of visible pairs, which broadcasts to them; None if all are."""
-        given, spec = self.tensors.attn_mask, self.spec
-        visible = given if given is not None and given.dtype == torch.bool else None
-        if spec.window_left < 0 and spec.window_right < 0:
-            return visible
-        window = torch.ones(self.shape[2:], dtype=torch.bool, device=self.query.device)
-        if spec.window_right >= 0:  # n - m <= right - base
-            window.tril_(spec.window_right - self.base)
-        if spec.window_left >= 0:
-            window.triu_(-spec.window_left - self.base)
-        return window if visible is None else visible & window
+    def mask(self, pairs: torch.Tensor) -> None:
+        """Add a float mask, and set the logits of hidden pairs to -inf."""
+        given, visible = self.call.tensors.attn_mask, self.call.window
+        if given is not None:
+            given = self.of(given) if given.shape[0] > 1 else given
+            if given.dtype == torch.bool:
+                visible = given if visible is None else given & visible
+            else:
+                pairs.add_(given)
+        if visible is not None:
+            hide(pairs, *limits(visible, pairs.dtype))
 
-    def write(self, result: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
-        """Write alpha times a product of matrices to (B, heads, N, width), and return it."""
-        shape = (*left.shape[:2], right.shape[2])
-        if result.is_contiguous() and result.dtype == left.dtype:
-            self.products.scaled(left, right, alpha, result.view(shape))
-            return result
-        found = self.products.scaled(left, right, alpha, self.memory("rows", shape, left.dtype))
-        return result.copy_(found.view(result.shape))
+    def write(self, tensor: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0) -> None:
+        """Write alpha times a product of matrices to the sequences of (B, heads, N, width)."""
+        place, shape, call = self.of(tensor), (*left.shape[:2], right.shape[2]), self.call
+        if place.is_contiguous() and place.dtype == left.dtype:
+            call.products.scaled(left, right, alpha, place.view(shape))
+        else:
+            found = call.products.scaled(left, right, alpha, call.memory("rows", shape, left.dtype))
+            place.copy_(found.view(place.shape))
 
 
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out, lse, and the probabilities if they are kept, as attention.forward() does."""
-    call, lse = Short(tensors, spec), new_lse(tensors, spec)
-    probs = call.probs(kept, lse if spec.with_lse else None)
-    return call.write(new_like(tensors.query, tensors.value.shape[3]), probs, call.value), lse
+    out, lse = new_like(tensors.query, tensors.value.shape[3]), new_lse(tensors, spec)
+    for part in Short(tensors, spec).parts():
+        probs = part.probs(None if kept is None else part.of(kept), part.of(lse) if spec.with_lse else None)
+        part.write(out, probs, part.value)
+    return out, lse
 
 
 def backward(
@@ -137,36 +171,48 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, as attention.backward() does."""
     call, named = Short(tensors, spec), wanted_by_name(tensors, wanted)
-    gradients: dict[str, torch.Tensor] = {}
-    probs = call.probs(None) if kept is None else kept.view(*call.query.shape[:2], -1)
-    rows = call.matrices(d_out)
-    if "value" in named:  # dV = P^T dO
-        gradients["value"] = call.write(gradient_like(tensors.value), probs.mT, rows)
-    if named.keys() <= {"value"}:
-        return in_order(gradients, named)
-    d_scores = call.products(rows, transposed(call.value, rows.shape[1]), call.memory("d_scores", tuple(probs.shape), call.dtype))
-    softmax_backward(probs, d_scores)  # dS = P (dP - delta)
-    if d_lse is not None:
-        d_scores.addcmul_(probs, call.matrices(d_lse[..., None]))
-    if "key" in named:  # dK = scale dS^T Q
-        gradients["key"] = call.write(gradient_like(tensors.key), d_scores.mT, call.query, spec.scale)
-    totals: dict[str, torch.Tensor] = {}
-    if "query" in named:  # dQ = scale dS K
-        totals["query"] = call.write(call.query.new_empty(tensors.query.shape), d_scores, call.key, spec.scale)
-    if "rel_query" in named:
-        totals["rel_query"] = call.vectors.new_zeros(call.vectors.shape)
-    total = totals.get("query" if tensors.rel_query is None else "rel_query")
-    pairs = d_scores.view(call.shape)
+    gradients = {name: gradient_like(each) for name, each in named.items() if name not in TABLES}
+    for part in call.parts():
+        probs = part.probs(None) if kept is None else part.of(kept).view(*part.query.shape[:2], -1)
+        rows = part.matrices(d_out)
+        if "value" in named:  # dV = P^T dO
+            part.write(gradients["value"], probs.mT, rows)
+        if not named.keys() <= {"value"}:
+            place = call.memory("d_scores", tuple(probs.shape), call.dtype)
+            d_scores = call.products(rows, transposed(part.value, rows.shape[1]), place)
+            softmax_backward(probs, d_scores)  # dS = P (dP - delta)
+            if d_lse is not None:
+                d_scores.addcmul_(probs, part.matrices(d_lse[..., None]))
+            add_gradients(part, gradients, named.keys(), d_scores)
     for table in call.tables:
-        is_wanted = table.name in named
+        if table.name in named and (found := table.gradient()) is not None:
+            gradients[table.name] = found
+    return in_order(gradients, named)
+
+
+def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[str], d_scores: torch.Tensor) -> None:
+    """Compute the gradients of what makes the logits of a part, and add those of tables."""
+    call, spec = part.call, part.call.spec
+    if "key" in wanted:  # dK = scale dS^T Q
+        part.write(gradients["key"], d_scores.mT, part.query, spec.scale)
+    totals: dict[str, torch.Tensor] = {}
+    for name in wanted & {"query", "rel_query"}:
+        place = part.of(gradients[name])
+        is_place = place.is_contiguous() and place.dtype == call.dtype
+        totals[name] = place if is_place else place.new_empty(place.shape, dtype=call.dtype)
+    if "query" in totals:  # dQ = scale dS K
+        call.products.scaled(d_scores, part.key, spec.scale, totals["query"].view(part.query.shape))
+    if "rel_query" in totals:
+        totals["rel_query"].zero_()
+    total = totals.get("query" if call.tensors.rel_query is None else "rel_query")
+    pairs = d_scores.view(part.shape)
+    for table in call.tables:
+        is_wanted = table.name in wanted
         if table.is_bias and is_wanted:
             table.add_products(call.setting, pairs, call.base, None, None)
         elif not table.is_bias and (is_wanted or total is not None):
-            vectors = call.vectors if is_wanted else None
-            table.add_products(call.setting, pairs, call.base, vectors, total, spec.rel_scale)
-        if is_wanted and (found := table.gradient()) is not None:
-            gradients[table.name] = found
+            table.add_products(call.setting, pairs, call.base, part.vectors if is_wanted else None, total, spec.rel_scale)
     for name, total in totals.items():
-        place = gradient_like(named[name])
-        gradients[name] = total if place.stride() == total.stride() and place.dtype == total.dtype else place.copy_(total)
-    return in_order(gradients, named)
+        place = part.of(gradients[name])
+        if place.data_ptr() != total.data_ptr():
+            place.copy_(total)
