@@ -190,7 +190,7 @@ def test_whole_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatc
     inputs = make_inputs(5, 4, 20, 23, 8, num_rows=29, key_heads=2, rel_width=6, rel_bias=True, dtype=torch.float64, seed=7)
     mask = torch.rand(5, 1, 20, 23, generator=torch.Generator().manual_seed(7)) > 0.4
     for each in (mask, torch.where(mask, 0.5, -math.inf).double()):
-        arguments = {"attn_mask": each, "is_causal": True, "query_offset": 3, "enable_gqa": True}
+        arguments: dict[str, Any] = {"attn_mask": each, "is_causal": True, "query_offset": 3, "enable_gqa": True}
         expected = by_hand(inputs, **arguments)
         for given in (inputs, with_different_strides(inputs)):
             for name, result in results_of("blockwise", given, **arguments).items():

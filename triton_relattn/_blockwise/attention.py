@@ -50,7 +50,7 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
     group, rel_scale = block.group, block.call.spec.rel_scale
     for name, table in group.tables.items():
         if name == "rel_key":
-            table.add_terms(group.setting, pairs, block.base, group.rel_query.parts[block.number], rel_scale)
+            table.add_terms(group.setting, pairs, block.base, group.rel_query.vectors(block.number), rel_scale)
         elif name == "rel_bias":
             table.add_terms(group.setting, pairs, block.base)
         elif name == "rel_p2c":
@@ -172,9 +172,9 @@ def forward(
             if spec.with_lse:
                 lse[queries] = -math.inf
     for group in call.groups():
-        rows = Rows(group, group.new_rows(out), is_read=False)
+        rows = Rows(group, group.new_rows(out))
         per_row = [each[..., None] for each in (lse, largest_logits) if each is not None and spec.with_lse]
-        others = [Rows(group, group.new_rows(each), is_read=False) for each in per_row]
+        others = [Rows(group, group.new_rows(each)) for each in per_row]
         for block in group.blocks():
             if block.num_seen == 0:
                 rows.parts[block.number].zero_()
@@ -285,6 +285,7 @@ def backward(
             elif sums.query is not None:
                 sums.query.parts[block.number].zero_()
         sums.put()
+    call.memory.clear()  # before more is allocated
     call.add_up()
     return in_order(call.gradients, named)
 
@@ -326,10 +327,10 @@ class Sums:
         found = (None if each is None else Rows(group, group.rows(each[..., None])) for each in per_row)
         self.d_lse, self.largest, self.log_sum, self.delta = found
         self.key, self.value = (group.new_columns(gradients[n], n) if n in wanted else None for n in ("key", "value"))
-        self.query = Rows(group, group.new_rows(gradients["query"]), is_read=False) if "query" in wanted else None
+        self.query = Rows(group, group.new_rows(gradients["query"])) if "query" in wanted else None
         self.rel_query = None
         if "rel_query" in wanted:
-            self.rel_query = Rows(group, group.new_rows(gradients["rel_query"]).zero_(), is_read=False)
+            self.rel_query = Rows(group, group.new_rows(gradients["rel_query"]).zero_())
         self.mirrored_keys = None
         if "rel_p2c" in group.tables and "key" in wanted:
             self.mirrored_keys = torch.zeros_like(group.mirrored_keys)
@@ -383,14 +384,15 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
     if sums.value is not None:  # dV += P^T dO
         products.add(block.across(sums.value), cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
     if "rel_value" in wanted:
-        tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, sums.d_out.parts[number], None)
+        tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, sums.d_out.vectors(number), None)
     if wanted <= {"value", "rel_value"}:
         return
-    place = block.scores("d_scores", call.dtype)
+    # Terms are added by now, but for those of rel_value, which are added to these.
+    place = block.scores("d_scores" if "rel_value" in tables else "terms", call.dtype)
     d_scores = products.scaled(d_out, block.across(group.value_across), 1.0, place)
     pairs = d_scores.view(block.shape)
     if "rel_value" in tables:
-        tables["rel_value"].add_terms(group.setting, pairs, block.base, sums.d_out.parts[number])
+        tables["rel_value"].add_terms(group.setting, pairs, block.base, sums.d_out.vectors(number))
     if factors is not None:
         d_scores.mul_(factors)
     if sums.delta is None:  # dS = P (dP - delta)
@@ -416,7 +418,7 @@ def add_gradients(sums: Sums, block: Block, pairs: torch.Tensor) -> None:
         if name == "rel_key":
             sum_of_rows = sums.query if block.call.tensors.rel_query is None else sums.rel_query
             total = None if sum_of_rows is None else sum_of_rows.parts[block.number]
-            vectors = group.rel_query.parts[block.number] if name in wanted else None
+            vectors = group.rel_query.vectors(block.number) if name in wanted else None
             if total is not None or vectors is not None:
                 table.add_products(group.setting, pairs, block.base, vectors, total, rel_scale)
         elif name == "rel_bias" and name in wanted:

@@ -54,6 +54,8 @@ FEWEST_THREADS = 2
 gradients."""
 SCORES = 6
 """How many times the scores of a block are in memory: probabilities, gradients, and bands of both, up to twice as wide."""
+FEWEST_VIEWED = 8
+"""Blocks from which a table that has all positions is not copied."""
 FEWEST_KEYS = 32
 """Keys of a band of rel_p2c: products with fewer are slow."""
 
@@ -304,7 +306,9 @@ class Group:
         self.num_columns = up(self.num_keys, step) + (step if spec.window_left >= 0 and step > 1 else 0)
         self.is_alike = len(stack) == 1
         """Whether its queries and keys are views of the tensors."""
-        self.positions = range(self.base - self.all_rows, self.base + self.num_columns + products.band_step)
+        # With few blocks the last columns of bands are worth a multiple of the step; with many the table need not be padded.
+        padding = products.band_step if step > 1 or self.num_blocks < FEWEST_VIEWED else 0
+        self.positions = range(self.base - self.all_rows + 1, self.base + self.num_columns + padding)
         """All that a band of its blocks may have."""
         self.seen = tuple(sorted({self._seen(each) for each in stack}))
         """From the lowest to the highest position that the pairs of each sequence have."""
@@ -319,12 +323,12 @@ class Group:
     @cached_property
     def key_across(self) -> torch.Tensor:
         """The keys transposed, (..., width, columns)."""
-        return transposed(self.key, self.call.sharing * self.all_rows)
+        return transposed(self.key, self.call.sharing * self.all_rows) if self.num_blocks == 1 else self.key.mT
 
     @cached_property
     def value_across(self) -> torch.Tensor:
         """The values transposed."""
-        return transposed(self.value, self.call.sharing * self.all_rows)
+        return transposed(self.value, self.call.sharing * self.all_rows) if self.num_blocks == 1 else self.value.mT
 
     @cached_property
     def key_operand(self) -> torch.Tensor:
@@ -461,26 +465,32 @@ class Group:
 
 class Rows:
     """Rows of a group by block: (sequences, heads, rows, width), and the same as matrices, (sharing * rows, width) or batches of
-    them, None where these are no views."""
+    them."""
 
-    def __init__(self, group: Group, rows: torch.Tensor, is_read: bool = True) -> None:
-        """is_read: whether they are operands, which may be copies."""
-        self.all = rows
-        self.parts = [rows] if group.num_blocks == 1 else list(rows.split(group.num_rows, 2))
-        self.matrices: list[torch.Tensor | None]
-        if rows.shape[0] == rows.shape[1] == 1:
-            self.matrices = [rows[0, 0]] if group.num_blocks == 1 else list(rows[0, 0].split(group.num_rows))
-            return
-        if is_read:
-            self.parts = [each.contiguous() for each in self.parts]
-        shape = (-1, rows.shape[3]) if group.num_matrices == 1 else (group.num_matrices, -1, rows.shape[3])
-        self.matrices = [each.view(shape) if each.is_contiguous() else None for each in self.parts]
+    def __init__(self, group: Group, rows: torch.Tensor) -> None:
+        self.all, self.parts = rows, [rows] if group.num_blocks == 1 else list(rows.split(group.num_rows, 2))
+        self.shape = (-1, rows.shape[3]) if group.num_matrices == 1 else (group.num_matrices, -1, rows.shape[3])
+        self.is_matrix = rows.shape[0] == rows.shape[1] == 1
+        self._copy: tuple[int, torch.Tensor] | None = None
+
+    def vectors(self, number: int) -> torch.Tensor:
+        """Return the rows of a block that are operands: contiguous, if they are not one matrix; the last copy is held."""
+        part = self.parts[number]
+        if self.is_matrix or part.is_contiguous():
+            return part
+        if self._copy is None or self._copy[0] != number:
+            self._copy = number, part.contiguous()
+        return self._copy[1]
 
     def operand(self, number: int) -> torch.Tensor:
-        """Return the matrix of a block's rows that are operands."""
-        found = self.matrices[number]
-        assert found is not None
-        return found
+        """Return the matrices of the rows of a block that are operands."""
+        found = self.vectors(number)
+        return found[0, 0] if self.is_matrix else found.view(self.shape)
+
+    def place(self, number: int) -> torch.Tensor | None:
+        """Return the matrices of a block to write to; None if they are no view."""
+        part = self.parts[number]
+        return part[0, 0] if self.is_matrix else part.view(self.shape) if part.is_contiguous() else None
 
 
 class Block:
@@ -536,7 +546,7 @@ class Block:
 
     def write(self, rows: Rows, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
         """Write scale times a product of matrices to the block's rows."""
-        part, place = rows.parts[self.number], rows.matrices[self.number]
+        part, place = rows.parts[self.number], rows.place(self.number)
         is_place = place is not None and part.dtype == left.dtype
         if place is None or not is_place:
             place = self.call.memory("rows", (*left.shape[:-1], right.shape[-1]), left.dtype)

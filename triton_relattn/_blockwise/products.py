@@ -89,6 +89,11 @@ class Memory:
             self._kinds[name] = kind
         return found
 
+    def clear(self) -> None:
+        """Free all."""
+        self._held.clear()
+        self._kinds.clear()
+
     def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         held = self._held.get(name)
         if held is not None and held.shape == shape and held.dtype == dtype:
