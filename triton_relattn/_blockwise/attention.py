@@ -66,7 +66,7 @@ def softmax(
 
     Args:
         may_be_blind: whether there may be such rows.
-        lse: memory for the log-sum-exp of each row, as many elements; None: it is not computed, which saves passes.
+        lse: memory for the log-sum-exp of the rows, in their order; None: it is not computed, which saves passes.
         largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
     blind = largest = None
@@ -198,8 +198,7 @@ def by_steps(
     """Compute a block's rows of out; kept as of forward(), the others of softmax()."""
     group, call = block.group, block.call
     place = None if kept is None else kept_part(block, kept)
-    is_place = place is not None and is_block(place, block)
-    scores, _ = logits(block, place.view(block.matrix_shape) if place is not None and is_place else None)
+    scores, _ = logits(block, place.view(block.matrix_shape) if place is not None and is_block(place, block) else None)
     probs = softmax(scores, block.may_be_blind, lse, largest_logits)
     clear_rows(block, probs)
     if place is not None and place.data_ptr() != probs.data_ptr():

@@ -37,12 +37,16 @@ class Sizes(NamedTuple):
     batch_rows: int = 64
     """Queries of a block of a batch: with more, bands have many columns that are not needed."""
     few_scores: int = 1 << 17
-    """Scores of a block of one head up to which heads and sequences are computed in batches; three eighths where oneDNN computes
-    the products of a head."""
+    """Scores of a block of one head up to which heads and sequences are computed in batches; see few_for_onednn."""
     elements: int = 1 << 19
     """Scores of a batch for each thread, two megabytes."""
     block_cost: int = 1 << 13
     """Scores that take as long as the start of a block: sequences are padded to one length rather than that."""
+
+    @property
+    def few_for_onednn(self) -> int:
+        """few_scores where oneDNN computes the products of a head."""
+        return self.few_scores * 3 // 8
 
 
 SIZES = Sizes()
@@ -118,12 +122,8 @@ class Call:
 
     @cached_property
     def has_infinite_table(self) -> bool:
-        """Whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
-        for name in TABLES:
-            table = getattr(self.tensors, name)
-            if name != "rel_value" and table is not None and not (self.is_cpu and math.isfinite(table.sum())):
-                return True
-        return False
+        """See has_infinite_table()."""
+        return has_infinite_table(self.tensors)
 
     def tables(self, group: Group) -> dict[str, Table]:
         """Return the tables' rows for the positions of a group: the last ones if they fit. Only the last ones may be used."""
@@ -163,9 +163,9 @@ class Call:
             threads = threads_for(self.tensors, self.sizes.rows * num_keys)
             rows = min(each.num_queries, self._most_rows(self.sizes.rows * threads // sharing))
             scores = sharing * rows * self._columns(rows, num_keys)
-            few, is_long = self.sizes.few_scores * threads, self.is_cpu and each.num_queries > 1
-            by_onednn = is_long and scores >= few * 3 // 8 and takes_onednn(self.dtype)
-            if is_long and (by_onednn or scores >= few):
+            is_long = self.is_cpu and each.num_queries > 1
+            by_onednn = is_long and scores >= self.sizes.few_for_onednn * threads and takes_onednn(self.dtype)
+            if is_long and (by_onednn or scores >= self.sizes.few_scores * threads):
                 by_one = Products(by_onednn)
                 for number, head in product(range(each.count), range(key_heads)):
                     some = slice(head * sharing, (head + 1) * sharing)
@@ -253,6 +253,15 @@ def find_runs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run]
             found.append(Run(first, *place, size, length, offset, low, high, is_packed, stop - first))
         first = stop
     return [each for each in found if each.start < each.stop], [each for each in found if each.start >= each.stop]
+
+
+def has_infinite_table(tensors: AttentionTensors) -> bool:
+    """Return whether a table may make all logits of a query -inf. Elsewhere than on a CPU, to ask would be to wait."""
+    for name in TABLES:
+        table = getattr(tensors, name)
+        if name != "rel_value" and table is not None and not (table.device.type == "cpu" and math.isfinite(table.sum())):
+            return True
+    return False
 
 
 def threads_of(device: torch.device) -> int:

@@ -153,9 +153,9 @@ class Products:
 
 
 def transposed(right: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return right^T as an operand of products with matrices of so many rows: a view, or a copy where batches of products with
-    the view take longer. On an Intel Xeon with AVX-512 they take twice to three times as long; a copy takes as long as half the
-    product with as many rows as it has columns."""
+    """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where batches of products with
+    the view take longer: two to three times as long on an Intel Xeon with AVX-512, where a copy of a square matrix takes half a
+    product."""
     pays = right.dim() == 3 and right.numel() >= FEWEST_COPIED and 2 * num_rows >= right.shape[1]
     return right.mT.contiguous() if pays else right.mT
 

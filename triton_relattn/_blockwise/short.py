@@ -6,7 +6,6 @@ calls of the common kinds are computed some whole sequences at a time, in matric
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Set
 from functools import cached_property
 
@@ -35,7 +34,7 @@ def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     most_rows = sizes.short_rows * (1 if tensors.rel_key is not None else 2)
     if batch == 0 or num_queries > most_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
         return False
-    if num_pairs // tensors.key.shape[1] >= sizes.few_scores * 3 // 8:
+    if num_pairs // tensors.key.shape[1] >= sizes.few_for_onednn:
         return False
     if spec.softcap is not None or any(getattr(tensors, name) is not None for name in ELSEWHERE):
         return False
@@ -70,7 +69,7 @@ class Short:
     @cached_property
     def may_be_blind(self) -> bool:
         """Whether a query may see nothing, also by a bias of -inf."""
-        return self.hides_row or not all(math.isfinite(each.table.sum()) for each in self.tables)
+        return self.hides_row or cut.has_infinite_table(self.tensors)
 
     @cached_property
     def window(self) -> torch.Tensor | None:
