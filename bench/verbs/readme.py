@@ -83,8 +83,8 @@ def first() -> str:
         f"From {min(both)} to {longest_dense:,} tokens {ratios(both, 'dense', OURS)} times as fast as the fastest dense method "
         f"(forward alone {ratios(forward, 'dense', OURS)}); from {min(both)} to {max(both):,} it takes "
         f"{ratios(both, OURS, 'sdpa')} times as long as attention without positions (forward {ratios(forward, OURS, 'sdpa')}). "
-        f"A whole model of transformers is {geometric_mean(long):.2f} times as fast as stock with 2,048 tokens, and "
-        f"{geometric_mean(short):.2f} times with 512 (geometric means of {len(short)} models, one sequence). "
+        f"A layer of a model of transformers is {geometric_mean(long):.2f} times as fast as stock with 2,048 tokens "
+        f"({len(long)} models), and {geometric_mean(short):.2f} times with 512 ({len(short)}; geometric means, one sequence). "
         "[All figures](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", *textwrap.wrap(what, 80, break_on_hyphens=False), ""])
@@ -182,7 +182,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bf16": lambda: summary.beside_dense(read(RESULTS / "short_bf16.csv")).strip() + machine("short_bf16.csv"),
     "decoding": decoding,
     "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
-    "models": lambda: some_models(summary.models(read(RESULTS / "models.csv"))),
+    "models": lambda: some_models(summary.models(read(RESULTS / "models.csv"))) + machine("models.csv"),
     "models-short": lambda: some_models(summary.models(read(RESULTS / "models_short.csv"))),
     "models-bf16": lambda: summary.ratios(read(RESULTS / "models_bf16.csv")),
     "music": music,

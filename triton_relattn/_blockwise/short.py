@@ -43,6 +43,11 @@ def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     return sees_first and sees_last and product_dtype(query, batch * num_pairs) == compute_dtype(query.dtype)
 
 
+def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return some rows of (S, H, M, ...)."""
+    return narrow(tensor, 2, rows.start, rows.stop)
+
+
 class Short:
     """What sequences of a call share: their tables, positions and masks."""
 
@@ -53,6 +58,9 @@ class Short:
         self.setting = Setting(slice(0, query.shape[1]), self.products, self.memory, self.dtype, self.dtype)
         self.base = -spec.query_offset
         """The position of query 0 and key 0."""
+        is_large = query.numel() >= cut.SIZES.elements // 2
+        self.rows = cut.evenly(num_queries, cut.SIZES.batch_rows if is_large else num_queries)
+        """Queries whose band is computed at once: with more, bands have many columns that are not needed."""
         low, high = self.base - num_queries + 1, self.base + num_keys
         count = high - low if query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
         positions = range(low, low + count)
@@ -123,7 +131,9 @@ class Part:
             if table.is_bias:
                 table.add_terms(call.setting, pairs, call.base)
             else:
-                table.add_terms(call.setting, pairs, call.base, self.vectors, call.spec.rel_scale)
+                for rows in call.rows:
+                    base, vectors = call.base - rows.start, rows_of(self.vectors, rows)
+                    table.add_terms(call.setting, rows_of(pairs, rows), base, vectors, call.spec.rel_scale)
         self.mask(pairs)
         return softmax(scores, call.may_be_blind, lse)
 
@@ -210,7 +220,10 @@ def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[st
         if table.is_bias and is_wanted:
             table.add_products(call.setting, pairs, call.base, None, None)
         elif not table.is_bias and (is_wanted or total is not None):
-            table.add_products(call.setting, pairs, call.base, part.vectors if is_wanted else None, total, spec.rel_scale)
+            for rows in call.rows:
+                vectors = rows_of(part.vectors, rows) if is_wanted else None
+                own = None if total is None else rows_of(total, rows)
+                table.add_products(call.setting, rows_of(pairs, rows), call.base - rows.start, vectors, own, spec.rel_scale)
     for name, total in totals.items():
         place = part.of(gradients[name])
         if place.data_ptr() != total.data_ptr():
