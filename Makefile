@@ -139,6 +139,7 @@ results: setup ## measure the CPU's figures of README and docs again, and write 
 	$(BIN)/python -m bench lengths --csv $(CPU_RESULTS)/lengths.csv
 	$(BIN)/python -m bench speed --cases short,decode --csv $(CPU_RESULTS)/short.csv
 	$(BIN)/python -m bench models --lengths 512,2048,4096 --csv $(CPU_RESULTS)/models.csv
+	$(BIN)/python -m bench plot $(addprefix $(CPU_RESULTS)/,speed.csv memory.csv models.csv) --out $(CPU_RESULTS)
 	$(BIN)/python -m bench readme
 
 # Calls that hypothesis thinks of, for SECONDS each in plain torch and the kernels; a failure is shrunk and printed as a command.

@@ -30,9 +30,11 @@ STYLES: dict[str, dict[str, Any]] = {
     "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
     "sdpa_flash": {"color": "#6b7785", "marker": "1", "linestyle": ":"},
     "sdpa_cudnn": {"color": "#6b7785", "marker": "2", "linestyle": ":"},
+    "sdpa_bias": {"color": "#a8a39d", "marker": "1"},
     "sdpa_bias_cudnn": {"color": "#a8a39d", "marker": "2"},
     "sdpa_bias_efficient": {"color": "#a8a39d", "marker": "3"},
     "flex_attention": {"color": "#edae49", "marker": "P"},
+    "onnxruntime": {"color": "#7a4419", "marker": "*"},
     "disentangled_flash": {"color": "#8d5a97", "marker": "X"},
     "flashdeberta": {"color": "#5b8e7d", "marker": "h"},
 }
@@ -193,7 +195,7 @@ def draw(
         figure.tight_layout(rect=(0.01, 0.75 / size[1], 0.99, 1 - 0.75 / size[1]), h_pad=4.5, w_pad=2.5)
         ordered = [method for method in METHODS if method in handles]
         figure.legend(
-            [handles[method] for method in ordered], ordered, loc="upper left", ncols=4, frameon=False, bbox_to_anchor=(0.01, 1.0)
+            [handles[method] for method in ordered], ordered, loc="upper left", ncols=5, frameon=False, bbox_to_anchor=(0.01, 1.0)
         )
         figure.text(0.02, 0.12 / size[1], caption(rows, what, columns), fontsize=8.5, color=MUTED, linespacing=1.5, va="bottom")
         figure.savefig(path, dpi=120, facecolor="white")

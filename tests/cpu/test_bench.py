@@ -26,6 +26,7 @@ from bench.cases.attention import Case
 from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
 from bench.measure import point, timing
+from bench.report import figures
 from bench.report.rows import ROOT, STAMP, read
 from bench.verbs import accuracy, readme, speed, verify
 from bench.verbs import lengths as new_lengths
@@ -195,6 +196,10 @@ def test_memory_goes_on_past_the_failures(
     assert [status["gather", length] for length in ("32", "64", "96", "128")] == ["ok", "ok", "out of memory", "not tried"]
     printed = capsys.readouterr().out
     assert "n^1.00" in printed and "n^2.00" in printed and "gather, forward, b1 h2 n96" in printed
+
+
+def test_every_method_has_a_style() -> None:
+    assert set(figures.STYLES) == set(METHODS)
 
 
 @pytest.mark.parametrize("smallest", [1000, 0, -4096])
