@@ -18,6 +18,11 @@ def heads_of(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+def skewed(rows: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, N), the last column for the distance 0, to the terms by pair; those of the future are other rows'."""
+    return F.pad(rows, (1, 0)).reshape(*rows.shape[:2], rows.shape[3] + 1, rows.shape[2])[:, :, 1:]
+
+
 def by_distance(rows: torch.Tensor, first: int) -> torch.Tensor:
     """(..., N, 2N - 1), a column for each distance from 1 - N on, to (..., N, N) by pair."""
     length = rows.shape[-2]
@@ -222,6 +227,59 @@ class FeatureAttention(nn.Module):
         term = by_distance((q + self.rel_pos_bias) @ rows.mT, 1 - length)
         weights = self.attn_dropout(((q + self.rel_content_bias) @ k.mT + term).softmax(-1))
         return self.to_out((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MusicAttention(nn.Module):
+    """The Music Transformer's attention with an embedding of the distances to the past, clipped, for each head."""
+
+    def __init__(self, width: int = 32, heads: int = 4, rows: int = 40) -> None:
+        super().__init__()
+        self.num_heads, self.most = heads, rows
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width) for _ in range(4))
+        self.E = nn.Embedding(rows, width)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (heads_of(layer(each), self.num_heads) for layer, each in ((self.wq, q), (self.wk, k), (self.wv, v)))
+        length = q.shape[2]
+        rows = self.E(torch.arange(self.most - length, self.most).clamp(min=0))
+        terms = skewed(q @ rows.unflatten(-1, (self.num_heads, -1)).transpose(0, 1).mT)
+        scores = (q @ k.mT + terms) / q.shape[-1] ** 0.5
+        scores = scores if mask is None else scores + mask * -1e9
+        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class JointMusicAttention(nn.Module):
+    """The other one: one weight for three projections, a table that the heads share, sequences first, a mask that is added, and
+    weights that are returned."""
+
+    def __init__(self, width: int = 32, heads: int = 4, rows: int = 200, drop: float = 0.1) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = heads, drop
+        self.in_proj_weight = nn.Parameter(torch.randn(3 * width, width) / 6)
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj, self.Er = nn.Linear(width, width), nn.Parameter(torch.rand(rows, width // heads))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+    ) -> Any:
+        parts = zip((query, key, value), self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
+        q, k, v = (heads_of(F.linear(*each).transpose(0, 1), self.num_heads) for each in parts)
+        length, q = q.shape[2], q * q.shape[-1] ** -0.5
+        is_past = torch.ones(length, length, dtype=torch.bool).tril().flip(1)
+        terms = skewed((q @ self.Er[len(self.Er) - length :].mT).where(is_past, 0.0))
+        scores = q @ k.mT + terms
+        scores = scores if attn_mask is None else scores + attn_mask
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None, None], -math.inf)
+        weights = F.dropout(scores.softmax(-1), self.dropout, self.training)
+        out = self.out_proj((weights @ v).permute(2, 0, 1, 3).flatten(2))
+        return out, weights.mean(1) if need_weights else None
 
 
 class BucketAttention(nn.Module):

@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from . import replacement, structure
+from .calls import CALLS, Calls
+from .comparison import Refused, compared, first_line
+from .progress import progress
 from .report import LIBRARY, STRUCTURE, Report, Row
 from .structure import memory
-from .structure.kind import ATTRIBUTE, Refused, kind_in
+from .structure.kind import ATTRIBUTE, Reading, kind_in
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "fairseq2", "x_transformers")
 
 
-def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
+def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
     """Let the relative attention in any torch model run on the operator, where it is proven to compute the same. The model is
     changed in place.
 
@@ -32,16 +35,22 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
     - the same with features of the distance (Enformer, Borzoi);
     - decomposed positions on a grid (SAM, ViTDet: segment-anything, cellpose, timm, mmdet, detectron2);
     - an embedding of clipped distances (Shaw et al.: lucidrains' conformer);
+    - a row for each distance to the past (Music Transformer);
     - a bias by bucket that a layer makes of its own embedding (T5).
 
-    Before a module is replaced for its structure, its class and ours run side by side on a copy with random weights, in float64
-    on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without masks, agree to 2**-30 of
-    the largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for
-    each class and its settings, and is remembered for the class's source and ours. What disagrees stays as it is.
+    Before a module is replaced for its structure, its forward and ours run side by side, with the module's settings and random
+    weights, in float64 on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without
+    masks, agree to 2**-30 of the largest number (1e-9); in training mode both drop weights with the same probability. It takes a
+    fraction of a second for the first module of a class, a tenth of that for each other one. What disagrees stays as it is.
+
+    Then some of your own calls are compared, too, before ours computes them: the first of each kind, the second, the fourth, the
+    eighth, and so on, if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a
+    warning says so. ``report.calls()`` counts them.
 
     Args:
         model: a module, or any object that holds some, as a pipeline does: those among its attributes and ``components``.
         lengths: for which the report counts memory, in positions.
+        check_calls: whether calls are compared.
 
     Returns:
         A dict of the replaced modules: their names and those of their classes; empty if all were replaced before. It prints as
@@ -69,17 +78,21 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096) -> Report:
     """
     lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
     rows: list[Row] = []
+    modules: dict[str, nn.Module] = {}
     enabled_before = False
     for prefix, root in _roots(model):
-        found, before = _enable(root, lengths)
+        found, before = _enable(root, lengths, check_calls)
         enabled_before |= before
-        rows += [row if not prefix else dataclasses.replace(row, name=f"{prefix}.{row.name}".rstrip(".")) for row in found]
+        for row in found:
+            name = f"{prefix}.{row.name}".strip(".")
+            rows.append(dataclasses.replace(row, name=name))
+            modules[name] = root.get_submodule(row.name)
     if not rows and not enabled_before:
         raise ValueError(
             f"{type(model).__name__} has no relative attention that triton_relattn knows: neither a class of "
             f"{', '.join(LIBRARIES)} nor a module of the kinds that help(triton_relattn.enable) lists"
         )
-    report = Report(rows, lengths)
+    report = Report(rows, lengths, modules)
     if report.left and not report and not enabled_before:
         raise RuntimeError(f"no module of {type(model).__name__} was enabled, and it is as it was. {report}")
     if report.left:
@@ -106,8 +119,9 @@ def disable(model: Any) -> dict[str, str]:
             found |= replacement.disable(root, library)
         for name, each in root.named_modules():
             if (kind := kind_in(each)) is not None:
-                each.__class__ = kind.stock
-                found[name] = type(each).__name__
+                kind.restore(each)
+                vars(each).pop(CALLS, None)
+                found[name] = kind.stock.__name__
         restored |= {f"{prefix}.{name}".strip("."): each for name, each in found.items()}
     return restored
 
@@ -144,7 +158,7 @@ def _libraries(root: nn.Module) -> Iterator[replacement.Library]:
             yield library
 
 
-def _enable(root: nn.Module, lengths: tuple[int, ...]) -> tuple[list[Row], bool]:
+def _enable(root: nn.Module, lengths: tuple[int, ...], check_calls: bool) -> tuple[list[Row], bool]:
     """Enable a module and all inside; return the rows, and whether some were enabled before."""
     rows: list[Row] = []
     before = any(kind_in(each) is not None for each in root.modules())
@@ -171,11 +185,17 @@ def _enable(root: nn.Module, lengths: tuple[int, ...]) -> tuple[list[Row], bool]
         for name, stock_name in replaced.items():
             source = replacement.source_of(library, modules[name])
             rows.append(Row(name, stock_name, source.title, LIBRARY, None, _at_least(source, name, modules[name], lengths)))
-    for name, module in modules.items():
-        if name not in done and kind_in(module) is None:
-            row = _by_structure(name, module, modules.get(name.rpartition(".")[0]), lengths)
-            if row is not None:
-                rows.append(row)
+    readings: dict[Any, Reading] = {}
+    chosen: list[tuple[nn.Module, type[nn.Module]]] = []
+    others = [name for name, module in modules.items() if name not in done and kind_in(module) is None]
+    for name in progress(others, "comparing modules with their stock forward"):
+        found = _by_structure(name, modules[name], modules.get(name.rpartition(".")[0]), lengths, readings)
+        if found is not None:
+            rows.append(found[0])
+            chosen += [(modules[name], found[1])] if found[1] is not None else []
+    for module, own in chosen:
+        module.__class__ = own
+        vars(module)[CALLS] = Calls(check_calls)
     return rows, before
 
 
@@ -196,30 +216,42 @@ def _left(modules: dict[str, nn.Module], reason: Exception) -> list[Row]:
     return [Row(name, type(each).__name__, "of a library", LIBRARY, reason=str(reason)) for name, each in modules.items()]
 
 
-def _by_structure(name: str, module: nn.Module, parent: nn.Module | None, lengths: tuple[int, ...]) -> Row | None:
-    """Replace a module's class if it is of a kind that is proven, and return its row; None if it is of no kind."""
+def _by_structure(
+    name: str, module: nn.Module, parent: nn.Module | None, lengths: tuple[int, ...], found: dict[Any, Reading]
+) -> tuple[Row, type[nn.Module] | None] | None:
+    """Return the row of a module of a kind, and the class in place of its own if it computes the same; None if it is of no kind.
+
+    found: readings of modules by kind and class, which are tried first.
+    """
     if type(module).__module__.startswith("torch.nn."):
         return None
-    stock, title = type(module).__name__, ""
+    stock, title = type(module), "relative attention"
     try:
         kind = structure.kind_of(module)
-        if kind is None:
-            other = structure.not_served(module)
-            return None if other is None else Row(name, stock, other.title, STRUCTURE, reason=other.instead)
-        title = kind.title
+    except Refused as refused:
+        return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None
+    except Exception:  # an attribute may raise anything, and the module is most likely something else
+        return None
+    if kind is None:
+        other = structure.not_served(module)
+        return None if other is None else (Row(name, stock.__name__, other.title, STRUCTURE, reason=other.instead), None)
+    title = kind.title
+    try:
         if "forward" in vars(module):
             raise Refused("it has a forward of its own, as hooks leave it: call enable before that")
         if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
             raise Refused("it is sharded: call enable before that")
-        ours, difference = structure.replacement_of(kind, module)
-        reading = getattr(ours, ATTRIBUTE).reading
-        sizes = [
-            tuple(memory.of_forward(kind, reading, module, length, parent, each) for each in (None, ours)) for length in lengths
-        ]
+        reading, difference = compared(kind, module, found.get((kind, stock)))
+        found[kind, stock] = reading
+        ours = structure.made(kind, stock, reading)  # type: ignore[arg-type]
         try:
-            module.__class__ = ours
+            object.__new__(stock).__class__ = ours
         except TypeError as error:  # a class with __slots__
             raise Refused(f"its class cannot be exchanged: {error}") from error
-        return Row(name, stock, title, STRUCTURE, difference, tuple(sizes))  # type: ignore[arg-type]
+        of = getattr(ours, ATTRIBUTE)
+        sizes = [tuple(memory.of_forward(of, module, each, parent, by_ours) for by_ours in (False, True)) for each in lengths]
+        return Row(name, stock.__name__, title, STRUCTURE, difference, tuple(sizes)), ours  # type: ignore[arg-type]
     except Refused as refused:
-        return Row(name, stock, title or "relative attention", STRUCTURE, reason=str(refused))
+        return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None
+    except Exception as error:  # a module of the user may raise anything
+        return Row(name, stock.__name__, title, STRUCTURE, reason=f"{type(error).__name__}: {first_line(error)}"), None

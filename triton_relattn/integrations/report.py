@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
+
+from .calls import CALLS, Calls
 
 LIBRARY, STRUCTURE = "library", "structure"
 IN_PLACE = "enable changes the model in place and returns a report of it; use the model itself"
@@ -31,6 +38,18 @@ class Row:
     reason: str = ""
 
 
+@dataclass
+class Compared:
+    """The calls of a model's modules that were compared with the stock forward, and those that could not be.
+
+    compared: how many. not_compared: for each reason, how many. differing: modules that are stock again, and how they differed.
+    """
+
+    compared: int = 0
+    not_compared: dict[str, int] = field(default_factory=Counter)
+    differing: dict[str, str] = field(default_factory=dict)
+
+
 class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
@@ -38,9 +57,22 @@ class Report(dict[str, str]):
     text it is a table.
     """
 
-    def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
+    def __init__(self, rows: list[Row], lengths: tuple[int, ...], modules: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__({each.name: each.stock for each in rows if not each.reason})
         self.rows, self.lengths = rows, lengths
+        self._modules = weakref.WeakValueDictionary(modules or {})
+
+    def calls(self) -> Compared:
+        """Return which calls were compared with the stock forward up to now."""
+        found = Compared()
+        for name, module in self._modules.items():
+            calls: Calls = vars(module).get(CALLS) or Calls()
+            found.compared += calls.compared
+            for reason, count in calls.not_compared.items():
+                found.not_compared[reason] = found.not_compared.get(reason, 0) + count
+            if calls.differs:
+                found.differing[name] = calls.differs
+        return found
 
     @property
     def left(self) -> dict[str, str]:
@@ -68,10 +100,21 @@ class Report(dict[str, str]):
             lines += ["", "left as they were:"] if lines else ["left as they were:"]
             for text in reasons:
                 lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
+        lines += _of_calls(self.calls())
         return "\n".join(lines) or "all relative attention was enabled before"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)!r})"
+
+
+def _of_calls(calls: Compared) -> list[str]:
+    """Return what is known of calls, as lines."""
+    if not (calls.compared or calls.not_compared):
+        return []
+    lines = ["", f"calls compared with the stock forward: {calls.compared}"]
+    lines += [f"  not compared: {count}, {reason}" for reason, count in calls.not_compared.items()]
+    lines += [f"  stock again: {name}, {text}" for name, text in calls.differing.items()]
+    return lines
 
 
 def _line(names: str, row: Row) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -13,15 +11,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from ..._core.untraced import untraced
+from .. import calls
+from ..calls import CALLS
+from ..comparison import Refused as Refused
+from ..comparison import weights_dropout
 from ..heads import drop_probability
-from . import sources
-from .roles import MASK, argument_roles, projections, widths
-from .state import ATTRIBUTE, State, name_of, state_of
+from .roles import MASK, argument_roles, projections
 
-
-class Refused(Exception):
-    """A module is of a kind, and is left as it is; the message says why."""
+ATTRIBUTE = "_triton_relattn"
+"""What the class in place of a stock class has, and no other."""
 
 
 class Sample(NamedTuple):
@@ -39,12 +37,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How a stock module is read: what its attributes and arguments stand for. A proof has to confirm it.
+    """How a stock module is read: what its attributes and arguments stand for. A comparison has to confirm it.
 
     roles: attributes by role. arguments: roles by the name of the forward's argument. options: whatever else a kind has to know.
-    drops: the child that drops attention weights; drops_out: the one that drops numbers of the output. returns: what is in the
-    tuple that the forward returns, "tensor" or "None" each; empty: it returns a tensor. state: a name for the module's state,
-    without what a forward leaves there; see state.py. left: names of that.
+    drops: the child that drops attention weights, or the attribute that has the probability; drops_out: the child that drops
+    elements of the output. returns: what is in the tuple that the forward returns, "tensor" or "None" each; empty: it returns a
+    tensor. channels: of the states.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -53,8 +51,8 @@ class Reading:
     drops: str | None = None
     drops_out: str | None = None
     returns: tuple[str, ...] = ()
-    state: str = ""
-    left: tuple[str, ...] = ()
+    channels: int = 0
+    heads: int = 0
 
     def option(self, name: str) -> Any:
         return dict(self.options)[name]
@@ -71,12 +69,11 @@ class Kind:
     """A way in which attention is relative, and a stock class that is of it: :meth:`compute` in place of the stock forward.
 
     It computes the calls that it :meth:`serves`. All others are the stock forward's: arguments without a role that are not at
-    their defaults, shapes that were not proven, a module in another state, and on a CPU so few scores that the stock
-    forward is faster.
+    their defaults, shapes that were not compared, what is traced or exported, and on a CPU so few scores that the stock forward
+    is faster.
 
     title: the kind's name, for the report. The class in place of the stock class has no attributes but ``ATTRIBUTE``, which is
-    this object, so that none can have the name of one of the stock module's. noted: in a proof no weights are dropped, and the
-    probabilities of it are noted here.
+    this object, so that none can have the name of one of the stock module's.
     """
 
     title: ClassVar[str]
@@ -91,12 +88,10 @@ class Kind:
         self.roles, self.options, self.arguments = dict(reading.roles), dict(reading.options), dict(reading.arguments)
         self.positional = tuple(each.name for each in signature if each.kind is each.POSITIONAL_OR_KEYWORD)
         self.defaults = {each.name: each.default for each in signature if each.default is not each.empty}
-        self.noted: list[float] | None = None
-        self.states = weakref.WeakKeyDictionary[Any, State]()
 
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        """How a module may be read; nothing if it is not of this kind.
+        """Yield how a module may be read; nothing if it is not of this kind.
 
         Raises:
             Refused: it is, and no reading can serve it.
@@ -105,7 +100,7 @@ class Kind:
 
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        """Arguments for the proof, the smallest ones that tell readings apart first."""
+        """Yield arguments for the comparison, the smallest ones that tell readings apart first."""
         raise NotImplementedError
 
     @classmethod
@@ -121,57 +116,107 @@ class Kind:
 
     @classmethod
     def prepare(cls, model: Any) -> None:
-        """Take from a copy for the proof what the module it is of has kept of earlier calls."""
+        """Take from a shadow for the comparison what the module has kept of earlier calls."""
 
     def serves(self, *args: Any, **given: Any) -> bool:
-        """Whether a call of a module, its arguments by role, is one that the proof was of."""
+        """Return whether a call of a module, its arguments by role, is one that was compared."""
         raise NotImplementedError
 
     def compute(self, *args: Any, **given: Any) -> Any:
-        """What the stock forward returns."""
+        """Compute what the stock forward returns."""
         raise NotImplementedError
 
     def forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a call by ours or by the stock forward."""
+        if calls.is_graph():
+            return self.stock.forward(module, *args, **kwargs)
         given = self._by_role(args, kwargs)
-        if given is None or not self._is_as_proven(module) or self._is_small(module, given) or not self.serves(module, **given):
+        is_served = given is not None and self._may_drop(module) and self._is_served(module, given)
+        if torch.compiler.is_compiling():
+            return self._compute(module, given) if is_served else self.stock.forward(module, *args, **kwargs)  # type: ignore[arg-type]
+        found = calls.calls_of(module)
+        found.inside += 1
+        try:
+            if is_served:
+                pairs = self._pairs(given)  # type: ignore[arg-type]
+                is_large = pairs >= self.fewest or _states(given).device.type != "cpu"  # type: ignore[arg-type]
+                if is_large and calls.agrees(self, module, args, kwargs, pairs):
+                    return self._compute(module, given)  # type: ignore[arg-type]
             return self.stock.forward(module, *args, **kwargs)
-        mask = given.get(MASK)
-        if mask is not None and not self._takes(mask, given):
-            return self.stock.forward(module, *args, **kwargs)
+        finally:
+            found.inside -= 1
+
+    def restore(self, module: nn.Module) -> None:
+        """Give a module its stock class back."""
+        own = type(module)
+        if ATTRIBUTE in vars(own):
+            module.__class__ = self.stock
+        else:  # torch.nn.utils.parametrize has given it a class derived from ours
+            own.__bases__ = tuple(self.stock if ATTRIBUTE in vars(each) else each for each in own.__bases__)
+
+    def ours(self, module: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute a call by ours, to compare it.
+
+        Raises:
+            NotImplementedError: it is not one that ours serves.
+        """
+        given = self._by_role((), kwargs)
+        if given is None or not self._is_served(module, given):
+            raise NotImplementedError("a call with these arguments is the stock forward's")
+        return self._compute(module, given)
+
+    def _compute(self, module: Any, given: dict[str, Any]) -> Any:
         result = self.compute(module, **given)
         alone = isinstance(result, torch.Tensor) and self.reading.returns and set(self.reading.returns[1:]) <= {"None"}
         return (result, *(None for _ in self.reading.returns[1:])) if alone else result
 
-    def _takes(self, mask: torch.Tensor, given: dict[str, Any]) -> bool:
-        """Whether a mask is one of those that the proof was of: the operator gives it no gradient, and adds no truth values."""
-        if mask.requires_grad or (self.options.get("mask") == ADDED and not mask.is_floating_point()):
+    def _is_served(self, module: Any, given: dict[str, Any]) -> bool:
+        """Return whether ours computes a call: the operator gives a mask no gradient, and adds no boolean one."""
+        mask = given.get(MASK)
+        if not self.serves(module, **given):
             return False
-        return mask.dim() != 2 or mask.shape[0] == _states(given).shape[0]
+        return mask is None or not (mask.requires_grad or (self.options["mask"] == ADDED and not mask.is_floating_point()))
 
-    def _is_as_proven(self, module: Any) -> bool:
-        """Whether the module is as the proof was of, and nothing watches the weights that ours does not make."""
-        if self.noted is None and not _is_in_state(self, module):
-            return False
+    def _may_drop(self, module: Any) -> bool:
+        """Return whether the weights, which ours does not compute, are dropped by a plain dropout, and nothing reads them."""
         if self.reading.drops is None:
             return True
         dropout = getattr(module, self.reading.drops)
+        if not isinstance(dropout, nn.Module):
+            return isinstance(dropout, float)
         return isinstance(dropout, nn.Dropout) and not dropout._forward_hooks and not dropout._forward_pre_hooks
 
-    def _is_small(self, module: Any, given: dict[str, Any]) -> bool:
-        """Whether a call has so few scores that the stock forward is faster."""
+    @classmethod
+    def size_of(cls, module: Any, reading: Reading) -> tuple[int, int]:
+        """Return the number of channels of the states, and that of heads."""
+        role = "query" if "query" in dict(reading.roles) else "qkv"
+        channels, made = projections(module)[reading.role(role)]
+        return channels, made // reading.option("width") // (1 if role == "query" else 3)
+
+    def _pairs(self, given: dict[str, Any]) -> int:
+        """Return the number of scores of a call."""
         states = _states(given)
-        if self.noted is not None or states.device.type != "cpu":
-            return False
-        channels, made = widths(self.part(module, next(role for role in ("query", "qkv") if role in self.roles)))  # type: ignore[misc]
-        heads = made // self.options["width"] // (1 if "query" in self.roles else 3)
-        positions = states.numel() // (states.shape[0] * channels)
-        return bool(states.shape[0] * heads * positions**2 < self.fewest)
+        positions = states.numel() // (states.shape[0] * self.reading.channels)
+        return int(states.shape[0] * self.reading.heads * positions**2)
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        return {**dict(zip(self.positional, args, strict=False)), **kwargs}
+
+    def counted(self, given: dict[str, Any]) -> torch.Tensor | None:
+        """Return which positions of the output see a key, with as many dimensions as the output; None: all, or not known."""
+        mask = given.get(self.reading.argument(MASK) or "")
+        if mask is None or mask.numel() == 0 or self.options["mask"] == ADDED:
+            return None
+        seen = self.seen(mask)
+        seen = seen.any(-1)  # type: ignore[union-attr]  # (B, 1 or H, 1 or N)
+        return seen.any(1)[..., None] if seen.shape[1] == 1 else None
 
     def _by_role(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a call by their roles; None if one has none, and is not at its default."""
+        """Return the arguments of a call by their roles; None if one has none, and is not at its default."""
         if len(args) > len(self.positional):
             return None
-        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        given = self.named(args, kwargs)
         found: dict[str, Any] = {}
         for name, role in self.arguments.items():
             if name not in given and name not in self.defaults:
@@ -183,7 +228,7 @@ class Kind:
         return found
 
     def part(self, module: Any, role: str) -> Any:
-        """The child or the parameter that has a role."""
+        """Return the child or the parameter that has a role."""
         return getattr(module, self.roles[role])
 
     def child(self, module: Any, role: str, states: torch.Tensor) -> torch.Tensor:
@@ -192,23 +237,21 @@ class Kind:
         return result
 
     def weights_dropout(self, module: Any) -> float:
-        """The probability with which attention weights are dropped now."""
-        p = drop_probability(getattr(module, self.reading.drops)) if self.reading.drops else 0.0
-        if self.noted is None:
-            return p
-        if p > 0:
-            self.noted.append(p)
-        return 0.0
+        """Return the probability with which attention weights are dropped now."""
+        dropout = getattr(module, self.reading.drops) if self.reading.drops else 0.0
+        if isinstance(dropout, nn.Module):
+            return weights_dropout(drop_probability(dropout))
+        return weights_dropout(dropout if module.training else 0.0)
 
     def output(self, module: Any, states: torch.Tensor) -> torch.Tensor:
-        """The states (B, ..., H * D) behind the output's projection, and its dropout, if it has one."""
+        """Return the states (B, ..., H * D) behind the output's projection, and its dropout, if it has one."""
         out = self.child(module, "out", states)
-        if "attn" in vars(module):
+        if vars(module).get("attn") is not None:
             module.attn = None  # the weights that stock classes leave there, (B, H, N, N)
         return getattr(module, self.reading.drops_out)(out) if self.reading.drops_out else out
 
     def seen(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The operator's mask of the stock module's: (B, N), (B, 1 or N, N) or (B, 1 or H, 1 or N, N)."""
+        """Return the operator's mask of the stock module's: (B, N), (B, 1 or N, N) or (B, 1 or H, 1 or N, N)."""
         if mask is None or mask.numel() == 0:
             return None
         mask = mask[:, None, None] if mask.dim() == 2 else mask[:, None] if mask.dim() == 3 else mask
@@ -217,21 +260,8 @@ class Kind:
 
 
 def _states(given: dict[str, Any]) -> torch.Tensor:
-    """The first states among the arguments by role."""
+    """Return the first states among the arguments by role."""
     return given[next(iter(STATES & given.keys()))]  # type: ignore[no-any-return]
-
-
-@untraced
-def _is_in_state(of: Kind, module: Any) -> bool:
-    """Whether a module is in the state that was proven. A compiler asks once, while it traces."""
-    left = of.reading.left
-    now = {name: value for name, value in state_of(module, exact=False).items() if name not in left}
-    if of.states.get(module) == now:
-        return True
-    if not any(each.is_meta for each in module.parameters()) and name_of(state_of(module), left) != of.reading.state:
-        return False
-    of.states[module] = now
-    return True
 
 
 STATES = frozenset(("query", "states"))
@@ -267,44 +297,43 @@ def with_masks(forward: Any, states: Sequence[str], *meanings: str) -> list[tupl
 @functools.cache
 def made(kind: type[Kind], stock: type[nn.Module], reading: Reading) -> type[nn.Module]:
     """Return the class in place of a stock class that is read so: derived from it, and called as it is."""
-    return class_of(kind(stock, reading))
-
-
-def class_of(of: Kind) -> type[nn.Module]:
-    """Return a new class in place of the stock class of a kind."""
-    kind, stock, reading = type(of), of.stock, of.reading
+    of = kind(stock, reading)
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return of.forward(self, args, kwargs)
 
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        stock.__setattr__(self, name, value)
+        if name != "training" and (found := vars(self).get(CALLS)) is not None:
+            found.changed()
+
     def reduce(self: Any, protocol: Any) -> Any:
         """As the stock class's, so that copies and files have the stock class, and what it takes to make ours of it."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
-        return _again, (stock, kind, reading, sources.of_class(stock)), state  # type: ignore[arg-type]
+        return _again, (stock, kind, reading), state
 
     attributes = {
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__reduce_ex__": reduce,
+        "__setattr__": set_attribute,
         "forward": forward,
         ATTRIBUTE: of,
     }
-    return type(stock.__name__, (stock,), attributes)
+    metaclass: Any = type(stock)
+    found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
+    found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it
+    return found
 
 
 def kind_in(module: nn.Module) -> Kind | None:
-    """The kind in whose class a module is now; None if it is not enabled by its structure."""
-    return vars(type(module)).get(ATTRIBUTE)
+    """Return the kind in whose class a module is now; None if it is not enabled by its structure."""
+    return getattr(type(module), ATTRIBUTE, None)
 
 
-def _again(stock: type[nn.Module], kind: type[Kind], reading: Reading, source: str | None) -> nn.Module:
-    """A module without attributes of the class that a copy or a file was made of."""
-    if sources.of_class(stock) == source:  # type: ignore[arg-type]
-        stock = made(kind, stock, reading)  # type: ignore[arg-type]
-    else:
-        warnings.warn(
-            f"{stock.__qualname__} is another than when it was saved: it was loaded as it is, not enabled", stacklevel=2
-        )
-    return stock.__new__(stock)  # type: ignore[no-any-return]
+def _again(stock: type[nn.Module], kind: type[Kind], reading: Reading) -> nn.Module:
+    """Return a module without attributes of the class that a copy or a file was made of; its first calls are compared."""
+    found = made(kind, stock, reading)  # type: ignore[arg-type]
+    return found.__new__(found)

@@ -9,9 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .. import proof
-from .kind import Kind, Reading
-from .proving import bare_copy
+from ..comparison import apart, with_random_weights
+from .kind import Kind
 
 
 class _Counter(TorchDispatchMode):
@@ -40,24 +39,22 @@ class _Counter(TorchDispatchMode):
         self.now -= size
 
 
-def of_forward(kind: type[Kind], reading: Reading, module: Any, length: int, parent: Any, ours: type | None = None) -> int | None:
+def of_forward(of: Kind, module: Any, length: int, parent: Any, by_ours: bool) -> int | None:
     """Return the largest number of bytes that tensors of one sequence's forward take at a time, in float32, beside its weights.
 
-    ours: the class in place of the stock class; None: the stock class's own. What the operator keeps for the time of a call in
-    blocks is not counted. None if the forward needs numbers.
+    by_ours: of ours; else of the stock forward. What the operator keeps for the time of a call in blocks is not counted. None if
+    the forward needs values.
     """
 
     def count() -> int | None:
         try:
-            model = bare_copy(module, "meta").float().eval()
-            kind.prepare(model)
-            if ours is not None:
-                model.__class__ = ours
-            given = kind.at_length(model, reading, length, parent)
+            model = with_random_weights(module, "meta").eval()
+            of.prepare(model)
+            given = of.at_length(model, of.reading, length, parent)
             with torch.no_grad(), torch.device("meta"), _Counter() as counter:
-                model(**given)
+                of.ours(model, given) if by_ours else of.stock.forward(model, **given)
             return counter.peak
-        except Exception:
+        except Exception:  # a stock forward may raise anything
             return None
 
-    return proof.apart(count)
+    return apart(count)

@@ -69,7 +69,10 @@ class ClippedDistances(Kind):
             yield Sample(f"a sequence of {length}", given, (length, length))
 
     def serves(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
-        return states.dim() == 3 and (mask is None or mask.dim() == 2)
+        table = self.part(module, "rel_key")
+        if isinstance(table, nn.Embedding) and (table._forward_hooks or table._forward_pre_hooks or table.max_norm is not None):
+            return False  # its rows are read, it is not called
+        return states.dim() == 3 and (mask is None or mask.shape == states.shape[:2])
 
     def compute(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         options = self.options

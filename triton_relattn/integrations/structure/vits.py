@@ -109,6 +109,10 @@ class WindowedVectors(Kind):
         states = out.transpose(2, 3).flatten(1, 2) if options["channels_first"] else out.transpose(1, 2).flatten(2)
         return self.output(module, states)
 
+    def counted(self, given: dict[str, Any]) -> torch.Tensor | None:
+        found = super().counted(given)
+        return found if found is None or not self.options["channels_first"] else found.mT
+
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         width = self.options["width"]
         if self.options["channels_first"]:

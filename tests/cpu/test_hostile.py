@@ -1,0 +1,408 @@
+"""Modules that look like a kind and compute something else: from the start, in a second module, later, or for some arguments.
+
+What enable replaces computes what the stock forward does, in the first call already; where it does not, a warning says so and the
+module is stock.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.cpu import stock
+from tests.cpu.models import Sizes
+from tests.tolerance import assert_near
+from triton_relattn import disable, enable
+
+LONG = (4, 257, 32)
+"""Two heads give it 2**19 scores: the operator computes it."""
+
+
+class Times(stock.ShawAttention):
+    """The result times a factor that is kept somewhere."""
+
+    def __init__(self, keep: Callable[[Any, float], None], read: Callable[[Any], Any], factor: float) -> None:
+        super().__init__()
+        keep(self, factor)
+        self.read = read
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, mask) * self.read(self)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    factor: float
+
+
+def keyword_default(factor: float) -> Any:
+    def function(*, by: float = factor) -> float:
+        return by
+
+    return function
+
+
+def kept(make: Callable[[float], Any]) -> Callable[[Any, float], None]:
+    return lambda module, factor: setattr(module, "kept", make(factor))
+
+
+PLACES: dict[str, tuple[Callable[[Any, float], None], Callable[[Any], Any]]] = {
+    "a number of NumPy": (kept(np.float64), lambda module: float(module.kept)),
+    "an array": (kept(lambda factor: np.array([factor])), lambda module: float(module.kept[0])),
+    "a dataclass with slots": (kept(Slotted), lambda module: module.kept.factor),
+    "a deque": (kept(lambda factor: deque([factor])), lambda module: module.kept[0]),
+    "a keyword's default": (kept(keyword_default), lambda module: module.kept()),
+    "a partial function": (kept(lambda factor: functools.partial(float, factor)), lambda module: module.kept()),
+    "a tensor in a dictionary": (kept(lambda factor: {"by": torch.tensor(factor)}), lambda module: module.kept["by"]),
+    "a projection's attribute": (
+        lambda module, factor: setattr(module.wq, "gain", factor),
+        lambda module: module.wq.gain,
+    ),
+    "a tensor or None": (
+        kept(lambda factor: None if factor == 1 else torch.tensor(factor)),
+        lambda module: 1.0 if module.kept is None else module.kept,
+    ),
+    "a buffer or None": (
+        lambda module, factor: module.register_buffer("kept", None if factor == 1 else torch.tensor(factor)),
+        lambda module: 1.0 if module.kept is None else module.kept,
+    ),
+    "a flag in a buffer of numbers": (
+        lambda module, factor: module.register_buffer("kept", torch.tensor([factor > 1]).float()),
+        lambda module: 3.0 if module.kept.item() > 0.5 else 1.0,
+    ),
+}
+every_place = pytest.mark.parametrize("place", PLACES)
+
+
+def computed(module: nn.Module, *given: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return module(*given)  # type: ignore[no-any-return]
+
+
+def assert_right(module: nn.Module, *given: Any, is_ours: bool | None = None) -> None:
+    """A module computes what its stock class does; is_ours: whether by the operator."""
+    plain = copy.deepcopy(module)
+    disable(plain)
+    with Sizes() as seen:
+        found = computed(module, *given)
+    assert_near("out", found, computed(plain, *given))
+    assert is_ours is None or seen.ours == is_ours
+
+
+@every_place
+def test_two_modules_of_a_class(place: str) -> None:
+    """Each is compared itself: the first one is replaced, the second one is not."""
+    first, second = (Times(*PLACES[place], factor) for factor in (1.0, 3.0))
+    with pytest.warns(UserWarning, match="enable left 1 of 2"):
+        report = enable(nn.ModuleList([first, second]))
+    assert set(report) == {"0"} and "differs by" in report.left["1"]
+    assert_right(first, torch.randn(*LONG), is_ours=True)
+    assert_right(second, torch.randn(*LONG), is_ours=False)
+
+
+@every_place
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_module_that_changes_later(place: str, calls: int) -> None:
+    keep, read = PLACES[place]
+    module, x = Times(keep, read, 1.0), torch.randn(*LONG)
+    assert enable(module)
+    for _ in range(calls):
+        assert_right(module, x, is_ours=True)
+    keep(module, 3.0)
+    with pytest.warns(UserWarning, match="Times computes something else"):
+        assert_right(module, x)
+    assert type(module) is Times and enable_is_refused(module)
+
+
+def enable_is_refused(module: nn.Module) -> bool:
+    with pytest.raises(RuntimeError, match="differs by"):
+        enable(module)
+    return True
+
+
+class Window(stock.ShawAttention):
+    """Keys that are far away are hidden, in sequences that are longer than those that are compared."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().forward(x, mask)
+        return out if x.shape[1] <= 150 else out + super().forward(x[:, :150], None).mean(1, keepdim=True)
+
+
+class Clamped(stock.ShawAttention):
+    """Scores are clamped, which sharp weights show."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, mask).clamp(-3, 3)
+
+
+class Segments(stock.ShawAttention):
+    """A mask that is 0 of padding, and the number of a segment elsewhere: only the first one is seen."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, None if mask is None else mask == 1)
+
+
+def larger(module: Any) -> Any:
+    with torch.no_grad():
+        module.wo.weight.mul_(60)
+    return module
+
+
+AT_A_CALL: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
+    "long sequences": (Window, ()),
+    "large weights": (lambda: larger(Clamped()), ()),
+    "segments": (Segments, (torch.randint(0, 3, LONG[:2]),)),
+}
+
+
+@pytest.mark.parametrize("name", AT_A_CALL)
+def test_a_rule_that_only_calls_show(name: str) -> None:
+    make, masks = AT_A_CALL[name]
+    torch.manual_seed(0)
+    module = make()
+    assert enable(module)
+    with pytest.warns(UserWarning, match="computes something else"):
+        assert_right(module, torch.randn(*LONG), *masks)
+
+
+class Remembering(stock.ShawAttention):
+    """Its forward keeps states for its next call."""
+
+    past: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        past, self.past = self.past, x.mean(1, keepdim=True)
+        return super().forward(x if past is None else x + past[: len(x)], mask)
+
+
+class InAList(stock.ShawAttention):
+    """The same in a list that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: list[float] = []
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.past.append(1.0)
+        return super().forward(x, mask) * len(self.past)
+
+
+class Steps(stock.ShawAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+        return super().forward(x, mask)
+
+
+class Noisy(stock.ShawAttention):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().forward(x, mask)
+        return out + torch.randn_like(out) if self.training else out
+
+
+@pytest.mark.parametrize("make", [Remembering, InAList, Steps, Noisy], ids=lambda each: each.__name__)
+def test_forwards_that_depend_on_calls_before(make: Callable[[], Any]) -> None:
+    module = make()
+    assert "on which what it computes next may depend" in stock.refusal(module)
+    assert not vars(module).get("past")
+
+
+class Unknown(nn.Module):
+    out_features = 4
+
+    @property
+    def in_features(self) -> int:
+        raise RuntimeError("not known before the first batch")
+
+
+class Locked(stock.ShawAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Sparse(stock.ShawAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sparse", torch.eye(4, dtype=torch.long).to_sparse())
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.LazyLinear(8) for _ in range(4))
+        self.rel = nn.UninitializedParameter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class NoWidth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.rel_pos_h, self.rel_pos_w = (nn.Parameter(torch.zeros(5, 0)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Builtin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.rel = nn.Parameter(torch.randn(5, 4))
+
+    forward = torch.add
+
+
+class Raising(stock.ShawAttention):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        raise KeyError("of the user")
+
+
+@pytest.mark.parametrize("make", [Unknown, Locked, Sparse, Lazy, NoWidth, Builtin, Raising], ids=lambda each: each.__name__)
+def test_modules_that_raise(make: Callable[[], nn.Module]) -> None:
+    """They stay as they are, and the others are enabled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = enable(nn.ModuleList([stock.ShawAttention(), make()]))
+    assert report["0"] == "ShawAttention"
+    assert make is not Raising or "KeyError" in report.left["1"]
+
+
+def test_threads_enable_different_models() -> None:
+    """The default dtype, the random state and the filters of warnings stay as they are."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(1)
+        models = [type(f"OfThread{number}", (stock.ShawAttention,), {})() for number in range(4)]
+        state, filters = torch.get_rng_state(), warnings.filters[:]
+        threads = [threading.Thread(target=enable, args=(each,)) for each in models]
+        for each in threads:
+            each.start()
+        dtypes = set()
+        while any(each.is_alive() for each in threads):
+            dtypes.add(torch.zeros(1).dtype)
+        for each in threads:
+            each.join()
+        assert dtypes <= {torch.float64} and torch.get_default_dtype() == torch.float64
+        assert torch.equal(state, torch.get_rng_state()) and warnings.filters[:] == filters
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+REGISTRY: dict[str, type] = {}
+
+
+class Registered(stock.ShawAttention):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        REGISTRY[cls.__name__] = cls
+
+
+class InRegistry(Registered):
+    pass
+
+
+def test_a_registry_of_classes() -> None:
+    """It does not get ours in place of the stock class."""
+    assert enable(InRegistry()) and REGISTRY["InRegistry"] is InRegistry
+
+
+def replica(model: Any) -> Any:
+    return model._replicate_for_data_parallel()
+
+
+def adapted(model: Any) -> Any:
+    model.wq = stock.Adapter(model.wq)
+    return model
+
+
+def with_attribute(model: Any) -> Any:
+    model.flops = 0
+    return model
+
+
+def with_buffer(model: Any) -> Any:
+    model.register_buffer("total_ops", torch.zeros(1))
+    return model
+
+
+@pytest.mark.parametrize("change", [replica, adapted, with_attribute, with_buffer, copy.deepcopy], ids=lambda each: each.__name__)
+def test_changes_that_change_nothing(change: Callable[[Any], Any]) -> None:
+    """What profilers, DataParallel and adapters leave on a module: ours runs, and nothing is said."""
+    module, x = stock.ShawAttention().eval(), torch.randn(*LONG)
+    enable(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changed = change(module)
+        with Sizes() as seen:
+            found = computed(changed, x)
+    assert seen.ours and type(changed) is not stock.ShawAttention
+    plain = copy.deepcopy(module)
+    disable(plain)
+    assert_near("out", found, computed(plain, x))
+
+
+def test_what_is_not_compared_is_counted() -> None:
+    module, x = stock.ShawAttention().eval(), torch.randn(*LONG)
+    report = enable(module)
+    computed(module, x)
+    hook = module.wq.register_forward_hook(lambda *_: None)
+    computed(module, x)  # the second one
+    hook.remove()
+    assert report.calls().compared == 1 and dict(report.calls().not_compared) == {"its parts have hooks": 1}
+    assert "calls compared with the stock forward: 1" in str(report) and "not compared: 1, its parts have hooks" in str(report)
+    other = stock.ShawAttention().eval()
+    report = enable(other, check_calls=False)
+    computed(other, x)
+    assert report.calls().compared == 0
+
+
+def test_exports_and_traces_as_the_stock_model() -> None:
+    module = stock.ShawAttention().eval()
+    enable(module)
+    length = torch.export.Dim("n", min=100, max=3000)
+    program = torch.export.export(module, (torch.randn(1, 600, 32),), dynamic_shapes=({1: length},), strict=False)
+    assert "triton_relattn" not in str(program.graph)
+    traced = torch.jit.trace(module, torch.randn(1, 600, 32))
+    x = torch.randn(1, 700, 32)
+    for each in (program.module(), traced):
+        assert_near("out", each(x), computed(module, x))
+
+
+def test_a_mask_that_shows_the_future() -> None:
+    """The Music Transformer's skew leaves other rows' terms there: such a call is the stock class's."""
+    module, x = stock.MusicAttention().eval(), torch.randn(4, 257, 32)
+    enable(module)
+    causal = torch.ones(257, 257).triu(1)
+    assert_right(module, x, x, x, causal, is_ours=True)
+    causal[3, 200] = 0
+    for mask in (causal, None):
+        assert_right(module, x, x, x, mask, is_ours=False)
+
+
+def test_a_buffer_that_is_written_is_noticed_at_once() -> None:
+    module, x = Times(*PLACES["a flag in a buffer of numbers"], 1.0), torch.randn(*LONG)
+    enable(module)
+    for _ in range(6):
+        computed(module, x)
+    module.kept.fill_(1.0)  # type: ignore[union-attr,operator]
+    with pytest.warns(UserWarning, match="computes something else"):
+        assert_right(module, x)

@@ -1,0 +1,221 @@
+"""The user's own calls of enabled modules: in some of them the stock forward runs beside ours, and both are compared.
+
+Compared are the first call of each kind (arguments given, dtypes, mode, the power of two that lengths are below), then the
+second, the fourth, the eighth, and the first ones after an attribute or a buffer of the module was changed. All that is compared
+runs on copies of the arguments and on shadows of the module, without gradients and without dropout of attention weights, before
+the call itself. In that ours computes, as in every other one. If they differ the module gets its stock class back for good.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from .comparison import Dropout, first_line, promoted, random_state_kept
+from .shadow import shadow
+
+if TYPE_CHECKING:
+    from .structure.kind import Kind
+
+CALLS = "_triton_relattn_calls"
+"""The attribute of an enabled module that has its :class:`Calls`."""
+MOST_BYTES = 1 << 28
+"""Memory of a stock forward up to which it runs beside ours."""
+SCORES = 6
+"""How many tensors of the size of its scores a stock forward holds at a time, about."""
+FACTOR = 3.0
+"""How many times as far from the exact result as the stock forward's ours may be."""
+LEAST = {torch.float64: 2.0**-30, torch.float32: 2.0**-16, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+"""Differences that pass in any case, as a share of the largest number: the stock result may be exact by chance."""
+
+
+class Calls:
+    """How many calls of each kind a module has had, and what was found when they were compared.
+
+    is_checked: whether calls are compared. differs: why the module is stock again. not_compared: reasons, and for how many calls.
+    """
+
+    def __init__(self, is_checked: bool = True) -> None:
+        self.is_checked = is_checked
+        self.counts: dict[Any, int] = {}
+        self.compared = 0
+        self.not_compared: Counter[str] = Counter()
+        self.differs = ""
+        self.versions: list[tuple[int, int]] | None = None  # of the buffers
+        self.changes = self.inside = 0
+
+    def changed(self) -> None:
+        """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
+        if not self.inside:
+            self.counts.clear()
+
+    def __deepcopy__(self, memo: Any) -> Calls:
+        return Calls(self.is_checked)
+
+    def __reduce__(self) -> Any:
+        return Calls, (self.is_checked,)
+
+    def is_due(self, kind: Any, module: nn.Module) -> bool:
+        """Count a call of a kind, and return whether it is to be compared."""
+        versions = [(id(each), 0 if each.is_inference() else each._version) for each in module.buffers()]
+        if versions != self.versions:  # a buffer was written to; one that counts calls is not compared each time
+            self.changes += self.versions is not None
+            self.versions = versions
+            if self.changes and _is_power_of_two(self.changes):
+                self.counts.clear()
+        number = self.counts[kind] = self.counts.get(kind, 0) + 1
+        return _is_power_of_two(number)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def calls_of(module: nn.Module) -> Calls:
+    """Return what is known of the calls of a module; of one that was loaded from a file, nothing."""
+    found: Calls | None = vars(module).get(CALLS)
+    if found is None:
+        found = vars(module)[CALLS] = Calls()
+    return found
+
+
+def is_graph() -> bool:
+    """Return whether a graph of the call is made for others to run (torch.export, ONNX, torch.jit.trace): it is to have the
+    stock forward."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
+
+
+def agrees(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> bool:
+    """Compare a call, if it is to be; return whether ours is to compute it. If not, the module has its stock class again.
+
+    pairs: the number of scores.
+    """
+    calls = calls_of(module)
+    if not calls.is_checked or not calls.is_due(_kind_of_call(module, args, kwargs), module):
+        return True
+    reason = _why_not(module, args, kwargs, pairs)
+    if not reason:
+        try:
+            calls.differs = _difference(of, module, args, kwargs)
+        except Exception as error:  # what a stock forward raises, ours will, or need not
+            reason = f"{type(error).__name__}: {first_line(error)}"
+    if reason:
+        calls.not_compared[reason] += 1
+        return True
+    calls.compared += 1
+    if not calls.differs:
+        return True
+    of.restore(module)
+    warnings.warn(
+        f"triton_relattn: {of.stock.__qualname__} computes something else in this call than what it was enabled for, and is the "
+        f"stock class again: {calls.differs}. Results of calls before may be wrong, too, if they were as this one",
+        stacklevel=4,
+    )
+    return False
+
+
+def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what tells calls apart: of arguments the types, dtypes, dimensions and magnitudes, and the modes of torch."""
+    modes = module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return modes, *map(_described, args), *((name, _described(each)) for name, each in kwargs.items())
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.numel().bit_length()
+    return value if value is None or isinstance(value, bool) else type(value)
+
+
+def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
+    """Return why a call is not compared; nothing if it is."""
+    tensors = [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, torch.Tensor)]
+    weights = sum(each.numel() for each in module.parameters())
+    if SCORES * 8 * pairs + 8 * weights > MOST_BYTES:
+        return f"the stock forward needs more than {MOST_BYTES >> 20} MiB"
+    if getattr(module, "_is_replica", False):
+        return "it is a replica of DataParallel"
+    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules() if each is not module):
+        return "its parts have hooks"
+    if any(each.is_meta or type(each) not in (torch.Tensor, nn.Parameter) for each in tensors):
+        return "its tensors have no values, or are of another class"
+    if any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms it"
+    return ""
+
+
+def _difference(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return how the results of a call differ; nothing if they agree."""
+    dtype = next((each.dtype for each in (*args, *kwargs.values()) if _is_floating(each)), torch.float32)
+    wider = torch.float32 if dtype.itemsize < 4 else torch.float64
+    devices = tuple({each.device for each in module.parameters() if each.is_cuda})
+
+    def run(is_ours: bool, exact: torch.dtype | None = None) -> Any:
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.detach()
+            found = found.to(exact, copy=True) if exact is not None and found.is_floating_point() else found.clone()
+            return nn.Parameter(found) if isinstance(tensor, nn.Parameter) and found.is_floating_point() else found
+
+        model = shadow(module, convert)
+        given = {name: _copied(each, exact) for name, each in of.named(args, kwargs).items()}
+        mode = promoted() if exact == torch.float64 else nullcontext()
+        autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
+        with random_state_kept(devices), Dropout(lambda each: each.dim() >= 3), mode, autocast:
+            return of.ours(model, given) if is_ours else of.stock.forward(model, **given)
+
+    with torch.no_grad():
+        stock, ours = run(False), run(True)
+        exact = run(False, wider) if dtype != torch.float64 else stock
+    seen = of.counted(of.named(args, kwargs))
+    for number, (one, other, third) in enumerate(zip(*map(_values, (stock, ours, exact)), strict=True), 1):
+        if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor):
+            continue  # attention weights, which ours does not compute
+        if other.shape != one.shape:
+            return f"output {number} has the shape {tuple(other.shape)}, stock {tuple(one.shape)}"
+        by_stock, by_ours, size = _errors(one, other, third, seen if number == 1 else None)
+        allowed = max(FACTOR * by_stock, LEAST.get(one.dtype, 2.0**-16) * size)
+        if not by_ours <= allowed:
+            said = f"its output differs by {by_ours / (size or 1.0):.1e} of the largest number there"
+            return f"{said}, {allowed / (size or 1.0):.0e} is allowed"
+    return ""
+
+
+def _errors(
+    stock: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor | None
+) -> tuple[float, float, float]:
+    """Return the largest errors of both, and the largest number, where the exact result is finite."""
+    exact = exact.double()
+    counts = exact.isfinite() if seen is None else exact.isfinite() & seen
+    errors = [((each.double() - exact).abs().where(counts, 0.0)).max().item() for each in (stock, ours)]
+    return errors[0] if math.isfinite(errors[0]) else 0.0, errors[1], exact.abs().where(counts, 0.0).max().item()
+
+
+def _values(found: Any) -> tuple[Any, ...]:
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _copied(value: Any, exact: torch.dtype | None) -> Any:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.detach().clone()
+        return found.to(exact) if exact is not None and found.is_floating_point() else found
+
+    if isinstance(value, torch.Tensor):
+        return convert(value)
+    if isinstance(value, (tuple, list, dict)):
+        return tree_map_only(torch.Tensor, convert, value)
+    return copy.deepcopy(value)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

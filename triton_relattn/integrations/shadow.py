@@ -1,0 +1,54 @@
+"""A second instance of a module that a stock forward and ours can run on, while the module itself stays as it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], nn.Module | None] | None = None) -> Any:
+    """Return a module with the same class, children, settings and hooks as a module, and with its tensors converted.
+
+    What is assigned to the shadow or to its children does not reach the module. Objects that are neither modules nor tensors are
+    shared: what holds for the module's settings holds for the shadow's.
+
+    Args:
+        convert: applied to each parameter and buffer, and to each tensor that is an attribute. Tied tensors stay tied.
+        replace: returns what stands in place of a child; None: its shadow.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    modules: dict[int, Any] = {}
+
+    def tensor_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and id(tensor) not in tensors:
+            tensors[id(tensor)] = convert(tensor)
+        return None if tensor is None else tensors[id(tensor)]
+
+    def module_of(each: nn.Module) -> Any:
+        if id(each) in modules:
+            return modules[id(each)]
+        if replace is not None and (other := replace(each)) is not None:
+            modules[id(each)] = other
+            return other
+        new = modules[id(each)] = object.__new__(type(each))
+        attributes = dict(vars(each))
+        for name, value in attributes.items():
+            if isinstance(value, nn.Module):
+                attributes[name] = module_of(value)
+            elif isinstance(value, torch.Tensor):
+                attributes[name] = tensor_of(value)
+            elif type(value) in (dict, list, OrderedDict):  # of a cache, and those of hooks
+                attributes[name] = value.copy()
+        attributes["_parameters"] = {name: tensor_of(value) for name, value in each._parameters.items()}
+        attributes["_buffers"] = {name: tensor_of(value) for name, value in each._buffers.items()}
+        attributes["_modules"] = {name: None if child is None else module_of(child) for name, child in each._modules.items()}
+        vars(new).update(attributes)
+        return new
+
+    return module_of(module)
