@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .projections import widths
 from .shadow import shadow
-from .structure.roles import widths
 
 if TYPE_CHECKING:
     from .structure.kind import Kind, Reading, Sample

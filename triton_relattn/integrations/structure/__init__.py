@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..projections import projections
 from .buckets import BucketedBias
 from .enformer import DistanceFeatures
 from .grid import DecomposedPositions
 from .kind import Kind, Refused, made
 from .music import PastRows
 from .not_served import of as not_served
-from .roles import projections
 from .shaw import ClippedDistances
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors

@@ -16,8 +16,9 @@ from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
+from ..projections import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Refused, Sample, mask_of, padded, taken, with_masks
-from .roles import assigned, is_table, own_parameters, projections, words_of
+from .roles import assigned, is_table, own_parameters, words_of
 
 HANDED_ON = (
     "it returns its bias (1, H, N, N) for other layers to add: layers can only be replaced together, which enable does for T5 of "

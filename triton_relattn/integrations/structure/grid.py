@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ...grids import decomposed_relative_attention
+from ..projections import projections
 from .kind import Kind, Reading, Refused, Sample, taken
-from .roles import argument_roles, own_parameters, projections, words_of
+from .roles import argument_roles, own_parameters, words_of
 
 TABLES = (("h", "height", "y", "vertical"), ("w", "width", "x", "horizontal"))
 

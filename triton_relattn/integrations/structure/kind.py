@@ -16,7 +16,8 @@ from ..calls import CALLS
 from ..comparison import Refused as Refused
 from ..comparison import weights_dropout
 from ..heads import drop_probability
-from .roles import MASK, argument_roles, projections
+from ..projections import projections
+from .roles import MASK, argument_roles
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other."""

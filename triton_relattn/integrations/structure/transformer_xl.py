@@ -17,8 +17,9 @@ from torch import nn
 from ...positions import RelativePositions
 from .. import transformer_xl
 from ..heads import join_heads, split_heads
+from ..projections import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, taken, with_masks
-from .roles import of_transformer_xl, projections
+from .roles import of_transformer_xl
 
 LATEST, LATEST_PAST, LEGACY_PAST = "2N - 1 rows", "2N - 1 rows, those of the past count", "N rows, of the past"
 """The rows of the position embeddings, the first of the most distant past, and whether keys in the future have a term of them."""
