@@ -205,7 +205,7 @@ class Steps(stock.ShawAttention):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if self.training:
-            self.steps += 1
+            self.steps += 1  # type: ignore[assignment,operator]
         return super().forward(x, mask)
 
 
