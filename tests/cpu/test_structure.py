@@ -571,6 +571,14 @@ def test_recognised_and_not_replaced() -> None:
         report.eval()
 
 
+def test_a_module_around_the_table() -> None:
+    """Swin's attention has a child that makes the bias: the row is the child's, with the advice for it, and the only one."""
+    module = nn.Module()
+    module.relative_position_bias = stock.WindowAttention()
+    said = refusal(module)
+    assert "relative_position_bias (WindowAttention, a bias by offset in a window of a grid" in said and "T5" not in said
+
+
 def test_the_report() -> None:
     """A line for the layers of a model, the difference, and memory: square in the length before, linear after."""
     model = nn.Sequential(*(stock.Block(stock.SpeechBlock()) for _ in range(3)))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .comparison import Dropout, first_line, promoted, random_state_kept
+from .comparison import Dropout, first_line, promoted, random_state_kept, values
 from .shadow import shadow
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _difference(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, 
         stock, ours = run(False), run(True)
         exact = run(False, wider) if dtype != torch.float64 else stock
     seen = of.counted(of.named(args, kwargs))
-    for number, (one, other, third) in enumerate(zip(*map(_values, (stock, ours, exact)), strict=True), 1):
+    for number, (one, other, third) in enumerate(zip(*map(values, (stock, ours, exact)), strict=True), 1):
         if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor):
             continue  # attention weights, which ours does not compute
         if other.shape != one.shape:
@@ -199,10 +199,6 @@ def _errors(
     counts = exact.isfinite() if seen is None else exact.isfinite() & seen
     errors = [((each.double() - exact).abs().where(counts, 0.0)).max().item() for each in (stock, ours)]
     return errors[0] if math.isfinite(errors[0]) else 0.0, errors[1], exact.abs().where(counts, 0.0).max().item()
-
-
-def _values(found: Any) -> tuple[Any, ...]:
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
 def _copied(value: Any, exact: torch.dtype | None) -> Any:

@@ -169,7 +169,7 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
         probabilities += dropout.noted
         changed = [name for name, value in _attributes(run).items() if not _is_same(value, before.get(name))]
         counted = [name for name in changed if isinstance(_attributes(run)[name], (bool, int, float, str, _Version))]
-        if counted or not torch.equal(*(next(_values(each)) for each in found)):
+        if counted or not torch.equal(*(next(values(each)) for each in found)):
             left = counted or changed or ["something"]
             raise Refused(f"its forward changes {', '.join(left)}, on which what it computes next may depend")
     for hook in hooks:
@@ -179,7 +179,7 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     weights = [name for name, shape in dropped.items() if _are_weights(shape, sample)] or uncalled
     if not weights:
         weights = [name for name, value in vars(run).items() if type(value) is float and value in probabilities]
-    size = next(_values(found[0])).numel()
+    size = next(values(found[0])).numel()
     others = [name for name, shape in dropped.items() if name not in weights and shape.numel() == size]
     channels, heads = kind.size_of(model, reading)
     return dataclasses.replace(
@@ -313,7 +313,7 @@ def _results(
     leaves = {**dict(model.named_parameters()), **differentiable(given, mask)} if gradients else {}
     with _in_precision_of(model), torch.set_grad_enabled(gradients):
         returned = forward(_again(model), given)
-        out, *others = _values(returned)
+        out, *others = values(returned)
         kept = out if sample.counts is None else out.where(sample.counts, 0.0)
         results = with_gradients(kept, leaves) if gradients else {OUTPUT: kept.detach()}
     for number, each in enumerate(others, 2):
@@ -349,7 +349,8 @@ def _in_words(returned: tuple[str, ...]) -> str:
     return f"a tuple of {', '.join(returned)}" if returned else "a tensor"
 
 
-def _values(found: Any) -> Iterator[Any]:
+def values(found: Any) -> Iterator[Any]:
+    """Yield what a forward returns: a tensor, or each of a tuple or a list."""
     if isinstance(found, (tuple, list)):
         yield from found
     else:

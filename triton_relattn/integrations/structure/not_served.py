@@ -12,12 +12,13 @@ class NotServed(NamedTuple):
     """A kind of attention that the operator does not compute.
 
     title: what it is. attributes: names, each of which may stand for one of several; a module that has them all is of this kind.
-    instead: what to do.
+    instead: what to do. of_embedding: whether the attributes are embeddings.
     """
 
     title: str
     attributes: tuple[tuple[str, ...], ...]
     instead: str
+    of_embedding: bool = False
 
 
 NOT_SERVED = (
@@ -36,9 +37,9 @@ NOT_SERVED = (
     NotServed(
         "a bias by bucket that layers share (T5, WavLM)",
         (("relative_attention_bias", "relative_position_bias", "rel_attn_embed"),),
-        "its layers hand the bias (H, N, N) on; enable knows those of transformers and fairseq2; in a model "
-        "of your own hand on the "
-        "table instead, and pass it as rel_bias",
+        "its layers hand the bias (H, N, N) on; enable knows those of transformers and fairseq2; in a model of your own hand on "
+        "the table instead, and pass it as rel_bias",
+        of_embedding=True,
     ),
     NotServed(
         "two streams and segments (XLNet)",
@@ -52,5 +53,10 @@ def of(module: nn.Module) -> NotServed | None:
     """Return what a module is recognised as, if it is none of the kinds that are replaced."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
-    has = set(vars(module)) | {name for name, _ in module.named_children()} | set(module._parameters)
-    return next((each for each in NOT_SERVED if all(has & set(names) for names in each.attributes)), None)
+    embeddings = {name for name, child in module.named_children() if isinstance(child, nn.Embedding)}
+    every = set(vars(module)) | set(module._modules) | set(module._parameters)
+    for each in NOT_SERVED:
+        has = embeddings if each.of_embedding else every
+        if all(has & set(names) for names in each.attributes):
+            return each
+    return None
