@@ -132,17 +132,17 @@ class Kind:
         if calls.is_graph():
             return self.stock.forward(module, *args, **kwargs)
         given = self._by_role(args, kwargs)
-        is_served = given is not None and self._may_drop(module) and self._is_served(module, given)
         if torch.compiler.is_compiling():
-            return self._compute(module, given) if is_served else self.stock.forward(module, *args, **kwargs)  # type: ignore[arg-type]
+            if given is not None and self._is_served(module, given):
+                return self._compute(module, given)
+            return self.stock.forward(module, *args, **kwargs)
         found = calls.calls_of(module)
         found.inside += 1
         try:
-            if is_served:
-                pairs = self._pairs(given)  # type: ignore[arg-type]
-                is_large = pairs >= self.fewest or _states(given).device.type != "cpu"  # type: ignore[arg-type]
-                if is_large and calls.agrees(self, module, args, kwargs, pairs):
-                    return self._compute(module, given)  # type: ignore[arg-type]
+            pairs = 0 if given is None else self._pairs(given)
+            if given is not None and (pairs >= self.fewest or _states(given).device.type != "cpu"):
+                if self._is_served(module, given) and calls.agrees(self, module, args, kwargs, pairs):
+                    return self._compute(module, given)
             return self.stock.forward(module, *args, **kwargs)
         finally:
             found.inside -= 1
@@ -174,7 +174,7 @@ class Kind:
     def _is_served(self, module: Any, given: dict[str, Any]) -> bool:
         """Return whether ours computes a call: the operator gives a mask no gradient, and adds no boolean one."""
         mask = given.get(MASK)
-        if not self.serves(module, **given):
+        if not (self._may_drop(module) and self.serves(module, **given)):
             return False
         return mask is None or not (mask.requires_grad or (self.options["mask"] == ADDED and not mask.is_floating_point()))
 
