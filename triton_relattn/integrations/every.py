@@ -23,8 +23,8 @@ LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "fairseq2", "x_tra
 
 
 def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
-    """Let the relative attention in any torch model run on the operator, where it is proven to compute the same. The model is
-    changed in place.
+    """Let the relative attention in any torch model run on the operator, where that computes the same. The model is changed
+    in place.
 
     It is found in two ways. By its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain, fairseq2 and
     x-transformers. By its structure, in any other module: the names and shapes of its parameters and children, and the
@@ -54,15 +54,15 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
 
     Returns:
         A dict of the replaced modules: their names and those of their classes; empty if all were replaced before. It prints as
-        a table with what each one computes, the difference in its proof and the memory of a layer. ``rows`` has the same as
+        a table with what each one computes, the difference that was found and the memory of a layer. ``rows`` has the same as
         numbers, ``left`` the modules that were recognised and not replaced, with the reason; if there are any, a warning says so.
 
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
-    an enabled model are enabled, if the source of the class is still the same when they are loaded.
+    an enabled model are enabled; of modules found by their structure the first calls are compared again.
 
     What differs from the stock model: dropout drops other weights, as many; attention weights that a module keeps for pictures
     (``attn``) are None; rows of queries that no key is shown to are zero, which are rows of padding. For libraries the ``enable``
-    of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not proven
+    of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not compared
     (another kind of cache, cross attention) is the stock class's.
 
     Raises:

@@ -23,7 +23,7 @@ class Row:
     """A module that has relative attention.
 
     name: as ``named_modules()`` has it. stock: its class. kind: what it computes. found: "library" or "structure". error: the
-    largest difference in the proof, as a share of the largest number; None: the library's files are known, or it was proven
+    largest difference that was found, as a share of the largest number; None: the library's files are known, or it was compared
     before. memory: bytes of the tensors of the stock forward and of ours, for one sequence in float32, for each of the report's
     lengths; of a library's class those of one tensor that the stock class makes, and None. reason: why it was left as it was;
     empty: it is replaced.
