@@ -155,6 +155,14 @@ def some_models(text: str) -> str:
     return "\n".join(line for line in table if not re.match(r"\| \w+ \|", line) or line.split()[1] in ("model", *SHOWN))
 
 
+def models() -> str:
+    """Some families at their longest length, and how many were measured at each."""
+    rows = read(RESULTS / "models.csv")
+    families = {length: {row["case"] for row in rows if row["seqlen"] == length} for length in {row["seqlen"] for row in rows}}
+    counts = ", ".join(f"{len(families[length])} at {int(length):,}" for length in sorted(families, key=int))
+    return f"{some_models(summary.models(rows))}\n\nFamilies measured, by length: {counts}.{machine('models.csv')}"
+
+
 SHOWN = (
     *("wav2vec2_bert", "wav2vec2_conformer", "parakeet", "parakeet_attention", "vits", "wavlm", "t5", "deberta_v2", "speecht5"),
     *("inkling", "gemma4", "sam"),
@@ -182,7 +190,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bf16": lambda: summary.beside_dense(read(RESULTS / "short_bf16.csv")).strip() + machine("short_bf16.csv"),
     "decoding": decoding,
     "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
-    "models": lambda: some_models(summary.models(read(RESULTS / "models.csv"))) + machine("models.csv"),
+    "models": models,
     "models-short": lambda: some_models(summary.models(read(RESULTS / "models_short.csv"))),
     "models-bf16": lambda: summary.ratios(read(RESULTS / "models_bf16.csv")),
     "music": music,

@@ -60,7 +60,8 @@ class Short:
         """The position of query 0 and key 0."""
         is_large = query.numel() >= cut.SIZES.elements // 2
         self.rows = cut.evenly(num_queries, cut.SIZES.batch_rows if is_large else num_queries)
-        """Queries whose band is computed at once: with more, bands have many columns that are not needed."""
+        """Queries whose band is computed at once: with more, bands have many columns that are not needed; in a small call each
+        further step takes longer than these."""
         low, high = self.base - num_queries + 1, self.base + num_keys
         count = high - low if query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
         positions = range(low, low + count)

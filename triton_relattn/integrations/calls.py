@@ -118,7 +118,7 @@ def agrees(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     of.restore(module)
     warnings.warn(
         f"triton_relattn: {of.stock.__qualname__} computes something else in this call than what it was enabled for, and is the "
-        f"stock class again: {calls.differs}. Results of calls before may be wrong, too, if they were as this one",
+        f"stock class again: {calls.differs}. Results of earlier calls like this one may also be wrong",
         stacklevel=4,
     )
     return False
@@ -162,12 +162,7 @@ def _difference(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, 
     devices = tuple({each.device for each in module.parameters() if each.is_cuda})
 
     def run(is_ours: bool, exact: torch.dtype | None = None) -> Any:
-        def convert(tensor: torch.Tensor) -> torch.Tensor:
-            found = tensor.detach()
-            found = found.to(exact, copy=True) if exact is not None and found.is_floating_point() else found.clone()
-            return nn.Parameter(found) if isinstance(tensor, nn.Parameter) and found.is_floating_point() else found
-
-        model = shadow(module, convert)
+        model = shadow(module, lambda tensor: _duplicate(tensor, exact))
         given = {name: _copied(each, exact) for name, each in of.named(args, kwargs).items()}
         mode = promoted() if exact == torch.float64 else nullcontext()
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
@@ -202,15 +197,17 @@ def _errors(
 
 
 def _copied(value: Any, exact: torch.dtype | None) -> Any:
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor.detach().clone()
-        return found.to(exact) if exact is not None and found.is_floating_point() else found
-
-    if isinstance(value, torch.Tensor):
-        return convert(value)
-    if isinstance(value, (tuple, list, dict)):
-        return tree_map_only(torch.Tensor, convert, value)
+    """Return a copy of an argument, with its tensors in the dtype exact; see _duplicate()."""
+    if isinstance(value, (torch.Tensor, tuple, list, dict)):
+        return tree_map_only(torch.Tensor, lambda tensor: _duplicate(tensor, exact), value)
     return copy.deepcopy(value)
+
+
+def _duplicate(tensor: torch.Tensor, exact: torch.dtype | None) -> torch.Tensor:
+    """Return a copy of a tensor; of a floating-point one in the dtype exact, unless that is None."""
+    is_floating = tensor.is_floating_point()
+    found = tensor.detach().to(tensor.dtype if exact is None or not is_floating else exact, copy=True)
+    return nn.Parameter(found, is_floating) if isinstance(tensor, nn.Parameter) else found
 
 
 def _is_floating(value: Any) -> bool:

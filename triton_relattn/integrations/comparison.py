@@ -39,7 +39,7 @@ FLOAT32_LIMIT = 2.0**-10
 """The same for outputs in float32: 2**14 roundings, far from what a wrong term makes of random weights."""
 MOST_WEIGHTS = 1 << 24
 """Weights of a module up to which they are float64; of larger ones a copy in float64 takes time and memory."""
-_ONE_AT_A_TIME = threading.Lock()
+_RANDOM_STATE = threading.RLock()
 
 
 class Differs(Exception):
@@ -155,11 +155,9 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     """
     stock, sample = type(model), next(iter(kind.samples(model, reading)))
     run, dropped, probabilities = _again(model), dict[str, torch.Size](), list[float]()
-    hooks = [
-        child.register_forward_pre_hook(lambda _, given, name=name: dropped.__setitem__(name, given[0].shape))
-        for name, child in run.named_children()
-        if isinstance(child, nn.Dropout)
-    ]
+    for name, child in run.named_children():
+        if isinstance(child, nn.Dropout):
+            child.register_forward_pre_hook(lambda _, given, name=name: dropped.__setitem__(name, given[0].shape))
     for training in (True, False):
         run.train(training)
         before = _attributes(run)
@@ -167,13 +165,11 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
             found = [stock.forward(run, **_arguments(sample, model)) for _ in range(2)]
         returned = _returned(found[0], sample)
         probabilities += dropout.noted
-        changed = [name for name, value in _attributes(run).items() if not _is_same(value, before.get(name))]
-        counted = [name for name in changed if isinstance(_attributes(run)[name], (bool, int, float, str, _Version))]
+        changed = {name: value for name, value in _attributes(run).items() if not _is_same(value, before.get(name))}
+        counted = [name for name, value in changed.items() if isinstance(value, (bool, int, float, str))]
         if counted or not torch.equal(*(next(values(each)) for each in found)):
-            left = counted or changed or ["something"]
+            left = counted or list(changed) or ["something"]
             raise Refused(f"its forward changes {', '.join(left)}, on which what it computes next may depend")
-    for hook in hooks:
-        hook.remove()
     uncalled = [name for name, child in run.named_children() if isinstance(child, nn.Dropout) and name not in dropped]
     # Torch's fused attention takes the probability of one that is not called.
     weights = [name for name, shape in dropped.items() if _are_weights(shape, sample)] or uncalled
@@ -275,11 +271,11 @@ def _runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
 
 def _light(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
     """Yield the same for a further module of a class: a sample of each shape, one of them with gradients, one in training."""
-    of_shapes = list({each.pairs: each for each in samples}.values())
-    yield from ((each, False, False) for each in of_shapes[1:])
+    first, *others = {each.pairs: each for each in samples}.values()
+    yield from ((each, False, False) for each in others)
     smallest = min(samples, key=lambda each: math.prod(each.pairs))
     yield smallest, True, False
-    yield of_shapes[0], False, True
+    yield first, False, True
 
 
 def _compare(
@@ -395,7 +391,7 @@ def difference_of(name: str, ours: Results, stock: Results, limit: float) -> flo
             raise Differs(f"{name}: {what} has the shape {tuple(found.shape)}, stock {tuple(expected.shape)}")
         size = max(float(expected.abs().max()), 1e-2 * largest if what.startswith(GRADIENT) else 0.0)
         difference = float((found.double() - expected.double()).abs().max()) / (size or 1.0)
-        if not difference <= limit:  # NaN, too
+        if not difference <= limit:  # also of NaN
             message = f"{name}: {what} differs by {difference:.1e} of the largest number there, {limit:.0e} is allowed"
             raise Differs(message, difference)
         worst = max(worst, difference)
@@ -476,25 +472,26 @@ def promoted() -> Iterator[None]:
 
 def apart(function: Callable[[], T]) -> T:
     """Call function where no mode of the caller has an effect: in a thread, which has no modes of torch, no autocast and no
-    device but the CPU, and has gradients. The random states that it changes are put back; one thread compares at a time."""
+    device but the CPU, and has gradients. The random states that it changes are put back."""
     threads = torch.get_num_threads()
 
     def call() -> T:
-        torch.set_num_threads(threads)  # a new thread has as many as the machine
+        torch.set_num_threads(threads)  # a new thread starts with all of the machine's
         with random_state_kept(()):
             torch.default_generator.manual_seed(0)
             return function()
 
-    with _ONE_AT_A_TIME, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         return pool.submit(contextvars.Context().run, call).result()
 
 
 @contextmanager
 def random_state_kept(devices: tuple[torch.device, ...]) -> Iterator[None]:
-    """Put back the random states of torch on the CPU and on devices, of Python, and of NumPy."""
-    drawn, numpy = random.getstate(), sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=devices):
+    """Put back the random states of torch on the CPU and on devices, of Python, and of NumPy: those of the process, so one thread
+    does so at a time."""
+    with _RANDOM_STATE, torch.random.fork_rng(devices=devices):
+        drawn, numpy = random.getstate(), sys.modules.get("numpy")
+        state = numpy.random.get_state() if numpy else None
         try:
             yield
         finally:

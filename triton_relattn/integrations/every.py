@@ -43,7 +43,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     masks, agree to 2**-30 of the largest number (1e-9); in training mode both drop weights with the same probability. It takes a
     fraction of a second for the first module of a class, a tenth of that for each other one. What disagrees stays as it is.
 
-    Then some of your own calls are compared, too, before ours computes them: the first of each kind, the second, the fourth, the
+    Then some of your own calls are also compared, before ours computes them: the first of each kind, the second, the fourth, the
     eighth, and so on, if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a
     warning says so. ``report.calls()`` counts them.
 
@@ -118,9 +118,9 @@ def disable(model: Any) -> dict[str, str]:
         for library in _libraries(root):
             found |= replacement.disable(root, library)
         for name, each in root.named_modules():
+            vars(each).pop(CALLS, None)
             if (kind := kind_in(each)) is not None:
                 kind.restore(each)
-                vars(each).pop(CALLS, None)
                 found[name] = kind.stock.__name__
         restored |= {f"{prefix}.{name}".strip("."): each for name, each in found.items()}
     return restored

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from .._core import cache
-from .comparison import LIMIT, Results, apart, difference_of, with_gradients
+from .comparison import LIMIT, Results, apart, difference_of, first_line, with_gradients
 from .comparison import Differs as Disproved
-from .comparison import first_line as _first_line
 from .comparison import promoted as float32_is_float64
 
 
@@ -61,7 +60,7 @@ def _difference(case: Case, change: Callable[[nn.Module], object]) -> float:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def varied(model: nn.Module) -> Any:

@@ -46,7 +46,7 @@ class Compared:
     """
 
     compared: int = 0
-    not_compared: dict[str, int] = field(default_factory=Counter)
+    not_compared: Counter[str] = field(default_factory=Counter)
     differing: dict[str, str] = field(default_factory=dict)
 
 
@@ -68,8 +68,7 @@ class Report(dict[str, str]):
         for name, module in self._modules.items():
             calls: Calls = vars(module).get(CALLS) or Calls()
             found.compared += calls.compared
-            for reason, count in calls.not_compared.items():
-                found.not_compared[reason] = found.not_compared.get(reason, 0) + count
+            found.not_compared.update(calls.not_compared)
             if calls.differs:
                 found.differing[name] = calls.differs
         return found

@@ -15,8 +15,8 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], nn.Module | None] | None = None) -> Any:
     """Return a module with the same class, children, settings and hooks as a module, and with its tensors converted.
 
-    What is assigned to the shadow or to its children does not reach the module. Objects that are neither modules nor tensors are
-    shared: what holds for the module's settings holds for the shadow's.
+    What is assigned to the shadow or to its children does not reach the module. Other objects are shared, so that
+    what holds for the module's settings holds for the shadow's; dictionaries and lists are copied, but not what they hold.
 
     Args:
         convert: applied to each parameter and buffer, and to each tensor that is an attribute. Tied tensors stay tied.

@@ -5,6 +5,7 @@ Source: Huang et al., "Music Transformer", 2018.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
 from ..projections import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of
-from .roles import MASK, argument_roles, assigned, is_table, own_parameters, words_of
+from .roles import MASK, argument_roles, assigned, is_table, own_parameters, rows_of, words_of
 
 STATES = ("query", "key", "value")
 
@@ -92,8 +93,8 @@ class PastRows(Kind):
         if torch.compiler.is_compiling() or mask.is_meta:
             return True
         means = self.options["mask"]
-        future = torch.ones_like(mask, dtype=torch.bool).triu_(1)
-        hidden = mask < LOW if means == ADDED else mask == 0 if means == SHOWN else mask != 0
+        future = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu_(1)
+        hidden = mask <= LOW if means == ADDED else mask == 0 if means == SHOWN else mask != 0
         return bool((hidden | ~future).all())
 
     @classmethod
@@ -156,19 +157,9 @@ LOW = -1e4
 """A number that hides a key if it is added to its score."""
 
 
-def rows_of(table: Any) -> torch.Tensor:
-    """Return the rows of an embedding, or of a parameter."""
-    return table.weight if isinstance(table, nn.Embedding) else table
-
-
 def _arguments(forward: Any) -> Iterator[dict[str, str]]:
     """Yield the roles of the arguments of a forward, with each of its masks as the one that hides the future."""
     for roles in argument_roles(forward, STATES):
-        masks = [name for name in _names(forward) if "mask" in words_of(name)]
+        masks = [name for name in inspect.signature(forward).parameters if "mask" in words_of(name)]
         for mask in masks:
             yield {**{name: role for name, role in roles.items() if role in STATES}, mask: MASK}
-
-
-def _names(forward: Any) -> list[str]:
-    code = forward.__code__
-    return list(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])

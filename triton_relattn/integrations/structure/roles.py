@@ -60,6 +60,11 @@ def is_table(child: nn.Module) -> bool:
     return isinstance(child, nn.Embedding) and child.max_norm is None
 
 
+def rows_of(table: Any) -> Any:
+    """Return the rows of an embedding, or of a parameter."""
+    return table.weight if isinstance(table, nn.Embedding) else table
+
+
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the parameters of a module that are no child's, by name."""
     return dict(module.named_parameters(recurse=False))

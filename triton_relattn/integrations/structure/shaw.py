@@ -17,7 +17,7 @@ from ...positions import RelativePositions
 from ..heads import join_heads, split_heads
 from ..projections import projections
 from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, padded, taken, with_masks
-from .roles import assigned, is_table, own_parameters
+from .roles import assigned, is_table, own_parameters, rows_of
 
 
 class ClippedDistances(Kind):
@@ -53,7 +53,7 @@ class ClippedDistances(Kind):
     @classmethod
     def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels = taken(module, reading)
-        clipped = len(weight_of(getattr(module, reading.role("rel_key")))) // 2
+        clipped = len(rows_of(getattr(module, reading.role("rel_key")))) // 2
         longest = clipped + 7 if clipped < 256 else 61
         states, mask = reading.argument("states"), reading.argument("mask")
         for batch, length in ((2, 11), (1, 5), (2, longest), (1, 130)):
@@ -83,7 +83,7 @@ class ClippedDistances(Kind):
         else:
             key, value = self.child(module, "key", states), self.child(module, "value", states)
         q, k, v = (split_heads(each, options["width"]) for each in (query, key, value))
-        rel_key = weight_of(self.part(module, "rel_key")).to(q.dtype)
+        rel_key = rows_of(self.part(module, "rel_key")).to(q.dtype)
         rel_key = rel_key.flip(0) if options["flipped"] else rel_key
         last = len(rel_key) // 2
         out: Any = fused_relative_attention(
@@ -96,8 +96,3 @@ class ClippedDistances(Kind):
             dropout_p=self.weights_dropout(module),
         )
         return self.output(module, join_heads(out))
-
-
-def weight_of(table: Any) -> torch.Tensor:
-    """The rows of an embedding, or of a parameter."""
-    return table.weight if isinstance(table, nn.Embedding) else table
