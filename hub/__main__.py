@@ -33,7 +33,6 @@ LEFT_OUT = (
     "nemo",
     "speechbrain",
     "x_transformers",
-    "fairseq2",
     "structure",
 )
 
@@ -110,7 +109,7 @@ def copy_sources(folder: Path) -> None:
         if path.name != "attention.py":
             path.unlink()
     (folder / "integrations" / "espnet" / "__init__.py").write_text('"""Attention of Conformers as ESPnet has it."""\n')
-    for name in ("replacement.py", "proof.py", "known.py", "known_sources.csv", "small.py", "every.py", "report.py"):
+    for name in ("doors.py", "every.py", "memory.py", "report.py"):
         (folder / "integrations" / name).unlink()
     (folder / "layers.py").write_text((FILES / "layers.py").read_text())
     init = folder / "__init__.py"

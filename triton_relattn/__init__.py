@@ -6,7 +6,7 @@ RelativePositions                 the relative positions that the rows of a tabl
 decomposed_relative_attention     attention on a grid: q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j]
 append_decomposed_positions       those terms as further columns of query and key, for any other attention
 merge_attention                   merge attention over two parts of the keys
-enable, disable                   let the relative attention in any model run on these, where it is proven to compute the same
+enable, disable                   let the relative attention in any model run on these, where it computes the same
 can_run_triton                    tell whether the Triton kernels can serve given tensors
 tables                            conversions from other table layouts
 nn, plots, distributed            modules, pictures, sequences over several devices: imported by their names

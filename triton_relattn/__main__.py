@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
     verbs = parser.add_subparsers(dest="verb", metavar="enable, check, tune")
-    verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, proven and saved")
+    verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, compared and saved")
     verb.add_argument(
         "--model", required=True, metavar="PACKAGE:FACTORY", help="a function without arguments that returns a model"
     )

@@ -47,7 +47,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 MODULES = ("functional", "grids", "positions", "tables", "merging", "nn.table", "nn.attention", "integrations.every")
-OF_TRANSFORMERS = ("integrations.transformers.families", "integrations.transformers.replacement")
+OF_TRANSFORMERS = ("integrations.transformers.families", "integrations.transformers")
 
 
 @pytest.mark.parametrize("name", (*MODULES, *OF_TRANSFORMERS))

@@ -42,7 +42,7 @@ from tests.cpu.models import (
 )
 from tests.cpu.whole_models import WHOLE_MODELS, images, vision_encoder, without_vision
 from triton_relattn import disable, enable
-from triton_relattn.integrations import transformers
+from triton_relattn.integrations import in_place, replacement, transformers
 
 # Parts that are plain modules, an encoder that asks for masks, one with a forward of its own, two stacks, a class of no library.
 SUBJECTS = ("wav2vec2_bert", "inkling", "parakeet", "t5", "toy")
@@ -187,15 +187,83 @@ def test_a_part_of_a_model(part: str) -> None:
     assert classes(model) == before
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5"])
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5", "wavlm", "mpnet", "speecht5", "phi4_multimodal", "deberta"])
 def test_a_part_that_is_disabled(name: str) -> None:
-    """An encoder with some of its attention enabled says so when it is called."""
-    model, given = made(name)
-    enabled = enable(model)
-    disable(model.get_submodule(next(reversed(enabled))))
-    with pytest.raises((ValueError, RuntimeError)):
-        output(model, given)
+    """Stock layers among enabled ones get what stock layers hand on, and enabled ones take it."""
+    model, given = made(name, torch.float64)
+    with in_float64():
+        expected = results(model, given, counting(name, PADDED))
+        attention = [path for path, kind in enable(model).items() if "Attention" in kind]
+        for path in (attention[0], attention[-1]):
+            disable(model.get_submodule(path))
+            assert_same(results(model, given, counting(name, PADDED)), expected)
+            enable(model)
     assert disable(model)
+
+
+@pytest.mark.parametrize("name", ["t5", "wavlm", "inkling", "bloom", "nemotron_asr_streaming"])
+def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them; the others stay enabled, and the results are the stock model's, also of a model that is compiled then."""
+    model, given = made(name)
+    expected = output(model, given)
+    report = enable(model)
+    attention = model.get_submodule(next(path for path, kind in report.items() if "Attention" in kind))
+    scaling = "inv_norm_factor" if name == "bloom" else "scaling"
+    ours = type(attention)._triton_relattn
+    function = ours.function
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_idx if hasattr(self, "layer_idx") else False:
+            return function(self, *args, **kwargs)
+        before = getattr(self, scaling)
+        vars(self)[scaling] = 2 * before
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            vars(self)[scaling] = before
+
+    monkeypatch.setattr(ours, "function", wrong)
+    with pytest.warns(UserWarning, match="is the stock class again"):
+        assert_near("output", counted(output(model, given), counting(name, PADDED)), counted(expected, counting(name, PADDED)))
+    differing = report.calls().differing
+    assert differing and all("differs by" in each for each in differing.values())
+    monkeypatch.undo()
+    monkeypatch.setattr(in_place.InPlace, "fewest", 0)
+    again = counted(output(model, given), counting(name, PADDED))
+    assert_near("again", again, counted(expected, counting(name, PADDED)))
+
+
+def test_short_calls_are_the_stock_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: bit for bit. Long ones are ours."""
+    monkeypatch.setattr(in_place.InPlace, "fewest", replacement.Replacement.fewest)
+    for name in ("t5", "wavlm", "inkling", "deberta_v2", "parakeet"):
+        model, given = made(name)
+        expected = output(model, given)
+        report = enable(model)
+        assert torch.equal(output(model, given), expected) and not runs_the_operator(model, given)
+        assert not report.calls().compared
+    model = build("vits")
+    given = arguments("vits", model, [600, 600], 600)
+    enable(model)
+    assert runs_the_operator(model, given)
+
+
+def test_models_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement, "installed_version", lambda _: "4.57.3")
+    with pytest.raises(RuntimeError, match=r"transformers 4.57.3: it is too old: versions from 5.0 on are served"):
+        enable(build("t5"))
+
+
+def test_a_class_that_is_derived_from_one_that_is_served() -> None:
+    """By a user: what it changes is not known."""
+    model, given = made("vits")
+    attention = model.get_submodule("encoder.layers.0.attention")
+    attention.__class__ = type("Mine", (type(attention),), {})
+    with pytest.warns(UserWarning, match="1 of 2|1 of 3"):
+        report = enable(model)
+    assert "is derived from VitsAttention" in report.left["encoder.layers.0.attention"]
+    assert set(report) == {"encoder.layers.1.attention"}
+    assert runs_the_operator(model, given)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +284,11 @@ def test_what_cannot_be_enabled(model: Any, error: type[Exception], message: str
 
 
 def test_models_without_the_term() -> None:
-    """They stay stock, also beside one that has it; and the error of transformers names all families."""
+    """They stay stock, also beside one that has it."""
     rotating = build("falcon", alibi=False)
     for model in (rotating, vision_encoder("sam", use_rel_pos=False), nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} has no relative attention") as caught:
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no relative attention"):
             transformers.enable(model)
-    families = transformers.supported_families()
-    assert all(each.folder in str(caught.value) and each.name in str(caught.value) for each in families)
     both_kinds = nn.ModuleList([rotating, build("falcon")])
     before = classes(rotating)
     assert set(enable(both_kinds)) == {"1", "1.h.0.self_attention", "1.h.1.self_attention"}
@@ -243,23 +309,22 @@ def test_a_forward_of_its_own(name: str) -> None:
     assert classes(model) == before
 
 
-def test_weights_are_refused() -> None:
-    """Or, if transformers collects them, there are none, and one warning says so."""
+def test_weights_that_are_asked_for() -> None:
+    """They are the stock forward's."""
     vits, vitdet, inkling = build("vits"), vision_encoder("vitdet"), build("inkling")
     for model, given in ((vits, arguments("vits", vits, PADDED)), (vitdet, images("vitdet"))):
-        enable(model)
-        with pytest.raises(ValueError, match="output_attentions"):
-            output(model, {**given, "output_attentions": True})
+        with torch.no_grad():
+            stock = model(**given, output_attentions=True).attentions
+            enable(model)
+            assert all(torch.equal(*each) for each in zip(model(**given, output_attentions=True).attentions, stock, strict=True))
+        assert runs_the_operator(model, given)
     given = arguments("inkling", inkling, PADDED)
     inkling.config.output_attentions = True
     enable(inkling)
-    with pytest.warns(UserWarning, match="no weights to collect") as caught, torch.no_grad():
-        assert not inkling(**given).attentions
+    with torch.no_grad():
+        assert len(inkling(**given).attentions) == 2
     inkling.config.output_attentions = False
-    assert len({str(each.message) for each in caught}) == 1
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error")
-        inkling(**given, output_hidden_states=True)
+    assert runs_the_operator(inkling, {**given, "output_hidden_states": True})
 
 
 PACKED = ("cu_seq_lens_q", "max_length_q", "block_table")
@@ -267,37 +332,53 @@ PACKED = ("cu_seq_lens_q", "max_length_q", "block_table")
 
 @pytest.mark.parametrize("argument", [*PACKED, "head_mask", "softcap", "s_aux", "sliding_window", "a_later_one"])
 @pytest.mark.parametrize("name", ["t5", "mpt", "wav2vec2_bert", "parakeet"])
-def test_arguments_that_change_results_are_refused(name: str, argument: str) -> None:
-    """They are of a packed batch, of another softmax, or of a later version: no enabled class swallows one."""
-    enabled = enable(model := build(name))
-    attention = model.get_submodule(next(path for path, kind in enabled.items() if "Attention" in kind))
-    with pytest.raises(TypeError, match=rf"\b{argument}\b"):
-        attention(torch.randn(1, 3, 32), **{argument: torch.tensor([0, 3])})
+def test_arguments_that_ours_has_not(name: str, argument: str) -> None:
+    """They are of a packed batch, of another softmax, or of a later version: the call is the stock forward's."""
+    model = build(name)
+    path = next(path for path, each in model.named_modules() if "Attention" in type(each).__name__)
+    attention, states = model.get_submodule(path), torch.randn(1, 3, 32)
+    given: dict[str, Any] = {argument: torch.tensor([0, 3])}
+    given |= {"position_embeddings": torch.randn(1, 5, 32)} if name == "parakeet" else {}
+    given |= {"position_bias": None} if name == "mpt" else {}
+
+    def run() -> Any:
+        try:
+            return attention(states, **given)[0]
+        except (TypeError, ValueError, RuntimeError) as error:
+            return str(error)
+
+    stock = run()
+    enable(model)
+    assert run() == stock if isinstance(stock, str) else torch.equal(run(), stock)
 
 
 def test_causality_that_is_asked_for() -> None:
-    """An encoder's attention does not become causal, so that is refused."""
+    """Of an encoder's attention: the call is the stock forward's."""
     model = build("t5")
     encoder, decoder = (part.block[0].layer[0].SelfAttention for part in (model.encoder, model.decoder))
+    states = torch.randn(1, 4, 32)
+    stock = [each(states, is_causal=True)[0] for each in (encoder, decoder)]
     enable(model)
-    decoder(torch.randn(1, 4, 32), is_causal=True)
-    with pytest.raises(ValueError, match="attends in both directions"):
-        encoder(torch.randn(1, 4, 32), is_causal=True)
+    assert torch.equal(encoder(states, is_causal=True)[0], stock[0])
+    assert_near("decoder", decoder(states, is_causal=True)[0], stock[1])
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("name", "settings"),
     [
-        ("nemotron_asr_streaming", {"sliding_window": 0}, "sliding_window must be positive"),
-        ("gemma4", {"attention_chunk_size": 3, "attention_context_left": 1}, "attention_context_left must be at least 2"),
+        ("nemotron_asr_streaming", {"sliding_window": 0}),  # no limit to the past
+        ("gemma4", {"attention_chunk_size": 3, "attention_context_left": 1}),  # a window that hides a frame from itself
     ],
 )
-def test_settings_that_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    """No limit to the past, which the stock model takes for a window of 0; a window that hides a frame from itself."""
+def test_settings_of_the_stock_forward(name: str, settings: dict[str, Any]) -> None:
     model = build(name, **settings)
-    with pytest.raises(ValueError, match=message):
+    given = arguments(name, model, PADDED)
+    expected = output(model, given)
+    try:
         enable(model)
-        output(model, arguments(name, model, PADDED))
+    except ValueError:
+        assert name == "gemma4"
+    assert torch.equal(output(model, given), expected)
 
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "t5", "inkling"])
@@ -477,7 +558,7 @@ def test_what_the_caller_has_set_stays(name: str) -> None:
 
 
 CHILD = """
-import importlib.util, pathlib, sys, warnings
+import importlib.util, pathlib, sys
 name, folder, old, new = sys.argv[1:]
 spec = importlib.util.find_spec(name)
 source = pathlib.Path(spec.origin).read_text()
@@ -488,20 +569,15 @@ spec = importlib.util.spec_from_file_location(name, file)
 module = sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from transformers import BloomConfig
-from triton_relattn.integrations.transformers import disable, enable
+from triton_relattn import disable, enable
 model = module.BloomModel(BloomConfig(vocab_size=50, hidden_size=24, n_head=3, n_layer=2))
 types = [type(each) for each in model.modules()]
-for _ in range(2):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            print("enabled", len(enable(model)), end="; ")
-            disable(model)
-        except RuntimeError as error:
-            print("refused", str(error).replace("\\n", " "), end="; ")
-    print("warned" if any("BLOOM" in str(each.message) for each in caught) else "silent", end="; ")
-    assert [type(each) for each in model.modules()] == types
-print("unproven", len(enable(model, prove=False)))
+try:
+    print("enabled", len(enable(model)))
+    disable(model)
+except RuntimeError as error:
+    print("refused", " ".join(str(error).split()))
+assert [type(each) for each in model.modules()] == types
 """
 
 
@@ -509,17 +585,18 @@ print("unproven", len(enable(model, prove=False)))
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("import math", "import math  # harmless", ["enabled 3; warned; enabled 3; silent; unproven 3"]),
+        ("import math", "import math  # harmless", ["enabled 3"]),
         (
             "alpha=self.inv_norm_factor,",
             "alpha=self.inv_norm_factor * (1 + 1e-6),",
-            ["refused BLOOM was not enabled, and the model is as it was", "the output differs by", "pip install", "unproven 3"],
+            ["refused no module of BloomModel was enabled, and it is as it was", "the output differs by"],
         ),
+        ("layer_past: Cache | None = None,", "of_tomorrow, layer_past: Cache | None = None,", ["refused", "of_tomorrow"]),
     ],
-    ids=["harmless", "another-scale"],
+    ids=["harmless", "another-scale", "another-argument"],
 )
 def test_another_version_of_a_library(old: str, new: str, said: list[str], tmp_path: Path) -> None:
-    """Its models are compared before they are enabled, once, with a warning; if they compute something else they stay."""
+    """Its modules are compared as those of any version; if they compute something else they stay."""
     command = [sys.executable, "-c", CHILD, "transformers.models.bloom.modeling_bloom", str(tmp_path), old, new]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(triton_relattn.__file__).parents[1])
     assert run.returncode == 0, run.stderr

@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 from tests.cpu.models import varied
+from tests.libraries import small
+from tests.libraries.small import HEADS as HEADS
+from tests.libraries.small import WIDTH as WIDTH
 from tests.libraries.standins import absent, bare
-from triton_relattn.integrations.espnet import small as of_espnet
-from triton_relattn.integrations.nemo import small as of_nemo
-from triton_relattn.integrations.small import HEADS as HEADS
-from triton_relattn.integrations.small import WIDTH as WIDTH
-from triton_relattn.integrations.speechbrain import small as of_speechbrain
-from triton_relattn.integrations.x_transformers import small as of_x_transformers
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def nemo(**settings: Any) -> nn.Module:
     absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{each}" for each in core))
     absent(*(f"nemo.utils.{each}" for each in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
     absent("nemo.collections.asr.models.configs")  # of which an encoder has one, and sets all that is in it
-    return of_nemo.build(**settings)
+    return small.nemo(**settings)
 
 
 def speechbrain(**settings: Any) -> nn.Module:
@@ -70,16 +67,16 @@ def speechbrain(**settings: Any) -> nn.Module:
     bare("speechbrain", "speechbrain.nnet", "speechbrain.lobes", models, f"{models}.transformer")
     bare("speechbrain.dataio", "speechbrain.utils", "speechbrain.decoders")
     absent("soundfile", "torchaudio", "hyperpyyaml")
-    return of_speechbrain.build(**settings)
+    return small.speechbrain(**settings)
 
 
 def cosyvoice(**settings: Any) -> nn.Module:
     absent("torchaudio", "scipy", "transformers")
-    return of_espnet.cosyvoice(**settings)
+    return small.cosyvoice(**settings)
 
 
 def x_transformers(**settings: Any) -> nn.Module:
-    layers: Any = of_x_transformers.build(**settings)
+    layers: Any = small.x_transformers(**settings)
     for each in layers.modules():
         if type(each).__name__ == "Attend":
             getattr(each.attn_fn, "keywords", {}).pop("dtype", None)  # a softmax in float32
@@ -89,11 +86,11 @@ def x_transformers(**settings: Any) -> nn.Module:
 
 
 SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int, list[int]], dict[str, Any]]]] = {
-    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, of_nemo.given),
-    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, of_speechbrain.given),
-    "espnet": ("espnet", "espnet2", "espnet", of_espnet.espnet, of_espnet.of_espnet),
-    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, of_espnet.of_cosyvoice),
-    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, of_x_transformers.given),
+    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, small.of_nemo),
+    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, small.of_speechbrain),
+    "espnet": ("espnet", "espnet2", "espnet", small.espnet, small.of_espnet),
+    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, small.of_cosyvoice),
+    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, small.of_x_transformers),
 }
 """Library, package, distribution, how a model is built, and its arguments."""
 

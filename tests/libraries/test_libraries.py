@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def test_disable_gives_everything_back(kind: Model) -> None:
     model, given = kind.make(torch.float32), kind.arguments(LENGTH, WHOLE, torch.float32)
     types = [type(each) for each in model.modules()]
     keys, stock = list(model.state_dict()), output(model, given)
-    with warnings.catch_warnings():  # the version of the library is a tested one
-        warnings.filterwarnings("error", ".*has other source files")
-        enabled = kind.integration.enable(model)
+    enabled = kind.integration.enable(model)
     changed = {
         name: type(each).__name__
         for (name, each), kept in zip(model.named_modules(), types, strict=True)
@@ -146,7 +143,7 @@ def test_nothing_quadratic(kind: Model) -> None:
     for enabled, length in ((True, 600), (True, 1200), (False, 600)):
         model = kind.make(torch.float32)
         if enabled:
-            kind.integration.enable(model)
+            kind.integration.enable(model, check_calls=False)  # which would run the stock forward
         given = kind.arguments(length, [length, length - 7], torch.float32)
         with Sizes() as found[enabled, length]:
             results(model, given)
@@ -192,7 +189,7 @@ def test_a_part(kind: Model) -> None:
 def test_unknown_models() -> None:
     for library in sorted({model.library for model in EVERY}):
         kind = next(model for model in EVERY if model.library == library)
-        with pytest.raises(ValueError, match="Linear has no relative attention of a known class"):
+        with pytest.raises(ValueError, match="Linear has no relative attention"):
             kind.integration.enable(torch.nn.Linear(2, 2))
         assert kind.integration.disable(torch.nn.Linear(2, 2)) == {}
 

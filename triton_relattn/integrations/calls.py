@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .comparison import Dropout, first_line, promoted, random_state_kept, values
+from .compact import Compact, dense_of, has_dense
+from .comparison import SCRIPTED_LIMIT, Dropout, first_line, is_scripted, promoted, random_state_kept, values
 from .shadow import shadow
 
 if TYPE_CHECKING:
-    from .structure.kind import Kind
+    from .replacement import Replacement
 
 CALLS = "_triton_relattn_calls"
 """The attribute of an enabled module that has its :class:`Calls`."""
@@ -51,6 +52,7 @@ class Calls:
         self.differs = ""
         self.versions: list[tuple[int, int]] | None = None  # of the buffers
         self.changes = self.inside = 0
+        self.around: list[Any] = []  # references to the modules that hand masks on to this one
 
     def changed(self) -> None:
         """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
@@ -95,7 +97,7 @@ def is_graph() -> bool:
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
 
 
-def agrees(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> bool:
+def agrees(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> bool:
     """Compare a call, if it is to be; return whether ours is to compute it. If not, the module has its stock class again.
 
     pairs: the number of scores.
@@ -131,6 +133,7 @@ def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _described(value: Any) -> Any:
+    value = value.small if isinstance(value, Compact) else value
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.numel().bit_length()
     return value if value is None or isinstance(value, bool) else type(value)
@@ -139,6 +142,7 @@ def _described(value: Any) -> Any:
 def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
     """Return why a call is not compared; nothing if it is."""
     tensors = [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, torch.Tensor)]
+    tensors = [each for each in tensors if not has_dense(each)]
     weights = sum(each.numel() for each in module.parameters())
     if SCORES * 8 * pairs + 8 * weights > MOST_BYTES:
         return f"the stock forward needs more than {MOST_BYTES >> 20} MiB"
@@ -155,7 +159,7 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
     return ""
 
 
-def _difference(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return how the results of a call differ; nothing if they agree."""
     dtype = next((each.dtype for each in (*args, *kwargs.values()) if _is_floating(each)), torch.float32)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
@@ -163,23 +167,32 @@ def _difference(of: Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
     def run(is_ours: bool, exact: torch.dtype | None = None) -> Any:
         model = shadow(module, lambda tensor: _duplicate(tensor, exact))
-        given = {name: _copied(each, exact) for name, each in of.named(args, kwargs).items()}
+        named = of.named(args, kwargs)
+        # What layers hand on in a small form is as exact as in its dense one, which the stock forward has in each run.
+        given = {name: each if is_ours and has_dense(each) else _copied(dense_of(each), exact) for name, each in named.items()}
         mode = promoted() if exact == torch.float64 else nullcontext()
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
+        of.without_dropout(model)
         with random_state_kept(devices), Dropout(lambda each: each.dim() >= 3), mode, autocast:
-            return of.ours(model, given) if is_ours else of.stock.forward(model, **given)
+            return of.results(of.by_ours(model, given) if is_ours else of.by_stock(model, (), given))
 
-    with torch.no_grad():
-        stock, ours = run(False), run(True)
+    with torch.no_grad():  # also of what is handed on, whose dense form may be made below
+        stock = run(False)
+        try:
+            ours = run(True)
+        except Exception as error:  # as where a version of a library has other names
+            return f"ours raises {type(error).__name__}: {first_line(error)}"
         exact = run(False, wider) if dtype != torch.float64 else stock
+        outputs = [[dense_of(each) for each in values(found)] for found in (stock, ours, exact)]
     seen = of.counted(of.named(args, kwargs))
-    for number, (one, other, third) in enumerate(zip(*map(values, (stock, ours, exact)), strict=True), 1):
+    for number, (one, other, third) in enumerate(zip(*outputs, strict=True), 1):
         if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor):
             continue  # attention weights, which ours does not compute
         if other.shape != one.shape:
             return f"output {number} has the shape {tuple(other.shape)}, stock {tuple(one.shape)}"
         by_stock, by_ours, size = _errors(one, other, third, seen if number == 1 else None)
-        allowed = max(FACTOR * by_stock, LEAST.get(one.dtype, 2.0**-16) * size)
+        least = SCRIPTED_LIMIT if is_scripted(of.stock) else LEAST.get(one.dtype, 2.0**-16)
+        allowed = max(FACTOR * by_stock, least * size)
         if not by_ours <= allowed:
             said = f"its output differs by {by_ours / (size or 1.0):.1e} of the largest number there"
             return f"{said}, {allowed / (size or 1.0):.0e} is allowed"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import inspect
 import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +27,8 @@ from .projections import widths
 from .shadow import shadow
 
 if TYPE_CHECKING:
-    from .structure.kind import Kind, Reading, Sample
+    from .replacement import Replacement, Sample
+    from .structure.kind import Kind, Reading
 
 Results = dict[str, torch.Tensor]
 Forward = Callable[[Any, dict[str, Any]], Any]
@@ -37,6 +39,8 @@ LIMIT = 2.0**-30
 so that no user of float32 sees it, and 2**23 times float64's, of which our modules make 2**9 at most."""
 FLOAT32_LIMIT = 2.0**-10
 """The same for outputs in float32: 2**14 roundings, far from what a wrong term makes of random weights."""
+SCRIPTED_LIMIT = 2.0**-18
+"""The same for classes with scripted functions, which round single numbers to float32 (DeBERTa before transformers 5.23)."""
 MOST_WEIGHTS = 1 << 24
 """Weights of a module up to which they are float64; of larger ones a copy in float64 takes time and memory."""
 _RANDOM_STATE = threading.RLock()
@@ -76,7 +80,7 @@ def _compared(kind: type[Kind], module: nn.Module, known: Reading | None) -> tup
         each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
     if known is not None:
         try:
-            return known, _difference(kind, known, model, is_light=True)
+            return known, _difference(kind(type(model), known), model, is_light=True)
         except Exception:  # of this module another reading may be the right one
             pass
     nearest: tuple[int, float, str] | None = None
@@ -84,7 +88,7 @@ def _compared(kind: type[Kind], module: nn.Module, known: Reading | None) -> tup
         agreed: list[float] = []
         try:
             reading = _observed(kind, plain, model)
-            return reading, _difference(kind, reading, model, agreed=agreed)
+            return reading, _difference(kind(type(model), reading), model, agreed=agreed)
         except Refused:
             raise
         except Differs as found:
@@ -94,6 +98,27 @@ def _compared(kind: type[Kind], module: nn.Module, known: Reading | None) -> tup
         if nearest is None or (-len(agreed), difference) < nearest[:2]:
             nearest = -len(agreed), difference, f"{said} (read as {kind.words(plain)})"
     raise Refused("it computes something else, or takes other arguments. " + (nearest or (0, 0.0, ""))[2])
+
+
+def compared_class(of: Replacement, module: nn.Module, is_light: bool) -> float:
+    """Compare what a module of a library's class computes with ours, and return the largest difference.
+
+    is_light: with fewer samples, as another module of its class was compared.
+
+    Raises:
+        Refused: it computes something else, or cannot be run.
+    """
+
+    def compare() -> float:
+        model = with_random_weights(module)
+        of.prepare(model)
+        try:
+            return _difference(of, model, is_light)
+        except Exception as error:  # a stock forward may raise anything
+            said = str(error) if isinstance(error, Differs) else f"{type(error).__name__}: {first_line(error)}"
+            raise Refused(f"it computes something else, or takes other arguments. {said}") from error
+
+    return apart(compare)
 
 
 def first_line(error: Exception) -> str:
@@ -153,7 +178,7 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     Raises:
         Refused: what it computes depends on calls before.
     """
-    stock, sample = type(model), next(iter(kind.samples(model, reading)))
+    stock, sample = type(model), next(kind.examples(model, reading))
     run, dropped, probabilities = _again(model), dict[str, torch.Size](), list[float]()
     for name, child in run.named_children():
         if isinstance(child, nn.Dropout):
@@ -216,39 +241,49 @@ def _are_weights(shape: torch.Size, sample: Sample) -> bool:
     return len(shape) >= 3 and shape[-2:] == sample.pairs
 
 
-def _difference(
-    kind: type[Kind], reading: Reading, model: Any, is_light: bool = False, agreed: list[float] | None = None
-) -> float:
+def _difference(of: Replacement, model: Any, is_light: bool = False, agreed: list[float] | None = None) -> float:
     """Compare all samples, and return the largest difference; agreed: receives that of each one, as far as they agree.
 
     Raises:
         Differs: one is too large.
     """
     agreed = [] if agreed is None else agreed
-    samples = list(kind.samples(model, reading))
-    is_single = next(model.parameters()).dtype == torch.float32
+    samples = list(of.samples(model))
+    is_single = _dtype_of(model) == torch.float32
+    limit = FLOAT32_LIMIT if is_single else SCRIPTED_LIMIT if is_scripted(of.stock) else LIMIT
     for sample, gradients, training in _light(samples) if is_light else _runs(samples):
-        agreed.append(_compare(kind, reading, model, sample, gradients, training, FLOAT32_LIMIT if is_single else LIMIT))
+        agreed.append(_compare(of, model, sample, gradients, training, limit))
     if not is_light and not is_single:
         single = shadow(model, lambda tensor: _cast(tensor, torch.float32))
         for sample in {each.pairs: each for each in samples}.values():  # one of each shape
             named = sample._replace(name=f"{sample.name}, in float32")
-            _compare(kind, reading, single, named, False, False, FLOAT32_LIMIT)
+            _compare(of, single, named, False, False, FLOAT32_LIMIT)
     return max(agreed)
+
+
+def is_scripted(stock: type[nn.Module]) -> bool:
+    """Return whether a class's file has scripted functions, whose casts to float32 stay in float64."""
+    return any(isinstance(each, torch.jit.ScriptFunction) for each in vars(sys.modules[stock.__module__]).values())
 
 
 def _arguments(sample: Sample, model: nn.Module) -> dict[str, Any]:
     """Return a sample's arguments, which a forward may write to, in the dtype of the model."""
-    dtype = next(model.parameters()).dtype
+    dtype = _dtype_of(model)
     return {name: _cast(each, dtype) for name, each in copied(sample.given).items()}
 
 
 def _in_precision_of(model: nn.Module) -> Any:
     """Let forwards of a model in float64 compute in float64 alone."""
-    return promoted() if next(model.parameters()).dtype == torch.float64 else nullcontext()
+    return promoted() if _dtype_of(model) == torch.float64 else nullcontext()
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((each.dtype for each in model.parameters()), torch.float64)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if hasattr(value, "cast"):  # a small form
+        return value.cast(dtype)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     found = value.detach().to(dtype)
@@ -278,22 +313,27 @@ def _light(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
     yield first, False, True
 
 
-def _compare(
-    kind: type[Kind], reading: Reading, model: Any, sample: Sample, gradients: bool, training: bool, limit: float
-) -> float:
+def _compare(of: Replacement, model: Any, sample: Sample, gradients: bool, training: bool, limit: float) -> float:
     """Return the difference of a sample's outputs and gradients.
 
     Raises:
         Differs: it is above the limit.
     """
     model.train(training)
-    of, stock = kind(type(model), reading), type(model)
     name = f"{sample.name}, in {'training' if training else 'eval'} mode"
     found = []
-    for forward in (lambda run, given: stock.forward(run, **given), lambda run, given: of.ours(run, given)):
-        with Dropout(lambda each: _are_weights(each.shape, sample)) as dropout:
-            found.append((*_results(forward, model, sample, gradients, reading.argument("mask")), dropout.noted))
+    for is_ours in (False, True):
+
+        def forward(run: Any, given: dict[str, Any], is_ours: bool = is_ours) -> Any:
+            return of.results(of.by_ours(run, given) if is_ours else of.by_stock(run, (), given))
+
+        with Dropout(lambda each: of.are_weights(model, each.shape, sample.pairs)) as dropout:
+            found.append((*_results(forward, model, sample, gradients, of.constants), dropout.noted))
     (expected, returned, dropped), (ours, our_returned, our_dropped) = found
+    if of.lacks_weights and len(returned) == len(our_returned) and (returned, our_returned) != ((), ()):
+        lacking = {number for number, each in enumerate(our_returned, 1) if number > 1 and each == "None"}
+        expected = {key: each for key, each in expected.items() if key not in {f"output {number}" for number in lacking}}
+        returned = tuple("None" if number in lacking else each for number, each in enumerate(returned, 1))
     if returned != our_returned:
         raise Differs(f"{name}: it returns {_in_words(returned)}, ours {_in_words(our_returned)}")
     if dropped != our_dropped:
@@ -302,16 +342,16 @@ def _compare(
 
 
 def _results(
-    forward: Forward, model: nn.Module, sample: Sample, gradients: bool, mask: str | None
+    forward: Forward, model: nn.Module, sample: Sample, gradients: bool, constants: Collection[str]
 ) -> tuple[Results, tuple[str, ...]]:
     """Return outputs, and gradients of the first one with respect to parameters and inputs; and what is returned."""
     given = _arguments(sample, model)
-    leaves = {**dict(model.named_parameters()), **differentiable(given, mask)} if gradients else {}
+    leaves = {**dict(model.named_parameters()), **differentiable(given, constants)} if gradients else {}
     with _in_precision_of(model), torch.set_grad_enabled(gradients):
         returned = forward(_again(model), given)
         out, *others = values(returned)
         kept = out if sample.counts is None else out.where(sample.counts, 0.0)
-        results = with_gradients(kept, leaves) if gradients else {OUTPUT: kept.detach()}
+        results = with_gradients(kept, leaves) if leaves else {OUTPUT: kept.detach()}
     for number, each in enumerate(others, 2):
         if _is_result(each, sample):
             results[f"output {number}"] = each.detach()
@@ -358,12 +398,12 @@ def copied(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
 
 
-def differentiable(given: Mapping[str, Any], mask: str | None) -> dict[str, torch.Tensor]:
-    """Return the arguments that have gradients, as leaves: floating-point tensors but the mask."""
+def differentiable(given: Mapping[str, Any], constants: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the arguments that have gradients, as leaves: floating-point tensors but masks and the like."""
     return {
         name: each.requires_grad_()
         for name, each in given.items()
-        if isinstance(each, torch.Tensor) and each.is_floating_point() and name != mask
+        if isinstance(each, torch.Tensor) and each.is_floating_point() and name not in constants
     }
 
 
@@ -389,13 +429,18 @@ def difference_of(name: str, ours: Results, stock: Results, limit: float) -> flo
         found = ours[what]
         if found.shape != expected.shape:
             raise Differs(f"{name}: {what} has the shape {tuple(found.shape)}, stock {tuple(expected.shape)}")
-        size = max(float(expected.abs().max()), 1e-2 * largest if what.startswith(GRADIENT) else 0.0)
-        difference = float((found.double() - expected.double()).abs().max()) / (size or 1.0)
+        finite = expected.abs().where(expected.isfinite(), 0)  # what hides keys may be infinite
+        size = max(float(finite.max()), 1e-2 * largest if what.startswith(GRADIENT) else 0.0)
+        apart_by = (found.double() - expected.double()).abs().where(found != expected, 0.0)
+        difference = float(apart_by.max()) / (size or 1.0)
         if not difference <= limit:  # also of NaN
             message = f"{name}: {what} differs by {difference:.1e} of the largest number there, {limit:.0e} is allowed"
             raise Differs(message, difference)
         worst = max(worst, difference)
     return worst
+
+
+_MULTI_HEAD = inspect.signature(nn.functional.multi_head_attention_forward)
 
 
 class Dropout(TorchFunctionMode):
@@ -426,6 +471,11 @@ class Dropout(TorchFunctionMode):
                 return states
             pattern = torch.linspace(1 - p, 1 + p, states.numel(), dtype=states.dtype, device=states.device)
             return states * pattern.view(states.shape)
+        if func is nn.functional.multi_head_attention_forward:
+            given = _MULTI_HEAD.bind(*args, **kwargs).arguments
+            if given.get("training", True) and given["dropout_p"] > 0:
+                self.noted.append(given["dropout_p"])
+            return func(**{**given, "dropout_p": 0.0})
         if func is nn.functional.scaled_dot_product_attention:
             given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
             if (p := given.pop("dropout_p", 0.0)) > 0:

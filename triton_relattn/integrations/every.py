@@ -11,22 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import replacement, structure
-from .calls import CALLS, Calls
-from .comparison import Refused, compared, first_line
+from . import memory, replacement, structure
+from .comparison import Refused, compared, compared_class, first_line
 from .progress import progress
 from .report import LIBRARY, STRUCTURE, Report, Row
-from .structure import memory
-from .structure.kind import ATTRIBUTE, Reading, kind_in
 
-LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "fairseq2", "x_transformers")
+LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
+HANDS_ON = "hands masks and positions on"
 
 
 def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
     """Let the relative attention in any torch model run on the operator, where that computes the same. The model is changed
     in place.
 
-    It is found in two ways. By its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain, fairseq2 and
+    It is found in two ways. By its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain and
     x-transformers. By its structure, in any other module: the names and shapes of its parameters and children, and the
     arguments of its forward; these kinds are known:
 
@@ -38,10 +36,11 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     - a row for each distance to the past (Music Transformer);
     - a bias by bucket that a layer makes of its own embedding (T5).
 
-    Before a module is replaced for its structure, its forward and ours run side by side, with the module's settings and random
-    weights, in float64 on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without
-    masks, agree to 2**-30 of the largest number (1e-9); in training mode both drop weights with the same probability. It takes a
-    fraction of a second for the first module of a class, a tenth of that for each other one. What disagrees stays as it is.
+    Before a module is replaced, its forward and ours run side by side, with the module's settings and random weights, in float64
+    on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without masks, agree to 2**-30 of
+    the largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for
+    the first module of a class, a tenth of that for each other one. What disagrees stays as it is. Masks and positions that
+    modules hand on know what stock ones would have handed on, for layers that are stock.
 
     Then some of your own calls are also compared, before ours computes them: the first of each kind, the second, the fourth, the
     eighth, and so on, if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a
@@ -58,7 +57,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
         numbers, ``left`` the modules that were recognised and not replaced, with the reason; if there are any, a warning says so.
 
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
-    an enabled model are enabled; of modules found by their structure the first calls are compared again.
+    an enabled model are enabled; their first calls are compared again.
 
     What differs from the stock model: dropout drops other weights, as many; attention weights that a module keeps for pictures
     (``attn``) are None; rows of queries that no key is shown to are zero, which are rows of padding. For libraries the ``enable``
@@ -76,29 +75,44 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
         >>> dict(enable(model))
         {'text_encoder.encoder': 'VitsEncoder', 'text_encoder.encoder.layers.0.attention': 'VitsAttention'}
     """
+    return enable_in(model, lengths, check_calls, LIBRARIES)
+
+
+def enable_in(
+    model: Any, lengths: int | Sequence[int], check_calls: bool, libraries: Sequence[str], structures: bool = True
+) -> Report:
+    """Enable what a model has of some libraries, and what is found by its structure.
+
+    All is compared before any class is changed.
+    """
     lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
     rows: list[Row] = []
     modules: dict[str, nn.Module] = {}
+    chosen: dict[str, type] = {}
     enabled_before = False
     for prefix, root in _roots(model):
-        found, before = _enable(root, lengths, check_calls)
+        found, ours, before = _compared(root, lengths, libraries, structures)
         enabled_before |= before
         for row in found:
             name = f"{prefix}.{row.name}".strip(".")
             rows.append(dataclasses.replace(row, name=name))
             modules[name] = root.get_submodule(row.name)
+            if row.name in ours:
+                chosen[name] = ours[row.name]
     if not rows and not enabled_before:
+        kinds = " nor a module of the kinds that help(triton_relattn.enable) lists" if structures else ""
         raise ValueError(
             f"{type(model).__name__} has no relative attention that triton_relattn knows: neither a class of "
-            f"{', '.join(LIBRARIES)} nor a module of the kinds that help(triton_relattn.enable) lists"
+            f"{', '.join(libraries)}{kinds}"
         )
+    replacement.change_classes(chosen, modules, check_calls)
     report = Report(rows, lengths, modules)
     if report.left and not report and not enabled_before:
         raise RuntimeError(f"no module of {type(model).__name__} was enabled, and it is as it was. {report}")
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
         warnings.warn(
-            f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=2
+            f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=3
         )
     return report
 
@@ -114,15 +128,10 @@ def disable(model: Any) -> dict[str, str]:
     """
     restored: dict[str, str] = {}
     for prefix, root in _roots(model):
-        found: dict[str, str] = {}
-        for library in _libraries(root):
-            found |= replacement.disable(root, library)
-        for name, each in root.named_modules():
-            vars(each).pop(CALLS, None)
-            if (kind := kind_in(each)) is not None:
-                kind.restore(each)
-                found[name] = kind.stock.__name__
-        restored |= {f"{prefix}.{name}".strip("."): each for name, each in found.items()}
+        enabled = {name: each for name, each in root.named_modules() if replacement.stock_of(each) is not None}
+        restored |= {f"{prefix}.{name}".strip("."): replacement.stock_of(each).__name__ for name, each in enabled.items()}  # type: ignore[union-attr]
+        for each in enabled.values():
+            replacement.restore(each)
     return restored
 
 
@@ -149,75 +158,83 @@ def _components(model: Any) -> dict[str, Any]:
     return parts if isinstance(parts, dict) else {}
 
 
-def _libraries(root: nn.Module) -> Iterator[replacement.Library]:
-    """The libraries whose classes occur in a model."""
-    packages = {base.__module__.partition(".")[0] for each in root.modules() for base in type(each).__mro__}
-    for name in LIBRARIES:
+def _compared(
+    root: nn.Module, lengths: tuple[int, ...], libraries: Sequence[str], structures: bool
+) -> tuple[list[Row], dict[str, type], bool]:
+    """Compare all modules of a model; return the rows, the classes of ours for those that agree, and whether some are enabled."""
+    modules = dict(root.named_modules())
+    enabled = {name for name, each in modules.items() if replacement.stock_of(each) is not None}
+    packages = {base.__module__.partition(".")[0] for each in modules.values() for base in type(each).__mro__}
+    met: dict[str, replacement.Met] = {}
+    for name in libraries:
         library: replacement.Library = importlib.import_module(f".{name}", __package__).LIBRARY
         if packages & {each.stock.partition(".")[0] for each in library.sources}:
-            yield library
-
-
-def _enable(root: nn.Module, lengths: tuple[int, ...], check_calls: bool) -> tuple[list[Row], bool]:
-    """Enable a module and all inside; return the rows, and whether some were enabled before."""
-    rows: list[Row] = []
-    before = any(kind_in(each) is not None for each in root.modules())
-    modules = dict(root.named_modules())
-    done: set[str] = set()
-    for library in _libraries(root):
-        try:
-            stock = replacement.classes_in(root, library)
-        except RuntimeError as error:
-            files = {each.stock for each in library.sources}
-            rows += _left({name: each for name, each in modules.items() if type(each).__module__ in files}, error)
+            met |= library.met(modules)
+    rows: dict[str, Row] = {}
+    chosen: dict[str, type] = {}
+    known: dict[Any, Any] = {}
+    for name in progress(list(modules), "comparing modules with their stock forward"):
+        parent = modules.get(name.rpartition(".")[0])
+        if name in enabled or (name not in met and not structures):
             continue
-        ours = {name for name, each in modules.items() if type(each) in stock.values()}
-        meant = {name for name, each in modules.items() if replacement.is_replaced(each, stock)}
-        before |= bool(ours)
-        done |= ours | meant
-        if not meant:
-            continue
-        try:
-            replaced = replacement.enable(root, library)
-        except (RuntimeError, ValueError) as error:
-            rows += _left({name: modules[name] for name in sorted(meant)}, error)
-            continue
-        for name, stock_name in replaced.items():
-            source = replacement.source_of(library, modules[name])
-            rows.append(Row(name, stock_name, source.title, LIBRARY, None, _at_least(source, name, modules[name], lengths)))
-    readings: dict[Any, Reading] = {}
-    chosen: list[tuple[nn.Module, type[nn.Module]]] = []
-    others = [name for name, module in modules.items() if name not in done and kind_in(module) is None]
-    for name in progress(others, "comparing modules with their stock forward"):
-        found = _by_structure(name, modules[name], modules.get(name.rpartition(".")[0]), lengths, readings)
+        if name in met:
+            found = _by_class(name, modules[name], met[name], lengths, known)
+        else:
+            found = _by_structure(name, modules[name], parent, lengths, known)
         if found is not None:
-            rows.append(found[0])
-            chosen += [(modules[name], found[1])] if found[1] is not None else []
-    for module, own in chosen:
-        module.__class__ = own
-        vars(module)[CALLS] = Calls(check_calls)
-    return rows, before
+            rows[name] = found[0]
+            if found[1] is not None:
+                chosen[name] = found[1]
+    served = tuple({type(modules[name]) for name in chosen if name in met})
+    for name, each in met.items():
+        if each.ours is not None and issubclass(each.ours, replacement.HandsOn):
+            inside = [name in chosen for name, module in _inside(name, modules) if isinstance(module, served)]
+            if inside and all(inside):  # small masks and positions are for ours alone
+                chosen[name] = each.ours
+                rows[name] = Row(name, type(modules[name]).__name__, HANDS_ON, LIBRARY)
+    return [rows[name] for name in modules if name in rows], chosen, bool(enabled)
 
 
-def _at_least(source: replacement.Source, name: str, module: nn.Module, lengths: tuple[int, ...]) -> tuple[tuple[int, None], ...]:
-    """The bytes of one tensor that the stock attention of a library makes, float32; nothing if that is not known of the
-    module.
+def _inside(name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those inside it, with their names."""
+    return ((each, module) for each, module in modules.items() if not name or each == name or each.startswith(f"{name}."))
+
+
+def _why_not(module: nn.Module) -> str:
+    """Return why a module's class cannot be exchanged; nothing if it can."""
+    if "forward" in vars(module):
+        return "it has a forward of its own, as hooks leave it: call enable before that"
+    if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
+        return "it is sharded: call enable before that"
+    return ""
+
+
+def _by_class(
+    name: str, module: nn.Module, met: replacement.Met, lengths: tuple[int, ...], known: dict[Any, Any]
+) -> tuple[Row, type[nn.Module] | None] | None:
+    """Return the row of a module of a library, and the class in place of its own if it computes the same; None if it only hands
+    on masks.
+
+    known: classes of which a module was compared.
     """
-    if not any(word in type(module).__name__ for word in ("Attention", "MHA")) or "EncDec" in name:
-        return ()
-    places = ((module, each) for each in ("num_heads", "num_attention_heads", "n_heads", "h", "heads"))
-    found = (getattr(*each, None) for each in (*places, (getattr(module, "config", None), "num_attention_heads")))
-    heads = next((each for each in found if isinstance(each, int)), 0)
-    return tuple((4 * heads * source.columns * length**2, None) for length in lengths) if heads and source.columns else ()
-
-
-def _left(modules: dict[str, nn.Module], reason: Exception) -> list[Row]:
-    """The rows of a library's modules that are not replaced."""
-    return [Row(name, type(each).__name__, "of a library", LIBRARY, reason=str(reason)) for name, each in modules.items()]
+    stock, ours, reason = type(module), met.ours, met.reason
+    if ours is not None and issubclass(ours, replacement.HandsOn):
+        return None
+    reason = reason or _why_not(module)
+    if ours is None or reason:
+        return Row(name, stock.__name__, met.title, LIBRARY, reason=reason), None
+    of: Any = getattr(ours, replacement.ATTRIBUTE)
+    try:
+        difference = compared_class(of, module, stock in known)
+    except Refused as refused:
+        return Row(name, stock.__name__, met.title, LIBRARY, reason=str(refused)), None
+    known[stock] = True
+    sizes = memory.of_modules(of, module, lengths)
+    return Row(name, stock.__name__, met.title, LIBRARY, difference, sizes), ours  # type: ignore[return-value]
 
 
 def _by_structure(
-    name: str, module: nn.Module, parent: nn.Module | None, lengths: tuple[int, ...], found: dict[Any, Reading]
+    name: str, module: nn.Module, parent: nn.Module | None, lengths: tuple[int, ...], found: dict[Any, Any]
 ) -> tuple[Row, type[nn.Module] | None] | None:
     """Return the row of a module of a kind, and the class in place of its own if it computes the same; None if it is of no kind.
 
@@ -237,10 +254,8 @@ def _by_structure(
         return None if other is None else (Row(name, stock.__name__, other.title, STRUCTURE, reason=other.instead), None)
     title = kind.title
     try:
-        if "forward" in vars(module):
-            raise Refused("it has a forward of its own, as hooks leave it: call enable before that")
-        if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
-            raise Refused("it is sharded: call enable before that")
+        if reason := _why_not(module):
+            raise Refused(reason)
         reading, difference = compared(kind, module, found.get((kind, stock)))
         found[kind, stock] = reading
         ours = structure.made(kind, stock, reading)  # type: ignore[arg-type]
@@ -248,9 +263,8 @@ def _by_structure(
             object.__new__(stock).__class__ = ours
         except TypeError as error:  # a class with __slots__
             raise Refused(f"its class cannot be exchanged: {error}") from error
-        of = getattr(ours, ATTRIBUTE)
-        sizes = [tuple(memory.of_forward(of, module, each, parent, by_ours) for by_ours in (False, True)) for each in lengths]
-        return Row(name, stock.__name__, title, STRUCTURE, difference, tuple(sizes)), ours  # type: ignore[arg-type]
+        sizes = memory.of_modules(getattr(ours, replacement.ATTRIBUTE), module, lengths, parent)
+        return Row(name, stock.__name__, title, STRUCTURE, difference, sizes), ours
     except Refused as refused:
         return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None
     except Exception as error:  # a module of the user may raise anything

@@ -1,15 +1,212 @@
-"""Replacement of the classes of a model's modules, and its undoing: one mechanism for all libraries."""
+"""Classes in place of stock classes: which calls of them ours computes, and how a model's modules get them and lose them."""
 
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+import importlib.metadata
+import inspect
+import re
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from . import known, proof
+from . import calls
+from .calls import CALLS, Calls
+from .compact import dense_of
+
+ATTRIBUTE = "_triton_relattn"
+"""What the class in place of a stock class has, and no other: a :class:`Replacement`."""
+NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
+"""The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""
+
+HARMLESS = {
+    "position_ids": "a relative term knows positions by their difference, and a packed batch is in the mask that they make",
+    "cache_position": "as position_ids: the name of older versions",
+    "use_cache": "whether the model makes a cache; attention uses the one that it gets",
+    "is_causal": "served, or the same as the module's own: another one is the stock forward's",
+    "output_attentions": "if it is true the call is the stock forward's",
+    "output_hidden_states": "for the model around attention",
+    "output_router_logits": "for the model around attention",
+    "return_dict": "for the model around attention",
+    "num_items_in_batch": "for the loss",
+}
+"""Arguments that a stock forward takes in its ``**kwargs``, which no result of its attention depends on; and why so.
+
+Not here: cu_seq_lens_q and the like, seq_idx, block_table (packed batches without a mask), head_mask, softcap, s_aux,
+sliding_window.
+"""
+
+
+class Sample(NamedTuple):
+    """Arguments of a forward, to compare two with.
+
+    name: for messages. given: by the stock forward's names. pairs: how many queries and keys there are. counts: positions of the
+    output that are compared, as bool, with as many dimensions as the output; None: all.
+    """
+
+    name: str
+    given: dict[str, Any]
+    pairs: tuple[int, int]
+    counts: torch.Tensor | None = None
+
+
+class Replacement:
+    """A forward in place of a stock class's, for the calls that it serves. All others are the stock forward's: with arguments
+    that ours has not, what is traced or exported, and on a CPU so few scores that the stock forward is faster.
+
+    stock: the class. constants: arguments that have no gradient, as masks.
+    """
+
+    stock: type[nn.Module]
+    constants: Collection[str] = ()
+    lacks_weights = False
+    """Whether ours may return None where the stock forward returns attention weights."""
+    fewest = 1 << 19
+    """Scores of a call on a CPU from which on ours is no slower than the stock forward, which keeps all smaller calls. Measured
+    with the packages of docs/enable.md, 1 and 8 sequences of 32 to 512 positions: below it was faster, by up to a factor of two.
+    """
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of a call by the names that ours has for them; None if it has none for one of them."""
+        raise NotImplementedError
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by the stock forward's names."""
+        raise NotImplementedError
+
+    def is_served(self, module: Any, given: dict[str, Any]) -> bool:
+        """Return whether ours computes a call."""
+        raise NotImplementedError
+
+    def pairs(self, module: Any, given: dict[str, Any]) -> int:
+        """Return the number of scores of a call."""
+        raise NotImplementedError
+
+    def is_on_gpu(self, given: dict[str, Any]) -> bool:
+        """Return whether a call is not the CPU's."""
+        return next((each.device.type != "cpu" for each in given.values() if isinstance(each, torch.Tensor)), False)
+
+    def run(self, module: Any, given: dict[str, Any]) -> Any:
+        """Compute what the stock forward returns."""
+        raise NotImplementedError
+
+    def samples(self, module: Any) -> Iterator[Sample]:
+        """Yield arguments for the comparison of a module, the smallest first."""
+        raise NotImplementedError
+
+    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
+        """Return arguments of the stock forward for one sequence, without values. parent: the module around this one."""
+        raise NotImplementedError
+
+    def prepare(self, module: Any) -> None:
+        """Change a shadow for the comparison: what the module has kept of earlier calls."""
+
+    def are_weights(self, module: Any, shape: torch.Size, pairs: tuple[int, int]) -> bool:
+        """Return whether a tensor of this shape has a number for each pair of a query and a key."""
+        return len(shape) >= 3 and tuple(shape[-2:]) == pairs
+
+    def without_dropout(self, module: Any) -> None:
+        """Switch dropout of a shadow off where it is neither torch's function nor its module."""
+
+    def results(self, returned: Any) -> Any:
+        """Return what is compared of what a forward returns."""
+        return dense_of(returned)
+
+    def counted(self, given: dict[str, Any]) -> torch.Tensor | None:
+        """Return which positions of the output see a key, with as many dimensions as the output; None: all, or not known.
+
+        given: by the stock forward's names.
+        """
+        raise NotImplementedError
+
+    def forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a call by ours or by the stock forward."""
+        if calls.is_graph():
+            return self.by_stock(module, args, kwargs)
+        given = self.given(args, kwargs)
+        if torch.compiler.is_compiling():
+            if given is not None and self.is_served(module, given):
+                return self.run(module, given)
+            return self.by_stock(module, args, kwargs)
+        found = calls.calls_of(module)
+        found.inside += 1
+        try:
+            if given is not None:
+                pairs = self.pairs(module, given)
+                if (pairs >= self.fewest or self.is_on_gpu(given)) and self.is_served(module, given):
+                    if calls.agrees(self, module, args, kwargs, pairs):
+                        return self.run(module, given)
+            return self.by_stock(module, args, kwargs)
+        finally:
+            found.inside -= 1
+
+    def by_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a call by the stock forward."""
+        return self.stock.forward(module, *map(dense_of, args), **{name: dense_of(each) for name, each in kwargs.items()})
+
+    def by_ours(self, module: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute a call by ours, to compare it.
+
+        Raises:
+            NotImplementedError: it is not one that ours serves.
+        """
+        given = self.given((), kwargs)
+        if given is None or not self.is_served(module, given):
+            raise NotImplementedError("a call with these arguments is the stock forward's")
+        return self.run(module, given)
+
+    def restore(self, module: nn.Module) -> None:
+        """Give a module its stock class back; also what hands small masks on to it, since those are for ours alone."""
+        for each in getattr(vars(module).get(CALLS), "around", ()):
+            if (encoder := each()) is not None:
+                restore(encoder)
+        own = type(module)
+        if ATTRIBUTE in vars(own):
+            module.__class__ = self.stock
+        else:  # torch.nn.utils.parametrize has given it a class derived from ours
+            own.__bases__ = tuple(self.stock if ATTRIBUTE in vars(each) else each for each in own.__bases__)
+
+
+def set_attribute(stock: type[nn.Module], module: Any, name: str, value: Any) -> None:
+    """Set an attribute of an enabled module as its stock class does, and have its next calls compared."""
+    stock.__setattr__(module, name, value)
+    if name != "training" and (found := vars(module).get(CALLS)) is not None:
+        found.changed()
+
+
+def in_place(module: nn.Module) -> Replacement | None:
+    """Return what stands in place of a module's stock class; None if it is not enabled."""
+    return getattr(type(module), ATTRIBUTE, None)
+
+
+def argument_name(function: Any, name: str) -> str:
+    """Return the name that function has for an argument of ours.
+
+    Raises:
+        TypeError: it has none that is known.
+    """
+    parameters = inspect.signature(function).parameters
+    for each in NAMES[name]:
+        if each in parameters:
+            return each
+    raise TypeError(f"{function.__qualname__} has no argument that is known to be {name}: none of {', '.join(NAMES[name])}")
+
+
+class HandsOn:
+    """Mixin, in place of the class that is the last base, of modules that only hand on masks or positions to attention."""
+
+    hands_on = True
+
+
+def stock_of(module: nn.Module) -> type[nn.Module] | None:
+    """Return the stock class of an enabled module; None if it is not enabled."""
+    if (of := getattr(type(module), ATTRIBUTE, None)) is not None:
+        return of.stock  # type: ignore[no-any-return]
+    return type(module).__bases__[-1] if isinstance(module, HandsOn) else None
 
 
 class Source(NamedTuple):
@@ -17,14 +214,12 @@ class Source(NamedTuple):
 
     Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
     classes, and for each the one in its place, derived from it; or a function ``classes`` that makes them for the name of the
-    library's module. title: of the family, for messages; sources that share it are proven together. columns: the stock attention
-    makes a tensor (B, H, N, columns * N); 0: of that size none, or not in all layers.
+    library's module. title: of the family, for reports.
     """
 
     stock: str
     ours: str
     title: str
-    columns: int = 0
 
     def classes(self) -> dict[type, type]:
         """Return the stock classes, each with the one in its place. This imports both modules."""
@@ -33,229 +228,108 @@ class Source(NamedTuple):
         return found
 
 
-class Library(NamedTuple):
-    """A library whose classes are replaced.
+class Met(NamedTuple):
+    """A module of a library that has, or hands on to, relative attention.
 
-    sources: of these. names: says in an error which they are. cases: the module here whose ``cases(stock)`` returns small models
-    of the module of a source. beside: other modules of the library that ours stand on.
+    ours: the class for it; None: there is none, and reason says why.
     """
 
+    title: str
+    ours: type | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library whose classes are replaced. names: says in an error which they are. oldest: the first version that is served."""
+
+    package: str
     sources: tuple[Source, ...]
     names: str
-    cases: str
-    beside: tuple[str, ...] = ()
+    oldest: str = ""
 
-    def modules(self, *sources: Source) -> tuple[str, ...]:
-        """Return the names of the library's modules that the classes of sources were written against."""
-        return (*(each.stock for each in sources), *self.beside)
-
-
-def enable(module: nn.Module, library: Library, prove: bool = True) -> dict[str, str]:
-    """Give the modules inside module the classes that replace theirs.
-
-    Args:
-        prove: compare small models, enabled, with the stock ones first, if the library's files are not those of a known version.
-
-    Returns:
-        The names of the modules, as ``module.named_modules()`` has them, and of their stock classes. Empty if all of it already
-        was replaced.
-
-    Raises:
-        ValueError: nothing in module is of those classes, or a module to replace has a ``forward`` of its own.
-        RuntimeError: the library's files are not those of a known version, and small models differ from the stock ones.
-    """
-    classes = classes_in(module, library)
-    replaced = {name: each for name, each in module.named_modules() if is_replaced(each, classes)}
-    if not replaced and not any(type(each) in classes.values() for each in module.modules()):
-        raise ValueError(f"{type(module).__name__} has no relative attention of a known {library.names}")
-    for name, each in replaced.items():
-        if "forward" in vars(each):
-            raise ValueError(
-                f"{name} ({type(each).__name__}) has a forward of its own, as hooks leave it: call enable before that"
-            )
-    if prove:
-        stock = {type(each) for each in replaced.values()}
-        files = {each.__module__ for each in stock}
-        met = [each for each in library.sources if each.stock in files]
-        for title in dict.fromkeys(each.title for each in met):
-            together = [each for each in met if each.title == title]
-            if not known.are_known(library.modules(*together)):
-                _prove(library, together, stock)
-    return _change_classes(replaced, classes)
-
-
-def disable(module: nn.Module, library: Library) -> dict[str, str]:
-    """Undo :func:`enable` in module and all inside it.
-
-    Returns:
-        The names of the modules that are stock again, and of their classes; empty if none was enabled.
-    """
-    classes = {ours: stock for stock, ours in classes_in(module, library).items()}
-    return _change_classes({name: each for name, each in module.named_modules() if type(each) in classes}, classes)
-
-
-class Enable(Protocol):
-    def __call__(self, module: nn.Module, prove: bool = True) -> dict[str, str]: ...
-
-
-class Disable(Protocol):
-    def __call__(self, module: nn.Module) -> dict[str, str]: ...
-
-
-ENABLE = """{summary}
-
-Args:
-    module: {module} Other models of the same class stay as they are. Checkpoints, parameters and hooks do, too.
-    prove: with files of the library that are not those of a tested version, compare a small model with the stock one first,
-        once; False skips that.
-
-Returns:
-    What was replaced: the names of the modules, as ``module.named_modules()`` has them, and of their classes. Empty if all of it
-    already was.
-
-{text}
-
-Raises:
-    ValueError: nothing in module is of these classes, or a module to replace has a ``forward`` of its own.
-    RuntimeError: the small model differs, or cannot be compared; module is as it was.
-
-Example:
-{example}
-"""
-DISABLE = """Undo :func:`enable` in module and all inside it.
-
-Returns:
-    The names of the modules that are stock again, and of their classes; empty if none was enabled.
-"""
-
-
-def functions(library: Library, package: str, *, summary: str, module: str, text: str, example: str) -> tuple[Enable, Disable]:
-    """Return the functions enable and disable of a library, with their docstrings."""
-
-    def enable_library(module: nn.Module, prove: bool = True) -> dict[str, str]:
-        return enable(module, library, prove)
-
-    def disable_library(module: nn.Module) -> dict[str, str]:
-        return disable(module, library)
-
-    lines = "\n".join(f"    {line}" for line in example.strip().splitlines())
-    enable_library.__doc__ = ENABLE.format(summary=summary, module=module, text=text.strip(), example=lines)
-    disable_library.__doc__ = DISABLE
-    for name, function in (("enable", enable_library), ("disable", disable_library)):
-        function.__name__ = function.__qualname__ = name
-        function.__module__ = package
-    return enable_library, disable_library
-
-
-def source_of(library: Library, module: nn.Module) -> Source:
-    """Return the source that a module's class, or the stock class behind it, is of."""
-    files = {each.__module__ for each in type(module).__mro__}
-    return next(each for each in library.sources if each.stock in files)
-
-
-def classes_in(module: nn.Module, library: Library) -> dict[type, type]:
-    """Return the stock classes of the library that occur in module, each with the class here that replaces it.
-
-    Raises:
-        RuntimeError: the module here cannot be imported with this version of the library, which is not a known one.
-    """
-    kinds = {type(each) for each in module.modules()}
-    # Of a class that is in place already, the last base is the stock class.
-    files = {stock.__module__ for kind in kinds for stock in (kind, kind.__bases__[-1])}
-    found: dict[type, type] = {}
-    for source in library.sources:
-        if source.stock in files:
+    def met(self, modules: dict[str, nn.Module]) -> dict[str, Met]:
+        """Return what of a model's modules is of this library's classes, by name."""
+        found: dict[str, Met] = {}
+        files = {base.__module__ for module in modules.values() for base in type(module).__mro__}
+        for source in self.sources:
+            if source.stock not in files:
+                continue
             try:
-                found |= source.classes()
-            except (ImportError, AttributeError) as error:
-                if known.are_known(library.modules(source)):
-                    raise
-                raise RuntimeError(_refusal(source, f"{type(error).__name__}: {error}", skip=False)) from error
-    return found
+                self._require()
+                classes = source.classes()
+            except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+                reason = f"{self.package} {installed_version(self.package)}: {error}"
+                for name, module in modules.items():
+                    if type(module).__module__ == source.stock and ATTENTION.search(type(module).__name__):
+                        found[name] = Met(source.title, None, reason)
+                continue
+            for name, module in modules.items():
+                ours = classes.get(type(module))
+                if ours is not None and getattr(ours, "applies", lambda _: True)(module):
+                    found[name] = Met(source.title, ours)
+                elif stock_of(module) is None and (
+                    base := next((each for each in type(module).__mro__ if each in classes), None)
+                ):
+                    if ours is None and ATTRIBUTE in vars(classes[base]):
+                        reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
+                        found[name] = Met(source.title, None, reason)
+        return found
+
+    def _require(self) -> None:
+        """Raise RuntimeError if the installed version is too old."""
+        version = installed_version(self.package)
+        if self.oldest and _numbers(version) < _numbers(self.oldest):
+            raise RuntimeError(f"it is too old: versions from {self.oldest} on are served")
 
 
-def _prove(library: Library, sources: Sequence[Source], stock: set[type]) -> None:
-    """Compare small models of sources with themselves enabled, unless that was done before.
+ATTENTION = re.compile("Attention|MHA|Attend")
 
-    stock: the classes that are to be replaced. Those of these sources must occur in a small model.
 
-    Raises:
-        RuntimeError: they differ, or cannot be compared.
-    """
-    source = sources[0]
-    identity = known.identity(library.modules(*sources), source.ours)
-    if identity is not None and proof.is_remembered(identity):
-        return
-    name = f"{source.title}, of {_library(source)} {known.installed_version(source.stock)}"
-    warnings.warn(
-        f"{name}, has other source files than in the versions that triton_relattn was tested with ({_versions(source)}): "
-        "comparing small models, enabled, with the stock ones, which takes seconds, once",
-        stacklevel=4,
-    )
-    covered: set[type] = set()
-
-    def change(model: nn.Module) -> None:
-        before = {name: type(each) for name, each in model.named_modules()}
-        covered.update(before[name] for name in enable(model, library, prove=False))
-
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, "?" if it has none."""
     try:
-        error = proof.prove(cases_of(library, source), change)
-        if missing := {each for each in stock - covered if each.__module__ in {each.stock for each in sources}}:
-            raise proof.Disproved(f"no small model has {', '.join(sorted(each.__name__ for each in missing))}")
-    except proof.Disproved as disproved:
-        raise RuntimeError(_refusal(source, str(disproved))) from disproved
-    if identity is not None:
-        proof.remember(identity, f"{name}: the largest difference was {error:.1e}")
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
 
 
-def cases_of(library: Library, source: Source) -> Sequence[proof.Case]:
-    """Return the small models of a source, and what is computed with them."""
-    cases: Callable[[str], Sequence[proof.Case]] = importlib.import_module(library.cases).cases
-    return cases(source.stock)
+def _numbers(version: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", version)[:2]]
 
 
-def _library(source: Source) -> str:
-    return known.DISTRIBUTIONS[source.stock.partition(".")[0]]
+def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], check_calls: bool) -> None:
+    """Give modules their new classes: all of them, or none if one raises."""
+    done: list[nn.Module] = []
+    try:
+        for name, ours in classes.items():
+            module = modules[name]
+            done.append(module)
+            module.__class__ = ours
+            if ATTRIBUTE in vars(ours):
+                vars(module)[CALLS] = Calls(check_calls)
+            getattr(ours, "on_enable", _nothing)(module)
+        for module in done:
+            if getattr(module, "hands_on", False):
+                for each in module.modules() if isinstance(module, HandsOn) else done:
+                    if (found := vars(each).get(CALLS)) is not None and not getattr(each, "hands_on", False):
+                        found.around.append(weakref.ref(module))
+    except BaseException:
+        for module in done:
+            restore(module)
+        raise
 
 
-def _versions(source: Source) -> str:
-    return ", ".join(known.versions(source.stock)) or "none"
-
-
-def _refusal(source: Source, reason: str, skip: bool = True) -> str:
-    """Say why a model is not enabled, and what may be done; skip: whether prove=False is of use."""
-    library, versions = _library(source), known.versions(source.stock)
-    ours = source.ours.removeprefix(f"{__package__}.").partition(".")[0]
-    install = f'Install a version that is known: pip install "{library}=={versions[-1]}". ' if versions else ""
-    return (
-        f"{source.title} was not enabled, and the model is as it was: {library} {known.installed_version(source.stock)} has "
-        f"other source files than the versions that are known ({_versions(source)}), and ours do not fit it. "
-        f"{reason}. {install}Please report it"
-        + (
-            f"; triton_relattn.integrations.{ours}.enable(model, prove=False) skips the comparison, at your own risk"
-            if skip
-            else ""
-        )
-    )
-
-
-def is_replaced(module: nn.Module, classes: dict[type, type]) -> bool:
-    """Return whether to replace a module's class. Our class may exclude modules that have no relative term (``applies``)."""
-    ours = classes.get(type(module))
-    return ours is not None and getattr(ours, "applies", lambda _: True)(module)
-
-
-def _change_classes(modules: dict[str, nn.Module], classes: dict[type, type]) -> dict[str, str]:
-    """Give each module the class that classes has for its own, and return the names of modules and classes.
-
-    Instances of both have the same attributes, but for what our class changes with ``on_enable`` and back with ``on_disable``.
-    """
-    for each in modules.values():
-        old, new = type(each), classes[type(each)]
-        getattr(old, "on_disable", _nothing)(each)
-        each.__class__ = new
-        getattr(new, "on_enable", _nothing)(each)
-    return {name: type(each).__name__ for name, each in modules.items()}
+def restore(module: nn.Module) -> type[nn.Module] | None:
+    """Give an enabled module its stock class back, and return that; None if it was not enabled."""
+    stock = stock_of(module)
+    if (of := in_place(module)) is not None:
+        of.restore(module)
+        vars(module).pop(CALLS, None)
+    elif stock is not None:
+        getattr(type(module), "on_disable", _nothing)(module)
+        module.__class__ = stock
+    return stock
 
 
 def _nothing(_: Any) -> None:

@@ -23,10 +23,9 @@ class Row:
     """A module that has relative attention.
 
     name: as ``named_modules()`` has it. stock: its class. kind: what it computes. found: "library" or "structure". error: the
-    largest difference that was found, as a share of the largest number; None: the library's files are known, or it was compared
-    before. memory: bytes of the tensors of the stock forward and of ours, for one sequence in float32, for each of the report's
-    lengths; of a library's class those of one tensor that the stock class makes, and None. reason: why it was left as it was;
-    empty: it is replaced.
+    largest difference that was found, as a share of the largest number; None: of a module that only hands masks and positions on.
+    memory: bytes of the tensors of the stock forward and of ours, for one sequence in float32, for each of the report's lengths.
+    reason: why it was left as it was; empty: it is replaced.
     """
 
     name: str
@@ -117,9 +116,8 @@ def _of_calls(calls: Compared) -> list[str]:
 
 
 def _line(names: str, row: Row) -> list[str]:
-    error = "known source" if row.error is None else f"{row.error:.0e}"
-    by_library = row.found == LIBRARY
-    sizes = [f"> {_size(stock)}" if by_library else f"{_size(stock)} -> {_size(ours)}" for stock, ours in row.memory]
+    error = "-" if row.error is None else f"{row.error:.0e}"
+    sizes = [f"{_size(stock)} -> {_size(ours)}" for stock, ours in row.memory]
     return [names, row.kind, row.found, error, *sizes]
 
 
@@ -129,9 +127,7 @@ def _size(count: int | None) -> str:
 
 MEMORY = (
     "memory: of all tensors of one sequence's forward in one layer, float32, stock -> enabled; on a CPU the "
-    "operator's own blocks, some "
-    "MiB at any length, come on top. Of a library's class (>) that of one tensor with a number for each pair, "
-    "which is not made any more."
+    "operator's own blocks, some MiB at any length, come on top."
 )
 
 

@@ -25,6 +25,7 @@ class Seen:
         left, right: -1: without end.
         chunk: 1: queries see a window.
         first: the position of the first query, counted as the keys' are.
+        make: returns the mask of the library.
     """
 
     def __init__(
@@ -36,9 +37,16 @@ class Seen:
         right: int = -1,
         chunk: int = 1,
         first: int = 0,
+        make: Callable[[], Any] | None = None,
     ) -> None:
+        self.make = make
         self.lengths, self.real = lengths, real
         self.left, self.right, self.chunk, self.first = left, right, chunk, first
+
+    def dense(self) -> Any:
+        """Return the mask that stock attention takes."""
+        assert self.make is not None
+        return self.make()
 
     @property
     def window(self) -> tuple[int, int]:

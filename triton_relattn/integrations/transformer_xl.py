@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .. import tables
-from ..functional import fused_relative_attention
 from ..positions import RelativePositions
 from .heads import drop_probability, split_heads
+from .in_place import fused_relative_attention
 
 
 def folded(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from .. import replacement
+from ..doors import functions
 
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.relative", "ESPnet's Conformer", 2),
+    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.relative", "ESPnet's Conformer"),
     replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.encoder", "ESPnet's Conformer"),
-    replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention", 2),
+    replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention"),
 )
 
-LIBRARY = replacement.Library(SOURCES, "class of ESPnet or CosyVoice: RelPositionMultiHeadedAttention", f"{__name__}.small")
+LIBRARY = replacement.Library("espnet", SOURCES, "class of ESPnet or CosyVoice: RelPositionMultiHeadedAttention")
 
-enable, disable = replacement.functions(
-    LIBRARY,
+enable, disable = functions(
     __name__,
     summary="Let relative attention of ESPnet and CosyVoice run on :func:`triton_relattn.fused_relative_attention`.",
     module="a model, or any part of it: an encoder, a layer, one attention.",

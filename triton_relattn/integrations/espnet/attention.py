@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from ...positions import RelativePositions
-from ..arguments import StockArguments
 from ..heads import join_heads
+from ..in_place import InPlace
 from ..transformer_xl import of_module
 
 
-class RelPositionAttention(StockArguments):
+class RelPositionAttention(InPlace):
     """Mixin: (q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids.
 
     With zero_triu keys in the future have q_i + u . k_j alone.
@@ -31,6 +31,12 @@ class RelPositionAttention(StockArguments):
         query, key, value = self.forward_qkv(query, key, value)
         out: torch.Tensor = self.linear_out(join_heads(attend(self, query, key, value, pos_emb, mask)))
         return out
+
+    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        states, is_legacy = torch.randn(batch, length, self.linear_q.in_features), "Legacy" in type(self).__name__
+        rows = torch.randn(1, length if is_legacy else 2 * length - 1, self.linear_pos.in_features)
+        mask = None if real is None else real[:, None]
+        return {"query": states, "key": states, "value": states, "pos_emb": rows, "mask": mask}
 
 
 def attend(

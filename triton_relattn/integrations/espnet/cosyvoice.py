@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from cosyvoice.transformer import attention as stock
 
-from ..arguments import StockArguments
 from ..heads import join_heads
+from ..in_place import InPlace
 from .attention import attend
 
 NO_MASK, NO_POSITIONS, NO_CACHE = torch.ones(0, 0, 0, dtype=torch.bool), torch.empty(0), torch.zeros(0, 0, 0, 0)
 
 
-class RelPositionMultiHeadedAttention(StockArguments, stock.RelPositionMultiHeadedAttention):
+class RelPositionMultiHeadedAttention(InPlace, stock.RelPositionMultiHeadedAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(
@@ -26,13 +28,9 @@ class RelPositionMultiHeadedAttention(StockArguments, stock.RelPositionMultiHead
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """query (B, Nq, C), key and value (B, Nk, C), mask (B, 1 or Nq, Nk), 0 of what is hidden; without keys: there is none.
 
-        pos_emb (1, 2Nk - 1, C); Nk rows are of positions instead of distances, and left to stock attention. cache (1, H, Nc, 2D)
+        pos_emb (1, 2Nk - 1, C). cache (1, H, Nc, 2D)
         of keys and values, which Nk includes.
         """
-        keys = key.shape[1] + cache.shape[2]
-        if pos_emb.shape[1] == keys > 1:
-            stock_result: tuple[torch.Tensor, torch.Tensor] = super().forward(query, key, value, mask, pos_emb, cache)
-            return stock_result
         q, k, v = self.forward_qkv(query, key, value)
         if len(cache) > 0:
             key_cache, value_cache = cache.chunk(2, dim=-1)
@@ -40,6 +38,16 @@ class RelPositionMultiHeadedAttention(StockArguments, stock.RelPositionMultiHead
         seen = mask[:, :, : k.shape[2]] if mask.shape[2] > 0 else None
         out = self.linear_out(join_heads(attend(self, q, k, v, pos_emb, seen)))
         return out, torch.cat((k, v), -1)
+
+    def serves(self, key: torch.Tensor, pos_emb: torch.Tensor, cache: torch.Tensor = NO_CACHE, **given: Any) -> bool:  # type: ignore[override]
+        """Return whether ours computes a call: Nk rows are of positions instead of distances."""
+        return not pos_emb.shape[1] == key.shape[1] + cache.shape[2] > 1
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        states = torch.randn(batch, length, self.linear_q.in_features)
+        rows = torch.randn(1, 2 * length - 1, self.linear_pos.in_features)
+        given = {"query": states, "key": states, "value": states, "pos_emb": rows}
+        return given if real is None else {**given, "mask": real[:, None]}
 
 
 CLASSES = {stock.RelPositionMultiHeadedAttention: RelPositionMultiHeadedAttention}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from espnet2.asr.encoder import conformer_encoder as stock
 
+from ..calls import is_graph
 from ..functions import with_names
+from ..replacement import HandsOn
 
 
 def make_pad_mask(lengths: Any) -> torch.Tensor:
@@ -17,10 +20,15 @@ def make_pad_mask(lengths: Any) -> torch.Tensor:
     return mask
 
 
-class ConformerEncoder(stock.ConformerEncoder):
+FORWARD = with_names(stock.ConformerEncoder.forward, make_pad_mask=make_pad_mask)
+
+
+class ConformerEncoder(HandsOn, stock.ConformerEncoder):
     """Encoder whose mask of padding takes no memory but its own."""
 
-    forward = with_names(stock.ConformerEncoder.forward, make_pad_mask=make_pad_mask)
+    @functools.wraps(stock.ConformerEncoder.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (stock.ConformerEncoder.forward if is_graph() else FORWARD)(self, *args, **kwargs)
 
 
 CLASSES = {stock.ConformerEncoder: ConformerEncoder}

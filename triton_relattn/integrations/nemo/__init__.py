@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from .. import replacement
+from ..doors import functions
 
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source(
-        "nemo.collections.asr.parts.submodules.multi_head_attention", f"{__name__}.attention", "NeMo's Conformer", 2
-    ),
+    replacement.Source("nemo.collections.asr.parts.submodules.multi_head_attention", f"{__name__}.attention", "NeMo's Conformer"),
     replacement.Source("nemo.collections.asr.modules.conformer_encoder", f"{__name__}.encoder", "NeMo's Conformer"),
 )
 
-LIBRARY = replacement.Library(SOURCES, "class of NeMo: RelPositionMultiHeadAttention", f"{__name__}.small")
+LIBRARY = replacement.Library("nemo_toolkit", SOURCES, "class of NeMo: RelPositionMultiHeadAttention")
 
-enable, disable = replacement.functions(
-    LIBRARY,
+enable, disable = functions(
     __name__,
     summary="Let NeMo's ``RelPositionMultiHeadAttention`` run on :func:`triton_relattn.fused_relative_attention`.",
     module="a model, or any part of it: a ``ConformerEncoder``, a layer, one attention.",

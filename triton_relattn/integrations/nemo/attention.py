@@ -8,8 +8,8 @@ import torch
 from nemo.collections.asr.parts.submodules import multi_head_attention as stock
 
 from ...positions import RelativePositions
-from ..arguments import StockArguments
 from ..heads import join_heads
+from ..in_place import InPlace
 from ..seen import Seen
 from ..transformer_xl import of_module
 
@@ -20,7 +20,8 @@ class Mask(Seen):
     def __getitem__(self, index: tuple[slice, slice]) -> Mask:
         """The mask of the queries from a position on, [:, first:], where the keys before are a cache's."""
         first = index[1].start
-        return Mask(self.lengths, self.real, left=self.left, right=self.right, chunk=self.chunk, first=first)
+        sizes = {"left": self.left, "right": self.right, "chunk": self.chunk, "first": first}
+        return Mask(self.lengths, self.real, **sizes, make=lambda: self.dense()[index])
 
     def padding(self, queries: int, device: torch.device) -> torch.Tensor:
         """(B, Nq), True of queries that are padding. All keys are hidden from them, so that they get zero."""
@@ -30,7 +31,11 @@ class Mask(Seen):
         return position >= self.lengths[:, None]  # type: ignore[index]
 
 
-class RelPositionMultiHeadAttention(StockArguments, stock.RelPositionMultiHeadAttention):
+LEFT, RIGHT = 5, 3
+"""The window of a comparison."""
+
+
+class RelPositionMultiHeadAttention(InPlace, stock.RelPositionMultiHeadAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(
@@ -53,6 +58,16 @@ class RelPositionMultiHeadAttention(StockArguments, stock.RelPositionMultiHeadAt
             query, key, value = self.forward_qkv(query, key, value)
             out = self.linear_out(join_heads(self._attend(query, key, value, pos_emb, mask)))
         return out if cache is None else (out, cache)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        states = torch.randn(batch, length, self.linear_q.in_features)
+        rows = torch.randn(1, 2 * length - 1, self.linear_pos.in_features)
+        mask = None
+        if real is not None:
+            behind = torch.arange(length)[:, None] - torch.arange(length)
+            hidden = (behind > LEFT) | (behind < -RIGHT) | ~(real[:, None] & real[:, :, None])
+            mask = Mask(real.sum(1), left=LEFT, right=RIGHT, make=lambda: hidden)
+        return {"query": states, "key": states, "value": states, "mask": mask, "pos_emb": rows}
 
     def _attend(
         self,

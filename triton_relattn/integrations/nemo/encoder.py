@@ -8,13 +8,15 @@ import torch
 from nemo.collections.asr.modules import conformer_encoder as stock
 from nemo.collections.asr.parts.submodules.multi_head_attention import MultiHeadAttention
 
+from ..calls import is_graph
+from ..replacement import HandsOn
 from .attention import Mask, RelPositionMultiHeadAttention
 
 MOST_CHUNKS = 10000
 """Chunks that stock masks show if the context has no end to the left."""
 
 
-class ConformerEncoder(stock.ConformerEncoder):
+class ConformerEncoder(HandsOn, stock.ConformerEncoder):
     """Encoder that tells its attention of lengths, windows and chunks, instead of making a mask (B, T, T)."""
 
     @staticmethod
@@ -32,17 +34,20 @@ class ConformerEncoder(stock.ConformerEncoder):
         """(B, T) True of padding, and the mask of attention."""
         attention = (each for each in self.modules() if isinstance(each, MultiHeadAttention))
         context = self._context(att_context_size)
-        if context is None or not all(isinstance(each, RelPositionMultiHeadAttention) for each in attention):
-            masks: tuple[torch.Tensor, Any] = super()._create_masks(
+
+        def make() -> tuple[torch.Tensor, Any]:
+            return super(ConformerEncoder, self)._create_masks(  # type: ignore[no-any-return]
                 att_context_size, padding_length, max_audio_length, offset, device
             )
-            return masks
+
+        if is_graph() or context is None or not all(isinstance(each, RelPositionMultiHeadAttention) for each in attention):
+            return make()
         positions = torch.arange(max_audio_length, device=device)
         real = positions < padding_length[:, None]
         if offset is None:
-            return ~real, Mask(padding_length.long().clamp(max=max_audio_length), **context)
+            return ~real, Mask(padding_length.long().clamp(max=max_audio_length), **context, make=lambda: make()[1])
         real = real & (positions >= offset[:, None])
-        return ~real, Mask(real=real, **context)
+        return ~real, Mask(real=real, **context, make=lambda: make()[1])
 
     def _context(self, sizes: list[int]) -> dict[str, Any] | None:
         """The arguments of a mask, or None if only a stock mask says what is seen."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from .. import replacement
+from ..doors import functions
 
 __all__ = ["disable", "enable"]
 
 TITLE = "SpeechBrain's Conformer"
 SOURCES = (
-    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", TITLE, 2),
+    replacement.Source("speechbrain.nnet.attention", f"{__name__}.attention", TITLE),
     replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr", TITLE),
 )
 
-LIBRARY = replacement.Library(SOURCES, "class of SpeechBrain: RelPosMHAXL", f"{__name__}.small")
+LIBRARY = replacement.Library("speechbrain", SOURCES, "class of SpeechBrain: RelPosMHAXL")
 
-enable, disable = replacement.functions(
-    LIBRARY,
+enable, disable = functions(
     __name__,
     summary="Let SpeechBrain's ``RelPosMHAXL`` run on :func:`triton_relattn.fused_relative_attention`.",
     module="a model, or any part of it: a ``TransformerASR``, an encoder, one attention.",

@@ -10,13 +10,16 @@ from speechbrain.nnet import attention as stock
 from torch import nn
 
 from ...positions import RelativePositions
-from ..arguments import StockArguments
 from ..heads import drop_probability, join_heads, split_heads
+from ..in_place import InPlace
 from ..seen import Seen
 from ..transformer_xl import attend
 
+LEFT = 5
+"""The window of a comparison."""
 
-class RelPosMHAXL(StockArguments, stock.RelPosMHAXL):
+
+class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both over sqrt(embed_dim); R, a row per distance and head, projected sinusoids."""
 
     @staticmethod
@@ -58,6 +61,22 @@ class RelPosMHAXL(StockArguments, stock.RelPosMHAXL):
             out = operator(*states, attn_mask=self._shown(real, attn_mask, states[0]))
         out = self.out_proj(join_heads(out))
         return (out, None) if return_attn_weights else out
+
+    @staticmethod
+    def counted(mask: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def pairs(self, query: torch.Tensor, key: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+        return len(query) * self.num_heads * query.shape[1] * key.shape[1]
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        states, rows = torch.randn(batch, length, self.embed_dim), torch.randn(1, 2 * length - 1, self.embed_dim)
+        given = {"query": states, "key": states, "value": states, "pos_embs": rows}
+        if real is None:
+            return given
+        behind = torch.arange(length)[:, None] - torch.arange(length)
+        seen = Seen(left=LEFT, right=0, make=lambda: (behind > LEFT) | (behind < 0))
+        return {**given, "key_padding_mask": ~real, "attn_mask": seen}
 
     def _query_key_value(self, *states: torch.Tensor) -> list[torch.Tensor]:
         """(B, H, N, D) each. Of one tensor the weights are read as (H, 3, D); of several, as (3, H, D)."""

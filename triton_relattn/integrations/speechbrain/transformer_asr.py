@@ -7,7 +7,9 @@ from typing import Any
 
 from speechbrain.lobes.models.transformer import TransformerASR as stock
 
+from ..calls import is_graph
 from ..functions import with_names
+from ..replacement import HandsOn
 from ..seen import Seen
 from .attention import RelPosMHAXL
 
@@ -17,12 +19,16 @@ def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = inspect.signature(stock.make_transformer_src_tgt_masks).bind(*args, **kwargs).arguments
     causal, dynchunktrain_config = given.pop("causal", False), given.pop("dynchunktrain_config", None)
     src_padding, tgt_padding, _, tgt_mask = stock.make_transformer_src_tgt_masks(**given)
+
+    def make() -> Any:
+        return stock.make_transformer_src_tgt_masks(*args, **kwargs)[2]
+
     seen = None
     if causal:
-        seen = Seen(right=0)
+        seen = Seen(right=0, make=make)
     elif dynchunktrain_config is not None:
         left = dynchunktrain_config.left_context_size_frames()
-        seen = Seen(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size)
+        seen = Seen(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size, make=make)
     return src_padding, tgt_padding, seen, tgt_mask
 
 
@@ -32,7 +38,7 @@ FORWARD, ENCODE = (
 )
 
 
-class TransformerASR(stock.TransformerASR):
+class TransformerASR(HandsOn, stock.TransformerASR):
     """Model that tells the attention of its Conformer of causality and chunks, instead of making a mask (T, T)."""
 
     @staticmethod
@@ -46,7 +52,7 @@ class TransformerASR(stock.TransformerASR):
         return ENCODE(self, *args, **kwargs) if self._is_enabled() else super().encode(*args, **kwargs)
 
     def _is_enabled(self) -> bool:
-        return all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
+        return not is_graph() and all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
 
 
 CLASSES = {stock.TransformerASR: TransformerASR}

@@ -53,7 +53,7 @@ class BucketedBias(Kind):
             yield Reading(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels = taken(module, reading)
         states, mask, means = reading.argument("states"), reading.argument("mask"), reading.option("mask")
         for batch, length in ((2, 19), (1, 5), (1, reading.option("furthest") + 13)):

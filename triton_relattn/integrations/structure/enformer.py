@@ -58,7 +58,7 @@ class DistanceFeatures(Kind):
                 yield Reading(tuple(roles.items()), tuple(arguments.items()), options)
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels = taken(module, reading)
         lengths = (1536,) if getattr(module, "use_tf_gamma", False) else (11, 5, 23)
         for length in lengths:

@@ -50,7 +50,7 @@ class DecomposedPositions(Kind):
                 yield Reading(tuple(roles.items()), tuple(arguments.items()), (("width", width), ("norms", norms)))  # type: ignore[arg-type]
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels = taken(module, reading, "qkv")
         sides = [(each.shape[0] + 1) // 2 for each in (getattr(module, reading.role(f"rel_pos_{axis}")) for axis in "hw")]
         own = min(sides[0], 14), min(sides[1], 14)
@@ -58,8 +58,8 @@ class DecomposedPositions(Kind):
             states = torch.randn(batch, *grid, channels)
             yield Sample(f"{batch} grids of {grid[0]} x {grid[1]}", {reading.argument("states"): states}, (math.prod(grid),) * 2)  # type: ignore[dict-item]
 
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
+    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
+        reading = self.reading
         channels = taken(module, reading, "qkv")
         window = getattr(parent, "window_size", 0)
         side = max(window) if isinstance(window, (tuple, list)) else int(window)

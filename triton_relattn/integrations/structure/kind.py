@@ -6,34 +6,21 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from .. import calls
-from ..calls import CALLS
+from .. import replacement
 from ..comparison import Refused as Refused
 from ..comparison import weights_dropout
 from ..heads import drop_probability
+from ..in_place import padded as padded
 from ..projections import projections
+from ..replacement import ATTRIBUTE as ATTRIBUTE
+from ..replacement import Replacement
+from ..replacement import Sample as Sample
 from .roles import MASK, argument_roles
-
-ATTRIBUTE = "_triton_relattn"
-"""What the class in place of a stock class has, and no other."""
-
-
-class Sample(NamedTuple):
-    """Arguments of a forward, to compare two with.
-
-    name: for messages. given: by the stock forward's names. pairs: how many queries and keys there are. counts: positions of the
-    output that are compared, as bool, with as many dimensions as the output; None: all.
-    """
-
-    name: str
-    given: dict[str, Any]
-    pairs: tuple[int, int]
-    counts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -66,27 +53,23 @@ class Reading:
         return next((name for name, each in self.arguments if each == role), None)
 
 
-class Kind:
-    """A way in which attention is relative, and a stock class that is of it: :meth:`compute` in place of the stock forward.
+class Kind(Replacement):
+    """A way in which attention is relative, and a stock class that is of it: :meth:`compute` in place of its forward.
 
     It computes the calls that it :meth:`serves`. All others are the stock forward's: arguments without a role that are not at
-    their defaults, shapes that were not compared, what is traced or exported, and on a CPU so few scores that the stock forward
-    is faster.
+    their defaults, and shapes that were not compared.
 
     title: the kind's name, for the report. The class in place of the stock class has no attributes but ``ATTRIBUTE``, which is
     this object, so that none can have the name of one of the stock module's.
     """
 
     title: ClassVar[str]
-    fewest: ClassVar[int] = 1 << 19
-    """Scores of a call on a CPU from which on ours is no slower than the stock forward, which keeps all smaller calls. Measured
-    with the packages of docs/enable.md, 1 and 8 sequences of 32 to 512 positions: below it was faster, by up to a factor of two.
-    """
 
     def __init__(self, stock: type[nn.Module], reading: Reading) -> None:
         signature = list(inspect.signature(stock.forward).parameters.values())[1:]
         self.stock, self.reading = stock, reading
         self.roles, self.options, self.arguments = dict(reading.roles), dict(reading.options), dict(reading.arguments)
+        self.constants = [name for name, role in reading.arguments if role == MASK]
         self.positional = tuple(each.name for each in signature if each.kind is each.POSITIONAL_OR_KEYWORD)
         self.defaults = {each.name: each.default for each in signature if each.default is not each.empty}
 
@@ -100,24 +83,22 @@ class Kind:
         raise NotImplementedError
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         """Yield arguments for the comparison, the smallest ones that tell readings apart first."""
         raise NotImplementedError
 
+    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
+        return {self.reading.argument("states"): torch.empty(1, length, taken(module, self.reading), device="meta")}  # type: ignore[dict-item]
+
     @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
-        """Arguments of one sequence of this length, without values: on the device "meta". parent: the module around it."""
-        return {reading.argument("states"): torch.empty(1, length, taken(module, reading), device="meta")}  # type: ignore[dict-item]
+    def prepare(cls, model: Any) -> None:
+        pass
 
     @classmethod
     def words(cls, reading: Reading) -> str:
         """What a reading takes for granted, for messages."""
         has_mask = reading.argument("mask") is not None
         return ", ".join(f"{name}: {value}" for name, value in reading.options if name != "mask" or has_mask)
-
-    @classmethod
-    def prepare(cls, model: Any) -> None:
-        """Take from a shadow for the comparison what the module has kept of earlier calls."""
 
     def serves(self, *args: Any, **given: Any) -> bool:
         """Return whether a call of a module, its arguments by role, is one that was compared."""
@@ -127,52 +108,16 @@ class Kind:
         """Compute what the stock forward returns."""
         raise NotImplementedError
 
-    def forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a call by ours or by the stock forward."""
-        if calls.is_graph():
-            return self.stock.forward(module, *args, **kwargs)
-        given = self._by_role(args, kwargs)
-        if torch.compiler.is_compiling():
-            if given is not None and self._is_served(module, given):
-                return self._compute(module, given)
-            return self.stock.forward(module, *args, **kwargs)
-        found = calls.calls_of(module)
-        found.inside += 1
-        try:
-            pairs = 0 if given is None else self._pairs(given)
-            if given is not None and (pairs >= self.fewest or _states(given).device.type != "cpu"):
-                if self._is_served(module, given) and calls.agrees(self, module, args, kwargs, pairs):
-                    return self._compute(module, given)
-            return self.stock.forward(module, *args, **kwargs)
-        finally:
-            found.inside -= 1
+    def samples(self, module: Any) -> Iterator[Sample]:
+        return self.examples(module, self.reading)
 
-    def restore(self, module: nn.Module) -> None:
-        """Give a module its stock class back."""
-        own = type(module)
-        if ATTRIBUTE in vars(own):
-            module.__class__ = self.stock
-        else:  # torch.nn.utils.parametrize has given it a class derived from ours
-            own.__bases__ = tuple(self.stock if ATTRIBUTE in vars(each) else each for each in own.__bases__)
-
-    def ours(self, module: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute a call by ours, to compare it.
-
-        Raises:
-            NotImplementedError: it is not one that ours serves.
-        """
-        given = self._by_role((), kwargs)
-        if given is None or not self._is_served(module, given):
-            raise NotImplementedError("a call with these arguments is the stock forward's")
-        return self._compute(module, given)
-
-    def _compute(self, module: Any, given: dict[str, Any]) -> Any:
+    def run(self, module: Any, given: dict[str, Any]) -> Any:
         result = self.compute(module, **given)
         alone = isinstance(result, torch.Tensor) and self.reading.returns and set(self.reading.returns[1:]) <= {"None"}
         return (result, *(None for _ in self.reading.returns[1:])) if alone else result
 
-    def _is_served(self, module: Any, given: dict[str, Any]) -> bool:
-        """Return whether ours computes a call: the operator gives a mask no gradient, and adds no boolean one."""
+    def is_served(self, module: Any, given: dict[str, Any]) -> bool:
+        """As in the base class: the operator gives a mask no gradient, and adds no boolean one."""
         mask = given.get(MASK)
         if not (self._may_drop(module) and self.serves(module, **given)):
             return False
@@ -194,18 +139,15 @@ class Kind:
         channels, made = projections(module)[reading.role(role)]
         return channels, made // reading.option("width") // (1 if role == "query" else 3)
 
-    def _pairs(self, given: dict[str, Any]) -> int:
-        """Return the number of scores of a call."""
+    def pairs(self, module: Any, given: dict[str, Any]) -> int:
         states = _states(given)
         positions = states.numel() // (states.shape[0] * self.reading.channels)
         return int(states.shape[0] * self.reading.heads * positions**2)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
         return {**dict(zip(self.positional, args, strict=False)), **kwargs}
 
     def counted(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """Return which positions of the output see a key, with as many dimensions as the output; None: all, or not known."""
         mask = given.get(self.reading.argument(MASK) or "")
         if mask is None or mask.numel() == 0 or self.options["mask"] == ADDED:
             return None
@@ -213,7 +155,7 @@ class Kind:
         seen = seen.any(-1)  # type: ignore[union-attr]  # (B, 1 or H, 1 or N)
         return seen.any(1)[..., None] if seen.shape[1] == 1 else None
 
-    def _by_role(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a call by their roles; None if one has none, and is not at its default."""
         if len(args) > len(self.positional):
             return None
@@ -284,11 +226,6 @@ def taken(module: Any, reading: Reading, role: str = "query") -> int:
     return projections(module)[reading.role(role)][0]
 
 
-def padded(batch: int, length: int) -> torch.Tensor:
-    """Which positions of sequences are real (B, N), bool: at least half of each one's, and one."""
-    return torch.arange(length) < torch.randint(max(length // 2, 1), length + 1, (batch,))[:, None]
-
-
 def with_masks(forward: Any, states: Sequence[str], *meanings: str) -> list[tuple[dict[str, str], str]]:
     """The roles that arguments of a forward may have, each with a meaning of its mask; with the first, if it has no mask."""
     roles = argument_roles(forward, states)
@@ -305,9 +242,7 @@ def made(kind: type[Kind], stock: type[nn.Module], reading: Reading) -> type[nn.
         return of.forward(self, args, kwargs)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        stock.__setattr__(self, name, value)
-        if name != "training" and (found := vars(self).get(CALLS)) is not None:
-            found.changed()
+        replacement.set_attribute(stock, self, name, value)
 
     def reduce(self: Any, protocol: Any) -> Any:
         """As the stock class's, so that copies and files have the stock class, and what it takes to make ours of it."""
@@ -327,11 +262,6 @@ def made(kind: type[Kind], stock: type[nn.Module], reading: Reading) -> type[nn.
     found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
     found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it
     return found
-
-
-def kind_in(module: nn.Module) -> Kind | None:
-    """Return the kind in whose class a module is now; None if it is not enabled by its structure."""
-    return getattr(type(module), ATTRIBUTE, None)
 
 
 def _again(stock: type[nn.Module], kind: type[Kind], reading: Reading) -> nn.Module:

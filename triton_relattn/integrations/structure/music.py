@@ -61,7 +61,7 @@ class PastRows(Kind):
             yield Reading(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         rows = len(rows_of(getattr(module, reading.role("rel_key"))))
         channels = projections(module)[reading.role("out")][0]
         names = [name for name, role in reading.arguments if role in STATES]
@@ -102,15 +102,15 @@ class PastRows(Kind):
         channels = projections(module)[reading.role("out")][0]
         return channels, channels // reading.option("width")
 
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
+    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
+        reading = self.reading
         channels, is_added = projections(module)[reading.role("out")][0], reading.option("mask") == ADDED
         shape = (1, length, channels) if reading.option("batch_first") else (length, 1, channels)
         given = {name: torch.empty(shape, device="meta") for name, role in reading.arguments if role in STATES}
         mask = torch.empty(length, length, dtype=torch.float32 if is_added else torch.bool, device="meta")
         return {**given, reading.argument(MASK): mask}  # type: ignore[dict-item]
 
-    def _pairs(self, given: dict[str, Any]) -> int:
+    def pairs(self, module: Any, given: dict[str, Any]) -> int:
         query: torch.Tensor = given["query"]
         return query.numel() // self.options["width"] * query.shape[1 if self.options["batch_first"] else 0]
 

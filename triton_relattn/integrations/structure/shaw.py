@@ -51,7 +51,7 @@ class ClippedDistances(Kind):
             yield Reading(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels = taken(module, reading)
         clipped = len(rows_of(getattr(module, reading.role("rel_key")))) // 2
         longest = clipped + 7 if clipped < 256 else 61

@@ -54,7 +54,7 @@ class ProjectedPositions(Kind):
             yield Reading(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels, of_rows = taken(module, reading), taken(module, reading, "position")
         mask, means = reading.argument("mask"), reading.option("mask")
         states = [name for name, role in reading.arguments if role in STATES]
@@ -87,8 +87,8 @@ class ProjectedPositions(Kind):
                 given[mask] = mask_of(torch.ones(1, 1, 4 + past, dtype=torch.bool), means)
             yield Sample(f"4 queries behind a cache of {past} keys", given, (4, 4 + past))
 
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
+    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
+        reading = self.reading
         channels, of_rows = taken(module, reading), taken(module, reading, "position")
         rows = length if reading.option("rows") == LEGACY_PAST else 2 * length - 1
         given = {name: torch.empty(1, length, channels, device="meta") for name, role in reading.arguments if role in STATES}

@@ -55,7 +55,7 @@ class WindowedVectors(Kind):
             yield Reading(tuple({**of_children, **of_tables}.items()), tuple(arguments.items()), tuple(options.items()))
 
     @classmethod
-    def samples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
+    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
         channels, first = taken(module, reading), reading.option("channels_first")
         window = getattr(module, dict(reading.roles).get("rel_key", ""), torch.empty(1, 1, 1)).shape[1] // 2
         states = [name for name, role in reading.arguments if role in ("query", "key")]
@@ -72,8 +72,8 @@ class WindowedVectors(Kind):
                 causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
                 yield Sample(f"{batch} sequences of {length}, causal", {**given, mask: mask_of(causal, means).float()}, pairs)
 
-    @classmethod
-    def at_length(cls, module: Any, reading: Reading, length: int, parent: Any) -> dict[str, Any]:
+    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
+        reading = self.reading
         channels, first = taken(module, reading), reading.option("channels_first")
         states = torch.empty((1, channels, length) if first else (1, length, channels), device="meta")
         return {name: states for name, role in reading.arguments if role in ("query", "key")}

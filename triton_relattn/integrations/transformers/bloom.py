@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 from transformers.models.bloom import modeling_bloom as stock
 
-from ..arguments import StockArguments
+from . import masks
 from .encoder import Encoder
-from .heads import attend_to_past, drop_probability, join_heads, refuse_weights, with_past
+from .heads import InPlace, attend_to_past, drop_probability, join_heads, with_past
 from .masks import SHOWN
 
 
@@ -29,7 +29,7 @@ def bias_of_keys(bias: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tens
     return bias.masked_fill(~attention_mask, -torch.inf)
 
 
-class BloomAttention(StockArguments, stock.BloomAttention):
+class BloomAttention(InPlace, stock.BloomAttention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
     def forward(
@@ -43,7 +43,6 @@ class BloomAttention(StockArguments, stock.BloomAttention):
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states and residual (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk)."""
-        refuse_weights({"output_attentions": output_attentions})
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         key, value, offset = with_past(cache, self.layer_idx, key, value)
         out = attend_to_past(
@@ -59,9 +58,21 @@ class BloomAttention(StockArguments, stock.BloomAttention):
         dropped = functional.dropout(self.dense(join_heads(out)), self.hidden_dropout, self.training)
         return residual + dropped, None
 
+    constants = ("alibi",)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        real = torch.ones(batch, length).bool() if real is None else real
+        mask = masks.example(getattr(self, "config", None), batch, length, real, is_causal=True, name=SHOWN)
+        alibi = stock.build_alibi_tensor(real.long(), self.num_heads, torch.float64)
+        return {
+            "hidden_states": torch.randn(batch, length, self.hidden_size),
+            "residual": torch.randn(batch, length, self.hidden_size),
+            "alibi": alibi,
+            "attention_mask": mask,
+        }
+
 
 class BloomModel(Encoder, stock.BloomModel):
-    attention = BloomAttention
     mask_function = SHOWN
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..in_place import fused_relative_attention
 from ..transformer_xl import folded
-from .heads import added, attend_evenly, join_heads, refuse_weights, split_heads
+from . import masks
+from .heads import InPlace, added, attend_evenly, join_heads, split_heads
 
 
-class ConformerAttention(StockArguments):
+class ConformerAttention(InPlace):
     """Mixin: the forward, for each ``position_embeddings_type``.
 
     .. code-block:: text
@@ -32,9 +32,6 @@ class ConformerAttention(StockArguments):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of attend_in_chunks."""
-        refuse_weights(kwargs)
-        if self.position_embeddings_type in ("relative", "rotary") and relative_position_embeddings is None:
-            raise ValueError(f'position_embeddings_type="{self.position_embeddings_type}" needs relative_position_embeddings')
         rotated = hidden_states
         if self.position_embeddings_type == "rotary":
             rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
@@ -42,6 +39,7 @@ class ConformerAttention(StockArguments):
         key = split_heads(self.linear_k(rotated), self.head_size)
         value = split_heads(self.linear_v(hidden_states), self.head_size)
 
+        scale = getattr(self, "scaling", self.head_size**-0.5)  # transformers 5.20 and earlier have none
         term: dict[str, Any] = {}
         if self.position_embeddings_type == "relative_key":
             rows = torch.arange(self.distance_embedding.num_embeddings, device=query.device)
@@ -50,14 +48,33 @@ class ConformerAttention(StockArguments):
         elif self.position_embeddings_type == "relative":
             rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
             last = hidden_states.shape[1] - 1
-            query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, RelativePositions(-last, last), self.scaling)
+            query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, RelativePositions(-last, last), scale)
 
-        term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": self.scaling}
+        term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": scale}
         if chunks is None or chunks[0] >= query.shape[2]:
             out: Any = fused_relative_attention(query, key, value, attn_mask=added(attention_mask, query.dtype), **term)
         else:
             out = attend_in_chunks(query, key, value, attention_mask, *chunks, **term)
         return self.linear_out(join_heads(out)), None
+
+    def serves(self: Any, relative_position_embeddings: torch.Tensor | None = None, **given: Any) -> bool:
+        return super().serves(**given) and (
+            relative_position_embeddings is not None or self.position_embeddings_type not in ("relative", "rotary")
+        )
+
+    @property
+    def longest(self: Any) -> int:
+        return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
+
+    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        width = self.linear_q.in_features
+        mask = masks.example(getattr(self, "config", None), batch, length, real)
+        given = {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
+        if self.position_embeddings_type == "relative":
+            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, width)
+        if self.position_embeddings_type == "rotary":
+            given["relative_position_embeddings"] = torch.randn(2, length, 1, 1, self.head_size)
+        return given
 
 
 def attend_in_chunks(

@@ -22,8 +22,6 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
 
     def query_key_value(self, states: torch.Tensor, query_states: torch.Tensor | None) -> list[torch.Tensor]:
         """Return (B, H, N, D) each."""
-        if query_states is not None:
-            raise ValueError("DeBERTa's attention takes no query_states; the stock one fails with them, too")
         heads = split_heads(self.in_proj(states), 3 * self.attention_head_size)
         query, key, value = heads.chunk(3, dim=-1)
         query_bias, value_bias = (bias.view(-1, 1, self.attention_head_size) for bias in (self.q_bias, self.v_bias))
@@ -38,7 +36,7 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
 
 
 class DebertaEncoder(DisentangledEncoder, stock.DebertaEncoder):
-    attention = DisentangledSelfAttention
+    pass
 
     @staticmethod
     def applies(module: Any) -> bool:

@@ -9,14 +9,15 @@ import torch
 from transformers.models.deberta_v2 import modeling_deberta_v2 as stock
 
 from ... import tables
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..calls import is_graph
+from ..compact import Compact, is_small
+from ..in_place import fused_relative_attention
 from .encoder import Encoder
-from .heads import drop_probability, join_heads, refuse_weights, split_heads
+from .heads import InPlace, drop_probability, join_heads, split_heads
 
 
-class DisentangledAttention(StockArguments):
+class DisentangledAttention(InPlace):
     """Mixin: q_i . k_j + q_i . K[s(i - j)] + k_j . Q[s(i - j)], all scaled by one over the root of their number times the width.
 
     s is the slot of a distance, by itself or in logarithmic buckets; K and Q are projections of one embedding of the slots. Of
@@ -34,12 +35,7 @@ class DisentangledAttention(StockArguments):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N)."""
-        refuse_weights({"output_attentions": output_attentions, **kwargs})
-        if relative_pos is not None:
-            raise ValueError("relative_pos (1, N, N) is of a stock encoder: enable or disable the model as a whole")
         query, key, value = self.query_key_value(hidden_states, query_states)
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(f"query_states must be as long as hidden_states, got {query.shape[2]} and {key.shape[2]}")
         term: dict[str, Any] = {"scale": (query.shape[-1] * self.num_terms()) ** -0.5}
         if self.relative_attention and rel_embeddings is not None:
             term |= self.tables(self.pos_dropout(rel_embeddings), query.shape[2])
@@ -47,6 +43,36 @@ class DisentangledAttention(StockArguments):
             query, key, value, attn_mask=attention_mask.bool(), dropout_p=self.dropout_p(), **term
         )
         return join_heads(self.of_padding(out, value, attention_mask)), None
+
+    def serves(  # type: ignore[override]
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        query_states: Any = None,
+        relative_pos: torch.Tensor | None = None,
+        **given: Any,
+    ) -> bool:
+        return (
+            super().serves(**given)
+            and is_small(relative_pos)
+            and (is_small(attention_mask) or attention_mask.shape[2] > 1)
+            and (query_states is None or query_states.shape == hidden_states.shape)
+        )
+
+    @property
+    def longest(self: Any) -> int:
+        buckets = getattr(self, "position_buckets", -1)
+        return min(last_that_differs(self.max_relative_positions, buckets) if self.relative_attention else 30, MOST) + 10
+
+    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        width = self.num_attention_heads * self.attention_head_size
+        states = torch.randn(batch, length, width)
+        given = {"hidden_states": states, "attention_mask": mask_of(torch.ones(batch, length).bool() if real is None else real)}
+        if self.relative_attention:
+            buckets = getattr(self, "position_buckets", -1)
+            slots = buckets if buckets > 0 else self.max_relative_positions
+            given |= {"relative_pos": distances_of(self, states), "rel_embeddings": torch.randn(2 * slots, width)}
+        return given
 
     def tables(self: Any, rel_embeddings: torch.Tensor, length: int) -> dict[str, Any]:
         """Return rel_key, rel_p2c and positions for the distances that differ, and that sequences of this length have."""
@@ -99,20 +125,45 @@ def last_that_differs(max_position: int, buckets: int) -> int:
     return math.ceil(middle * ((max_position - 1) / middle) ** ((buckets - middle + 1) / (middle - 1)))
 
 
+MOST = 520
+"""Positions that are compared at most."""
+
+
+def mask_of(real: torch.Tensor) -> Any:
+    """Return the mask (B, 1, 1, N) of real tokens (B, N), of which the stock encoder makes (B, 1, N, N)."""
+    return Compact.of(real[:, None, None], lambda small: small * small.mT)
+
+
+def distances_of(module: Any, states: torch.Tensor) -> Any:
+    """Return None for the layers, which know the distances of positions, of which the stock encoder makes (1, N, N)."""
+    buckets, most = getattr(module, "position_buckets", -1), module.max_relative_positions
+
+    def make(_: None) -> torch.Tensor:
+        position = torch.arange(states.shape[-2], device=states.device)
+        distances = position[:, None] - position
+        return (tables.deberta_log_buckets(distances, buckets, most) if buckets > 0 else distances)[None]
+
+    return Compact.of(None, make)
+
+
 class DisentangledEncoder(Encoder):
     """Mixin: the mask of padding stays (B, 1, 1, N), and there are no distances of all pairs."""
 
     mask_function = None
 
     def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        if attention_mask.dim() == 2:
-            return attention_mask[:, None, None]
+        if attention_mask.dim() == 2 and not is_graph():
+            make = super().get_attention_mask  # type: ignore[misc]
+            return Compact.of(attention_mask[:, None, None], lambda _: make(attention_mask))  # type: ignore[no-any-return]
         if attention_mask.dim() == 4 and attention_mask.shape[2] == 1:  # given so, it hides keys, and says nothing of queries
             return attention_mask.bool().expand(-1, -1, attention_mask.shape[3], -1)
         return super().get_attention_mask(attention_mask)  # type: ignore[misc, no-any-return]
 
-    def get_rel_pos(self, hidden_states: Any, query_states: Any = None, relative_pos: Any = None) -> Any:
-        return relative_pos
+    def get_rel_pos(self: Any, hidden_states: Any, query_states: Any = None, relative_pos: Any = None) -> Any:
+        make = super().get_rel_pos  # type: ignore[misc]
+        if relative_pos is not None or query_states is not None or is_graph():
+            return make(hidden_states, query_states, relative_pos)
+        return Compact.of(None, lambda _: make(hidden_states, query_states, relative_pos))
 
 
 class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAttention):
@@ -120,7 +171,7 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
 
 
 class DebertaV2Encoder(DisentangledEncoder, stock.DebertaV2Encoder):
-    attention = DisentangledSelfAttention
+    pass
 
 
 CLASSES = {

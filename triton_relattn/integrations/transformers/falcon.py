@@ -6,16 +6,17 @@ import math
 from typing import Any
 
 import torch
+from transformers import AttentionMaskInterface
 from transformers.models.falcon import modeling_falcon as stock
 
-from ..arguments import StockArguments
+from ..compact import Compact
+from . import masks
 from .bloom import bias_of_keys
 from .encoder import Encoder
-from .heads import attend_to_past, join_heads, refuse_weights, with_past
-from .masks import SHOWN
+from .heads import InPlace, attend_to_past, join_heads, with_past
 
 
-class FalconAttention(StockArguments, stock.FalconAttention):
+class FalconAttention(InPlace, stock.FalconAttention):
     """q_i . k_j + slope * j, both scaled; causal. The model rounds slopes and biases to bfloat16."""
 
     @staticmethod
@@ -35,7 +36,6 @@ class FalconAttention(StockArguments, stock.FalconAttention):
         position_embeddings: Any = None,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk); one (B, H, Nq, Nk) has alibi in it."""
-        refuse_weights({"output_attentions": output_attentions})
         states = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (each.transpose(1, 2) for each in states)
         key, value, offset = with_past(cache, self.layer_idx, key, value)
@@ -54,10 +54,52 @@ class FalconAttention(StockArguments, stock.FalconAttention):
         )
         return self.dense(join_heads(out)), None
 
+    constants = ("alibi",)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        real = torch.ones(batch, length).bool() if real is None else real
+        mask = masks.example(self.config, batch, length, real, is_causal=True, name=NAME)
+        alibi = stock.build_alibi_tensor(real.long(), self.num_heads, torch.float64)
+        return {
+            "hidden_states": torch.randn(batch, length, self.hidden_size),
+            "alibi": alibi,
+            "attention_mask": mask,
+        }
+
+
+class Mask(Compact):
+    """A mask (B, Nk) of a causal model, which adds ALiBi to stock ones: to those of four dimensions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.ndim.__get__:  # type: ignore[attr-defined]
+            return 2
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def shown(**arguments: Any) -> Any:
+    """Return the mask (B, Nk), for stock layers ALiBi (B, H, Nq, Nk) with hidden keys at the lowest number."""
+    mask = masks.shown(**arguments)
+    if not isinstance(mask, Compact) or mask.small is None or mask.small.dim() != 2:
+        return mask
+    config, dtype = arguments["config"], arguments["dtype"]
+
+    def make(small: torch.Tensor) -> torch.Tensor:
+        dense = mask.dense()
+        hidden = ~dense if dense.dtype == torch.bool else dense < -1
+        alibi = stock.build_alibi_tensor(small.long(), config.num_attention_heads, dtype=dtype)
+        bias = alibi.reshape(len(small), -1, *alibi.shape[1:]) / math.sqrt(config.hidden_size // config.num_attention_heads)
+        return torch.masked_fill(bias, hidden, torch.finfo(dtype).min)
+
+    return Mask.of(mask.small, make)
+
+
+NAME = "triton_relattn_alibi"
+AttentionMaskInterface.register(NAME, shown)
+
 
 class FalconModel(Encoder, stock.FalconModel):
-    attention = FalconAttention
-    mask_function = SHOWN
+    mask_function = NAME
     applies = FalconAttention.applies
 
 

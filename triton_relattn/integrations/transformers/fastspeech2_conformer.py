@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.models.fastspeech2_conformer import modeling_fastspeech2_conformer as stock
 
 from ...positions import RelativePositions
-from ..arguments import StockArguments
 from ..transformer_xl import attend
-from .heads import drop_probability, join_heads, refuse_weights, split_heads
+from .heads import InPlace, drop_probability, join_heads, split_heads
 
 
-class FastSpeech2ConformerAttention(StockArguments, stock.FastSpeech2ConformerAttention):
+class FastSpeech2ConformerAttention(InPlace, stock.FastSpeech2ConformerAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(
@@ -22,7 +23,6 @@ class FastSpeech2ConformerAttention(StockArguments, stock.FastSpeech2ConformerAt
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), attention_mask (B, 1, N), pos_emb (1, 2N - 1, C)."""
-        refuse_weights({"output_attentions": output_attentions})
         last = hidden_states.shape[1] - 1
         out = attend(
             split_heads(self.linear_q(hidden_states), self.head_dim),
@@ -36,6 +36,11 @@ class FastSpeech2ConformerAttention(StockArguments, stock.FastSpeech2ConformerAt
             dropout_p=drop_probability(self.dropout),
         )
         return self.linear_out(join_heads(out)), None
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        width = self.linear_q.in_features
+        given = {"hidden_states": torch.randn(batch, length, width), "pos_emb": torch.randn(1, 2 * length - 1, width)}
+        return {**given, "attention_mask": None if real is None else real[:, None]}
 
 
 CLASSES = {stock.FastSpeech2ConformerAttention: FastSpeech2ConformerAttention}

@@ -8,13 +8,12 @@ import torch
 from torch.nn import functional
 from transformers.models.gemma3n import modeling_gemma3n as stock
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
-from .heads import query_key_value, split_heads
+from ..in_place import fused_relative_attention
+from .heads import InPlace, query_key_value, split_heads
 
 
-class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
+class Gemma3nAudioAttention(InPlace, stock.Gemma3nAudioAttention):
     """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R, a row per distance and head, projected sinusoids.
 
     The stock path computes it in chunks of queries, each with the keys around it.
@@ -35,6 +34,21 @@ class Gemma3nAudioAttention(StockArguments, stock.Gemma3nAudioAttention):
             softcap=self.attention_logits_soft_cap,
         )
         return out.transpose(1, 2)
+
+    @staticmethod
+    def counted(mask: torch.Tensor) -> torch.Tensor | None:
+        return ~mask[..., None, None]
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.softcap.fill_(self.attention_logits_soft_cap)  # a buffer that is the setting
+
+    def keys_of_a_query(self, keys: int) -> int:
+        return min(keys, self.context_size)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        mask = torch.zeros(batch, length).bool() if real is None else ~real
+        return {"hidden_states": torch.randn(batch, length, self.hidden_size), "mask": mask}
 
     def _table(self, query: torch.Tensor) -> torch.Tensor:
         """Return rel_key, (H, R, D)."""

@@ -8,15 +8,15 @@ import torch
 from torch.nn import functional
 from transformers.models.gemma4 import modeling_gemma4 as stock
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..compact import Compact, is_small
+from ..in_place import fused_relative_attention
 from .encoder import Encoder
-from .heads import join_heads, query_key_value, split_heads
+from .heads import InPlace, join_heads, query_key_value, split_heads
 from .masks import PADDING
 
 
-class Gemma4AudioAttention(StockArguments, stock.Gemma4AudioAttention):
+class Gemma4AudioAttention(InPlace, stock.Gemma4AudioAttention):
     """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R of projected sinusoids, zero beyond its ends.
 
     The stock path computes it in chunks of queries, each with the keys around it.
@@ -29,8 +29,6 @@ class Gemma4AudioAttention(StockArguments, stock.Gemma4AudioAttention):
         query, key, value = (each.float() for each in query_key_value(self, hidden_states))
         rel_key = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)[0].to(query.dtype)
         first = -self.max_past_horizon
-        if first > -1:
-            raise ValueError("attention_context_left must be at least 2, or no frame sees itself; call disable(model)")
         out: Any = fused_relative_attention(
             query * (self.q_scale * functional.softplus(self.per_dim_scale)),
             key * self.k_scale,
@@ -44,15 +42,48 @@ class Gemma4AudioAttention(StockArguments, stock.Gemma4AudioAttention):
         )
         return self.post(join_heads(out).to(hidden_states.dtype)), None
 
+    @staticmethod
+    def applies(module: Any) -> bool:
+        """Return whether a frame sees itself."""
+        return module.max_past_horizon > 0
+
+    def serves(self, attention_mask: torch.Tensor | None = None, **given: Any) -> bool:
+        return super().serves(**given) and is_small(attention_mask)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.softcap.fill_(self.attention_logits_soft_cap)  # a buffer that is the setting
+
+    def keys_of_a_query(self, keys: int) -> int:
+        return min(keys, self.context_size)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        rows = self.max_past_horizon + self.max_future_horizon + 1
+        given = {"hidden_states": torch.randn(batch, length, self.config.hidden_size)}
+        mask = None if real is None else real[:, None, None]
+        position = torch.arange(length)
+        ahead = position - position[:, None]
+        in_window = (-ahead <= max(self.max_past_horizon - 1, 0)) & (ahead <= max(self.max_future_horizon - 1, 0))
+
+        def make(small: torch.Tensor | None) -> torch.Tensor:
+            seen = in_window[None, None] if small is None else in_window & small
+            hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min).expand(batch, -1, -1, -1)
+            return stock.Gemma4AudioModel._convert_4d_mask_to_blocked_5d(self, hidden)  # type: ignore[arg-type]
+
+        mask = Compact.of(mask, make)
+        return {**given, "position_embeddings": torch.randn(1, rows, self.config.hidden_size), "attention_mask": mask}
+
 
 class Gemma4AudioModel(Encoder, stock.Gemma4AudioModel):
     """Encoder with a mask of padding only: the window is in its attention."""
 
-    attention = Gemma4AudioAttention
     mask_function = PADDING
 
     def _convert_4d_mask_to_blocked_5d(self, mask_4d: torch.Tensor) -> torch.Tensor:
-        return mask_4d
+        if not isinstance(mask_4d, Compact):
+            return mask_4d if torch.compiler.is_compiling() else super()._convert_4d_mask_to_blocked_5d(mask_4d)
+        blocked = super()._convert_4d_mask_to_blocked_5d
+        return Compact.of(mask_4d.small, lambda _: blocked(mask_4d.dense()))  # type: ignore[no-any-return]
 
 
 CLASSES = {

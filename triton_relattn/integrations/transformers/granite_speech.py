@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from transformers.models.granite_speech import modeling_granite_speech as stock
 
-from ...functional import fused_relative_attention
-from ..arguments import StockArguments
+from ..in_place import fused_relative_attention
 from .chunks import from_blocks, in_blocks
-from .heads import join_heads, split_heads
+from .heads import InPlace, join_heads, split_heads
 
 
 def rows_of(distances: torch.Tensor) -> torch.Tensor:
@@ -21,7 +20,13 @@ def rows_of(distances: torch.Tensor) -> torch.Tensor:
     return torch.cat([distances[1:, 0].flip(0), distances[0]])
 
 
-class BlockAttention(StockArguments):
+def blocks_of(size: int, last: int) -> torch.Tensor:
+    """Return the row of the embedding for each pair of frames in a block, as the stock encoder makes it."""
+    position = torch.arange(size)
+    return (position[:, None] - position).clamp(-size, size) + last
+
+
+class BlockAttention(InPlace):
     """Mixin: (q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads."""
 
     def forward(self: Any, hidden_states: torch.Tensor, attention_dists: torch.Tensor) -> torch.Tensor:
@@ -42,6 +47,13 @@ class BlockAttention(StockArguments):
             scale=self.scale,
         )
         return self.dropout(self.to_out(from_blocks(join_heads(out), batch, length)))
+
+    def keys_of_a_query(self: Any, keys: int) -> int:
+        return min(keys, self.context_size)
+
+    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        distances = blocks_of(self.context_size, self.max_pos_emb)
+        return {"hidden_states": torch.randn(batch, length, self.to_q.in_features), "attention_dists": distances}
 
 
 class GraniteSpeechConformerAttention(BlockAttention, stock.GraniteSpeechConformerAttention):

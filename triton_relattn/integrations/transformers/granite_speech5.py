@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from transformers.models.granite_speech5 import modeling_granite_speech5 as stock
 
-from ...functional import fused_relative_attention
-from ..arguments import StockArguments
+from ..in_place import fused_relative_attention
 from .chunks import from_blocks, in_blocks
-from .granite_speech import rows_of
-from .heads import join_heads, query_key_value, refuse_weights
+from .granite_speech import blocks_of, rows_of
+from .heads import InPlace, join_heads, query_key_value
 
 
-class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5EncoderAttention):
+class GraniteSpeech5EncoderAttention(InPlace, stock.GraniteSpeech5EncoderAttention):
     """(q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads. Padding is hidden in each block."""
 
     def forward(
@@ -25,7 +24,6 @@ class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5Encoder
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_embeddings (size, size), the row of each pair, attention_mask bool (B, N)."""
-        refuse_weights(kwargs)
         batch, length, _ = hidden_states.shape
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(batch, length, dtype=torch.bool)
@@ -41,6 +39,17 @@ class GraniteSpeech5EncoderAttention(StockArguments, stock.GraniteSpeech5Encoder
             scale=self.scaling,
         )
         return self.o_proj(from_blocks(join_heads(out), batch, length)), None
+
+    def are_weights(self, shape: torch.Size, pairs: tuple[int, int]) -> bool:
+        return shape[-2:] == (self.context_size,) * 2
+
+    def keys_of_a_query(self, keys: int) -> int:
+        return min(keys, self.context_size)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        distances = blocks_of(self.context_size, self.config.max_position_embeddings)
+        states = torch.randn(batch, length, self.config.hidden_size)
+        return {"hidden_states": states, "position_embeddings": distances, "attention_mask": real}
 
 
 CLASSES = {stock.GraniteSpeech5EncoderAttention: GraniteSpeech5EncoderAttention}

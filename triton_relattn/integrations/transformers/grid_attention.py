@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from ...grids import decomposed_relative_attention
-from ..arguments import StockArguments
-from .heads import join_heads, refuse_weights
+from ..in_place import decomposed_relative_attention
+from .heads import InPlace, join_heads
 
 
 def attend(module: Any, states: torch.Tensor, num_heads: int, dropout_p: float = 0.0) -> torch.Tensor:
@@ -22,7 +22,13 @@ def attend(module: Any, states: torch.Tensor, num_heads: int, dropout_p: float =
     return result
 
 
-class SamAttention(StockArguments):
+def grid_of(length: int) -> tuple[int, int]:
+    """Return the height and width of a grid of about length tokens."""
+    height = max(1, math.isqrt(length) - 1)
+    return height, -(-length // height)
+
+
+class SamAttention(InPlace):
     """Mixin: scale * q_i . k_j + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], in windows or on the whole grid, as SAM has it.
 
     Tokens that pad a window are keys as all others.
@@ -40,6 +46,8 @@ class SamAttention(StockArguments):
         self: Any, hidden_states: torch.Tensor, output_attentions: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, height, width, C)."""
-        refuse_weights({"output_attentions": output_attentions})
         dropout_p = self.dropout if self.training and self.drops else 0.0
         return attend(self, hidden_states, self.num_attention_heads, dropout_p), None
+
+    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return {"hidden_states": torch.randn(batch, *grid_of(length), self.qkv.in_features)}

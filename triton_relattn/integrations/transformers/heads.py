@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.utils.output_capturing import _active_collector
 
-from ...functional import fused_relative_attention
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # before transformers 5.6
+    _active_collector = None
+
+from .. import in_place
 from ..heads import drop_probability as drop_probability
 from ..heads import join_heads as join_heads
 from ..heads import split_heads as split_heads
+from ..in_place import fused_relative_attention
+
+
+class InPlace(in_place.InPlace):
+    """Mixin, in place of a class of transformers. While weights are collected, calls are the stock forward's."""
+
+    config: Any
+
+    def serves(self: Any, **given: Any) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        if _active_collector is None:
+            return not getattr(getattr(self, "config", None), "output_attentions", False)
+        return not any("attentions" in each for each in _active_collector.get() or ())
+
+    def prepare(self: Any) -> None:
+        """An implementation that needs a GPU is compared as sdpa."""
+        config = getattr(self, "config", None)
+        if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
+            self.config = copy.copy(config)
+            self.config._attn_implementation = "sdpa"
 
 
 def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,20 +83,14 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     return mean + (change - change.detach())
 
 
-def refuse_weights(asked: dict[str, Any]) -> None:
-    """Raise ValueError if output_attentions is asked for; warn if transformers collects weights, since there are none."""
-    if asked.get("output_attentions"):
-        raise ValueError("output_attentions=True needs the weights, Nq x Nk numbers that are never made: disable(model) first")
-    if not torch.compiler.is_compiling() and any("attentions" in each for each in _active_collector.get() or ()):
-        warnings.warn("output_attentions: an enabled model has no weights to collect; disable(model) first", stacklevel=2)
-
-
 def first_position(cache: Any, layer: int) -> Any:
     """Return the position of the first new query, which is how many keys a layer's cache has seen: an int or a tensor.
 
     Call it before the cache is updated. A static cache counts in a tensor that it changes in place; a copy is returned.
     """
-    seen = 0 if cache is None else cache.get_query_offset(layer)
+    if cache is None:
+        return 0
+    seen = (getattr(cache, "get_query_offset", None) or cache.get_seq_length)(layer)  # before transformers 5.23 it has no other
     return seen.clone() if isinstance(seen, torch.Tensor) else seen
 
 

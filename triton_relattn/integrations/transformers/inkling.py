@@ -6,18 +6,20 @@ import functools
 from typing import Any
 
 import torch
+from transformers.cache_utils import StaticCache
 from transformers.models.inkling import modeling_inkling as stock
 
 from ... import tables
 from ...positions import RelativePositions
-from ..arguments import StockArguments, argument_name
+from ..replacement import argument_name
+from . import masks
 from .encoder import Encoder
-from .heads import attend_to_past, first_position, is_causal, join_heads, refuse_weights, split_heads, with_past
+from .heads import InPlace, attend_to_past, first_position, is_causal, join_heads, split_heads, with_past
 
 CACHE = argument_name(stock.InklingShortConvolution.forward, "cache")
 
 
-class InklingAttention(StockArguments, stock.InklingAttention):
+class InklingAttention(InPlace, stock.InklingAttention):
     """q_i . k_j / D + r_i . W[i - j]: r of its own projection, W (d_rel, extent) zero beyond its ends; causal, or in a window.
 
     In full layers, q_i and r_i are multiplied by a factor that grows with the position.
@@ -32,7 +34,6 @@ class InklingAttention(StockArguments, stock.InklingAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), conv_mask (B, N) and cache as in the stock class."""
-        refuse_weights(kwargs)
         given: dict[str, Any] = {CACHE: cache, "conv_mask": conv_mask}
         query = split_heads(self.q_proj(hidden_states), self.head_dim)
         key = split_heads(self.k_sconv(self.k_proj(hidden_states), **given), self.head_dim)
@@ -48,6 +49,24 @@ class InklingAttention(StockArguments, stock.InklingAttention):
         profiles = self.rel_logits_proj.proj
         out = attend(self, query, key, value, rel_query, profiles, attention_mask, cache, kwargs)
         return self.o_proj(join_heads(out)), None
+
+    def serves(self, cache: Any = None, **given: Any) -> bool:
+        """Return whether ours computes a call: with a static cache the stock forward's terms are those of later queries."""
+        return super().serves(**given) and not isinstance(cache, StaticCache)
+
+    @property
+    def longest(self) -> int:
+        return min(self.rel_extent, 500) + 10
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return example(self, batch, length, real)
+
+
+def example(module: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+    """Return states and masks of a layer."""
+    window = module.sliding_window if module.is_sliding else None
+    mask = masks.example(module.config, batch, length, real, is_causal=is_causal(None, {}, module.config), window=window)
+    return {"hidden_states": torch.randn(batch, length, module.config.hidden_size), "attention_mask": mask, "conv_mask": real}
 
 
 def attend(
@@ -90,11 +109,11 @@ def attend(
 
 
 class InklingTextModel(Encoder, stock.InklingTextModel):
-    attention = InklingAttention
+    pass
 
 
 class InklingModel(Encoder, stock.InklingModel):
-    attention = InklingAttention
+    pass
 
     @functools.wraps(stock.InklingModel.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -10,16 +11,17 @@ from transformers.models.inkling2 import modeling_inkling2 as stock
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..arguments import StockArguments, argument_name
+from ..compact import Compact
 from ..functions import with_names
+from ..replacement import argument_name
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights
-from .inkling import attend
+from .heads import InPlace, join_heads
+from .inkling import attend, example
 
 CACHE = argument_name(stock.Inkling2ShortConvolution.forward, "cache")
 
 
-class SinkAttention(StockArguments):
+class SinkAttention(InPlace):
     """Mixin: q_i . k_j + r_i . W[i - j], q and k scaled; W (d_rel, extent) zero beyond its ends; a sink for each query and head.
 
     Queries and keys that are too long are shortened, values are normalised, and the output is gated.
@@ -43,7 +45,6 @@ class SinkAttention(StockArguments):
 
         relative_distance: of each pair of query and key, (Nq, Nk), which the cache says, too.
         """
-        refuse_weights(kwargs)
         key_states = hidden_states if key_hidden_states is None else key_hidden_states
         value_states = hidden_states if value_hidden_states is None else value_hidden_states
         options: dict[str, Any] = {CACHE: cache, "conv_mask": conv_mask}
@@ -81,6 +82,22 @@ class SinkAttention(StockArguments):
         gate = torch.sigmoid(self.gate_proj(hidden_states).float())
         return self.o_proj((join_heads(out).float() * gate).to(out.dtype)), None
 
+    stock_needs_keys = False
+
+    @property
+    def longest(self: Any) -> int:
+        return min(self.rel_extent, 500) + 10
+
+    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        position = torch.arange(length)
+        given = {"position_ids": position[None], "relative_distance": position[:, None] - position}
+        if not hasattr(stock, "get_relative_distance"):
+            del given["relative_distance"]
+        states = example(self, batch, length, real)
+        if self.stock_needs_keys:
+            states |= {f"{name}_hidden_states": torch.randn_like(states["hidden_states"]) for name in ("key", "value")}
+        return {**states, **given}
+
     def _convolved(self: Any, name: str, states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Return the keys ("k") or values ("v") of transformers 5.23."""
         projected: torch.Tensor = getattr(self, f"{name}_sconv")(getattr(self, f"{name}_proj")(states), **options)
@@ -100,6 +117,8 @@ class Inkling2SlidingAttention(SinkAttention, stock.Inkling2SlidingAttention):
 class Inkling2FullAttention(SinkAttention, stock.Inkling2FullAttention):
     """q_i and r_i are multiplied by a factor that grows with the position; convolutions depend on what they are of."""
 
+    stock_needs_keys = True
+
     def _convolved(self, name: str, states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         projected: torch.Tensor = getattr(self, f"{name}_sconv")(getattr(self, f"{name}_proj")(states), states, **options)
         return projected
@@ -111,12 +130,20 @@ class Inkling2FullAttention(SinkAttention, stock.Inkling2FullAttention):
         return query, rel_query
 
 
-def no_distances(*_: Any, **__: Any) -> None:
+def no_distances(*args: Any, **given: Any) -> Any:
     """Return None in place of the distances of all pairs, (Nq, Nk)."""
+    named = inspect.signature(stock.get_relative_distance).bind(*args, **given).arguments
+    if (cache := named["cache"]) is not None:  # its sizes now, before the layers change it
+        length, layers = named["inputs_embeds"].shape[1], range(len(cache.layers))
+        sizes = [cache.get_mask_sizes(length, each) for each in layers]
+        offsets = [cache.get_query_offset(each) for each in layers]
+        kept = {"layers": cache.layers, "is_sliding": cache.is_sliding, "get_query_offset": offsets.__getitem__}
+        named["cache"] = types.SimpleNamespace(**kept, get_mask_sizes=lambda _, layer: sizes[layer])
+    return Compact.of(None, lambda _: stock.get_relative_distance(**named))
 
 
-class Inkling2TextModel(StockArguments, Encoder, stock.Inkling2TextModel, hands_on=True):
-    attention = Inkling2SlidingAttention, Inkling2FullAttention
+class Inkling2TextModel(Encoder, stock.Inkling2TextModel):
+    pass
 
     if hasattr(stock, "get_relative_distance"):  # from transformers 5.24 on: (Nq, Nk), which no attention here needs
         forward = merge_with_config_defaults(

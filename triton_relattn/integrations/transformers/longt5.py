@@ -8,11 +8,11 @@ import torch
 from transformers.models.longt5 import modeling_longt5 as stock
 
 from ... import tables
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..compact import Compact, is_small, rows
+from ..in_place import fused_relative_attention
 from .encoder import Encoder
-from .heads import join_heads, refuse_weights, split_heads
+from .heads import InPlace, join_heads, split_heads
 from .t5 import BucketedAttention
 
 
@@ -20,7 +20,7 @@ class LongT5Attention(BucketedAttention, stock.LongT5Attention):
     """Attention of the decoder."""
 
 
-class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
+class LongT5LocalAttention(InPlace, stock.LongT5LocalAttention):
     """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on.
 
     The stock path computes it in blocks of queries, each with the blocks around it.
@@ -34,12 +34,10 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, N, C), position_bias (H, R), mask bool (B, 1, blocks, size, 3 * size)."""
-        refuse_weights({"output_attentions": output_attentions})
+        handed = position_bias
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._table(hidden_states.device)
-        elif position_bias is not None and position_bias.dim() != 2:
-            shape = tuple(position_bias.shape)
-            raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
+            handed = self._handed_on(position_bias, mask)
         query, key, value = (
             split_heads(projection(hidden_states), self.key_value_proj_dim) for projection in (self.q, self.k, self.v)
         )
@@ -59,7 +57,35 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
             dropout_p=self.dropout if self.training else 0.0,
             **term,
         )
-        return self.o(join_heads(out)), position_bias
+        return self.o(join_heads(out)), handed
+
+    def serves(self, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
+        """Return whether ours computes a call: without a mask stock attention sees all of three blocks."""
+        return super().serves(**given) and mask is not None and is_small(position_bias)
+
+    def are_weights(self, shape: torch.Size, pairs: tuple[int, int]) -> bool:
+        return shape[-2:] == (self.block_len, 3 * self.block_len)
+
+    def keys_of_a_query(self, keys: int) -> int:
+        return min(keys, 3 * self.block_len)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        real = torch.ones(batch, length).bool() if real is None else real
+        mask = stock._get_local_attention_mask(real, self.block_len, real.device)
+        given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.d_model), "mask": mask}
+        if not self.has_relative_attention_bias:
+            given["position_bias"] = self._handed_on(torch.randn(self.n_heads, 2 * self.local_radius + 1), mask)
+        return given
+
+    def _handed_on(self, table: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        """Return biases (H, R) for the next layer, of which stock layers make (1, 1, H, size, 3 * size), and add the mask."""
+        positions, size = RelativePositions(-self.local_radius, self.local_radius), self.block_len
+
+        def make(table: torch.Tensor) -> torch.Tensor:
+            bias = rows(table, positions, size, 3 * size, size)[None, None]
+            return bias if mask is None else bias + torch.where(mask > 0, 0.0, -1e10).transpose(1, 2)
+
+        return Compact.of(table, make)
 
     def _table(self, device: torch.device) -> torch.Tensor:
         """Return the biases (H, R), a row for each distance in the window."""
@@ -69,7 +95,7 @@ class LongT5LocalAttention(StockArguments, stock.LongT5LocalAttention):
 
 
 class LongT5Stack(Encoder, stock.LongT5Stack):
-    attention = LongT5Attention, LongT5LocalAttention
+    pass
 
 
 CLASSES = {

@@ -2,74 +2,151 @@
 
 An encoder passes its config to transformers to get its mask. The config names the attention implementation, and with it the
 function that makes masks. The encoders of enabled models have a view of their config that names a function of this file. All
-else in the view is the config's.
+else in the view is the config's. What these functions return knows the mask of the config's own implementation.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import types
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from ..calls import is_graph
+from ..compact import Compact
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
 
 
-OTHERS = {
-    *(
-        "batch_size",
-        "q_length",
-        "q_offset",
-        "dtype",
-        "device",
-        "use_vmap",
-        "config",
-    ),  # of a mask for all pairs, and how to make it
-    *("mask_function", "local_size", "allow_is_causal_skip", "allow_is_bidirectional_skip"),  # more than padding: not here
-}
-"""Arguments of transformers' functions for masks that say nothing of padding."""
+def stock_mask(arguments: dict[str, Any]) -> Any:
+    """Return the mask that the stock encoder has."""
+    config = arguments["config"]
+    name = getattr(config, "stock", config)._attn_implementation
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
 
 
-def padding(*, attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int, **others: Any) -> torch.Tensor | None:
+def compact(small: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
+    """Return a small mask that knows the stock one, as a tensor in any case."""
+    given = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return Compact.of(small, lambda _: stock_mask(given))
+
+
+class Padding(Compact):
+    """A mask of padding (B, 1, 1, N), bool, of which layers also ask which keys or queries are hidden from all."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mask = args[0] if args else None
+        if isinstance(mask, Padding):
+            if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                return torch.bool
+            if func == torch.Tensor.__invert__:
+                return cls.of(~mask._plain(), lambda _: ~mask.dense())
+            if func is torch.all and kwargs == {"dim": 2}:  # a key is hidden from all queries if it is padding
+                return mask._plain().all(2)
+            if func is torch.all:
+                return Compact.of(None, lambda _: torch.all(mask.dense(), *args[1:], **(kwargs or {})))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def real_keys(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int, **_: Any) -> torch.Tensor | None:
     """Return the mask (B, 1, 1, Nk), True where a key is not padding; None if there is no padding."""
-    if unknown := [name for name, each in others.items() if name not in OTHERS and each is not None]:
-        raise TypeError(f"a mask of padding has no argument {', '.join(unknown)}: disable(model) for it")
-    mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    return None if mask is None else mask[:, None, None, kv_offset : kv_offset + kv_length]
+    if attention_mask is None:
+        return None
+    missing = kv_offset + kv_length - attention_mask.shape[-1]
+    real = pad(attention_mask, (0, missing)) if missing > 0 else attention_mask  # keys to come, of a static cache
+    return real[:, None, None, kv_offset : kv_offset + kv_length].bool()
 
 
-def padding_if_that_is_all(**arguments: Any) -> torch.Tensor | None:
-    """Return :func:`padding` for full attention, and (B, Nk) for causal attention, whose windows the modules know themselves.
+def padding(**arguments: Any) -> Any:
+    """Return the mask (B, 1, 1, Nk) of an encoder whose attention knows all else that is hidden; None if there is no padding."""
+    if is_graph():
+        return stock_mask(arguments)
+    return compact(real_keys(**arguments), arguments)
+
+
+def padding_if_that_is_all(**arguments: Any) -> Any:
+    """Return (B, 1, 1, Nk) for full attention, and (B, Nk) for causal attention, whose windows the modules know themselves.
 
     Everything else (packed sequences, a user's mask functions) gives the bool mask (B, 1, Nq, Nk) of sdpa. So a mask of four
     dimensions tells attention modules all that is hidden, even if a user has given it.
     """
+    return stock_mask(arguments) if is_graph() else _padding_if_that_is_all(arguments, needs_all=False, is_hidden=False)
+
+
+def shown(**arguments: Any) -> Any:
+    """Return :func:`padding_if_that_is_all`; if there is no padding, a mask that is all True."""
+    return stock_mask(arguments) if is_graph() else _padding_if_that_is_all(arguments, needs_all=True, is_hidden=False)
+
+
+def hidden(**arguments: Any) -> Any:
+    """Return the inverse of :func:`shown`."""
+    return stock_mask(arguments) if is_graph() else _padding_if_that_is_all(arguments, needs_all=True, is_hidden=True)
+
+
+def _padding_if_that_is_all(arguments: dict[str, Any], needs_all: bool, is_hidden: bool) -> Any:
     function, no_more = arguments["mask_function"], arguments.get("allow_is_causal_skip", False)
     in_causal_window = arguments.get("local_size") is not None and no_more
-    if function is bidirectional_mask_function:
-        return padding(**arguments)
-    if function is causal_mask_function or in_causal_window:
-        mask = padding(**arguments)
-        return None if mask is None else mask[:, 0, 0]
-    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    is_full = function is bidirectional_mask_function
+    if is_full or function is causal_mask_function or in_causal_window:
+        mask = real_keys(**arguments)
+        if mask is None and needs_all:
+            shape = arguments["batch_size"], 1, 1, arguments["kv_length"]
+            mask = torch.ones(shape, dtype=torch.bool, device=arguments.get("device"))
+        if mask is None and is_full:  # as stock encoders may have it
+            return None
+        mask = mask if mask is None or is_full else mask[:, 0, 0]
+    else:
+        mask = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return compact(~mask if is_hidden and mask is not None else mask, arguments)
 
 
-def shown(**arguments: Any) -> torch.Tensor:
-    """Return :func:`padding_if_that_is_all`; if there is no padding, a mask that is all True."""
-    mask = padding_if_that_is_all(**arguments)
-    if mask is None:
-        mask = torch.ones(arguments["batch_size"], arguments["kv_length"], dtype=torch.bool, device=arguments["device"])
-        mask = mask[:, None, None] if arguments["mask_function"] is bidirectional_mask_function else mask
-    return mask
+EAGER = types.SimpleNamespace(_attn_implementation="eager")
+"""In place of the config of a module that has none."""
 
 
-def hidden(**arguments: Any) -> torch.Tensor:
-    """Return the inverse of :func:`shown`."""
-    return ~shown(**arguments)
+def example(
+    config: Any,
+    batch: int,
+    length: int,
+    real: torch.Tensor | None,
+    is_causal: bool = False,
+    window: int | None = None,
+    name: str = PADDING_IF_THAT_IS_ALL,
+) -> Any:
+    """Return the mask that an encoder with this function hands to attention, to compare that. real: (B, N), bool, or None."""
+    causal = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    arguments: dict[str, Any] = {
+        "batch_size": batch,
+        "kv_length": length,
+        "kv_offset": 0,
+        "mask_function": causal if is_causal else bidirectional_mask_function,
+        "attention_mask": real,
+        "allow_is_causal_skip": is_causal,
+        "allow_is_bidirectional_skip": True,
+        "local_size": window,
+        "dtype": torch.float64,  # what is compared is in float64, or made of it
+        "config": config if hasattr(config, "_attn_implementation") else EAGER,
+        "use_vmap": False,
+    }
+    if "q_length" in inspect.signature(sdpa_mask).parameters:
+        arguments |= {"q_length": length, "q_offset": 0, "device": torch.get_default_device()}
+    else:  # before transformers 5.4
+        arguments["cache_position"] = torch.arange(length)
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
 
 
 for name, function in ((PADDING, padding), (PADDING_IF_THAT_IS_ALL, padding_if_that_is_all), (SHOWN, shown), (HIDDEN, hidden)):

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from transformers.models.mpt import modeling_mpt as stock
 
-from ..arguments import StockArguments
+from . import masks
 from .bloom import bias_of_keys
 from .encoder import Encoder
-from .heads import attend_to_past, join_heads, refuse_weights, split_heads, with_past
+from .heads import InPlace, attend_to_past, join_heads, split_heads, with_past
 from .masks import HIDDEN
 
 
-class MptAttention(StockArguments, stock.MptAttention):
+class MptAttention(InPlace, stock.MptAttention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
     def forward(
@@ -47,15 +47,16 @@ class MptAttention(StockArguments, stock.MptAttention):
         )
         return self.out_proj(join_heads(out)), None
 
+    constants = ("position_bias",)
 
-class MptModel(StockArguments, Encoder, stock.MptModel, hands_on=True):
-    attention = MptAttention
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        bias = stock.build_mpt_alibi_tensor(self.n_heads, length)
+        mask = masks.example(None, batch, length, real, is_causal=True, name=HIDDEN).to(torch.bool)
+        return {"hidden_states": torch.randn(batch, length, self.hidden_size), "position_bias": bias, "attention_mask": mask}
+
+
+class MptModel(Encoder, stock.MptModel):
     mask_function = HIDDEN
-
-    def forward(self, output_attentions: bool | None = None, **kwargs: Any) -> Any:
-        asked = self.config.output_attentions if output_attentions is None else output_attentions
-        refuse_weights({"output_attentions": asked})
-        return super().forward(output_attentions=output_attentions, **kwargs)
 
 
 CLASSES = {stock.MptAttention: MptAttention, stock.MptModel: MptModel}

@@ -5,20 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import AttentionMaskInterface
 from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_streaming as stock
 
 from ...positions import RelativePositions
-from ..arguments import StockArguments, argument_name
+from ..calls import is_graph
+from ..compact import Compact, dense_of, is_small
+from ..replacement import HandsOn, argument_name
 from ..transformer_xl import attend
+from . import masks
 from .chunks import Chunks
 from .encoder import Encoder
-from .heads import join_heads, query_key_value, refuse_weights, split_heads
-from .masks import PADDING
+from .heads import InPlace, join_heads, query_key_value, split_heads
 
 CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")
 
 
-class NemotronAsrStreamingEncoderAttention(StockArguments, stock.NemotronAsrStreamingEncoderAttention):
+class NemotronAsrStreamingEncoderAttention(InPlace, stock.NemotronAsrStreamingEncoderAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; a frame sees its chunk and some chunks before it.
 
     Each chunk of queries is a batch entry, with a copy of the keys that it sees. R, a row per distance and head, is made of
@@ -35,7 +38,6 @@ class NemotronAsrStreamingEncoderAttention(StockArguments, stock.NemotronAsrStre
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames."""
-        refuse_weights(kwargs)
         query, key, value = query_key_value(self, hidden_states)
         cut = Chunks(chunks, cache, self.layer_idx, query.shape[2])
         if cache is not None:
@@ -66,43 +68,74 @@ class NemotronAsrStreamingEncoderAttention(StockArguments, stock.NemotronAsrStre
         )
         return self.o_proj(join_heads(cut.joined(out))), None
 
+    def serves(self, chunks: tuple[int, int] | None = None, attention_mask: torch.Tensor | None = None, **given: Any) -> bool:
+        return super().serves(**given) and chunks is not None and is_small(attention_mask)
 
-class NemotronAsrStreamingEncoderBlock(StockArguments, stock.NemotronAsrStreamingEncoderBlock, hands_on=True):
+    def keys_of_a_query(self, keys: int) -> int:
+        return min(keys, self.config.sliding_window + 1)
+
+    constants = ("position_embeddings",)  # of which all sequences have the same
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        size, left = chunks = 4, 2
+        chunk = torch.arange(length) // size
+        behind = chunk[:, None] - chunk
+        near = ((behind >= 0) & (behind <= left))[None, None]
+        small = torch.ones(batch, 1, 1, length).bool() if real is None else real[:, None, None]
+        rows = torch.randn(1, 2 * length - 1, self.config.hidden_size).expand(batch, -1, -1)
+        return {
+            "hidden_states": torch.randn(batch, length, self.config.hidden_size),
+            "position_embeddings": rows,
+            "attention_mask": Compact.of(small, lambda small: small & near),
+            "chunks": chunks,
+        }
+
+
+def padding(**arguments: Any) -> Any:
+    """Return the mask of an encoder, (B, 1, 1, Nk)."""
+    mask = masks.padding(**arguments)
+    return masks.Padding.of(mask.small, lambda _: mask.dense()) if isinstance(mask, Compact) else mask
+
+
+NAME = "triton_relattn_chunks"
+AttentionMaskInterface.register(NAME, padding)
+
+
+class NemotronAsrStreamingEncoderBlock(HandsOn, stock.NemotronAsrStreamingEncoderBlock):
     """Layer in which frames that see no real frame are set to zero before the convolution. The stock encoder finds these frames
     in its (B, 1, N, N) mask."""
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         all_masked_rows: torch.Tensor | None = None,
-        cache: Any = None,
         chunks: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """hidden_states (B, Nq, C), attention_mask bool (B, 1, 1, Nk)."""
-        if attention_mask is not None:
-            cut = Chunks(chunks, cache, self.self_attn.layer_idx, hidden_states.shape[1])
-            sees = cut.of_keys(attention_mask.mT).any(3, keepdim=True).expand(-1, -1, -1, cut.size, -1)
+        small = attention_mask.small if isinstance(attention_mask, Compact) else attention_mask
+        if small is not None and chunks is not None:
+            cut = Chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, hidden_states.shape[1])
+            sees = cut.of_keys(small.mT).any(3, keepdim=True).expand(-1, -1, -1, cut.size, -1)
             all_masked_rows = ~cut.joined(sees.flatten(0, 1))[..., 0]
-        given = {"attention_mask": attention_mask, "all_masked_rows": all_masked_rows, CACHE: cache}
-        out: torch.Tensor = super().forward(hidden_states, **given, chunks=chunks, **kwargs)
+        given = {"attention_mask": attention_mask, "all_masked_rows": dense_of(all_masked_rows)}
+        out: torch.Tensor = super().forward(hidden_states, **given, **kwargs, **({} if chunks is None else {"chunks": chunks}))
         return out
 
 
-class NemotronAsrStreamingEncoder(StockArguments, Encoder, stock.NemotronAsrStreamingEncoder, hands_on=True):
+class NemotronAsrStreamingEncoder(Encoder, stock.NemotronAsrStreamingEncoder):
     """Encoder with a mask of padding only; it passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its
     attention."""
 
-    attention = NemotronAsrStreamingEncoderAttention
-    mask_function = PADDING
+    mask_function = NAME
 
-    def forward(self, num_lookahead_tokens: int | None = None, **kwargs: Any) -> Any:
-        left, right = self._resolve_attn_context(num_lookahead_tokens)
-        if left < 0:
-            raise ValueError("sliding_window must be positive: without a limit, all chunks see all others; call disable(model)")
-        chunks = (right + 1, left // (right + 1))
-        return super().forward(num_lookahead_tokens=num_lookahead_tokens, chunks=chunks, **kwargs)
+    def forward(self, *args: Any, num_lookahead_tokens: int | None = None, **kwargs: Any) -> Any:
+        if not is_graph():
+            left, right = self._resolve_attn_context(num_lookahead_tokens)
+            if left >= 0:  # else all chunks see all before them
+                kwargs["chunks"] = (right + 1, left // (right + 1))
+        return super().forward(*args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
 
 
 CLASSES = {

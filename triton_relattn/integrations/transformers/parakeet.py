@@ -11,13 +11,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..compact import Compact, is_small
 from ..transformer_xl import attend
 from .encoder import Encoder
-from .heads import attend_evenly, join_heads, query_key_value, refuse_weights, split_heads
+from .heads import InPlace, attend_evenly, join_heads, query_key_value, split_heads
+from .masks import Padding
 
 
-class ParakeetEncoderAttention(StockArguments, stock.ParakeetEncoderAttention):
+class ParakeetEncoderAttention(InPlace, stock.ParakeetEncoderAttention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(
@@ -31,7 +32,6 @@ class ParakeetEncoderAttention(StockArguments, stock.ParakeetEncoderAttention):
 
         attention_mask: bool, (B, 1, 1, N), False of padding, which is hidden both as key and as query; or (B, 1, N, N).
         """
-        refuse_weights(kwargs)
         query, key, value = query_key_value(self, hidden_states)
         rel_keys = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)
         last = query.shape[2] - 1
@@ -55,11 +55,29 @@ class ParakeetEncoderAttention(StockArguments, stock.ParakeetEncoderAttention):
             out = torch.where(attends, out, attend_evenly(query, key, value, self.scaling))
         return self.o_proj(join_heads(out)), None
 
+    def serves(self, attention_mask: torch.Tensor | None = None, **given: Any) -> bool:
+        """Return whether ours computes a call: a mask (B, 1, 1, N) of the user's hides keys alone."""
+        return super().serves(**given) and (is_small(attention_mask) or attention_mask.shape[2] > 1)  # type: ignore[union-attr]
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        states = torch.randn(batch, length, self.config.hidden_size)
+        rows = for_all(torch.randn(1, 2 * length - 1, self.config.hidden_size), batch)
+        return {"hidden_states": states, "position_embeddings": rows, "attention_mask": mask_of(real)}
+
+
+def for_all(position_embeddings: torch.Tensor, batch: int) -> Any:
+    """Return positions (1, 2N - 1, C) that all sequences share, of which the stock encoder makes a copy each."""
+    return Compact.of(position_embeddings, lambda small: small.expand(batch, -1, -1))
+
+
+def mask_of(real: torch.Tensor | None) -> Any:
+    """Return the mask (B, 1, 1, N) of real frames (B, N); padding is hidden both as key and as query."""
+    return None if real is None else Padding.of(real[:, None, None, :], lambda small: small & small.mT)
+
 
 class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
     """Encoder whose mask stays (B, 1, 1, N); all sequences have one table of positions unless dropout makes them differ."""
 
-    attention = ParakeetEncoderAttention
     mask_function = None
 
     @merge_with_config_defaults
@@ -78,10 +96,13 @@ class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
         hidden_states = nn.functional.dropout(hidden_states, self.dropout, self.training)
         position_embeddings = nn.functional.dropout(position_embeddings, self.dropout_positions, self.training)
 
+        if len(position_embeddings) < len(hidden_states):
+            position_embeddings = for_all(position_embeddings, len(hidden_states))
+
         output_mask = None
         if attention_mask is not None:
             output_mask = self._get_output_attention_mask(attention_mask, target_length=hidden_states.shape[1])
-        mask = None if output_mask is None else output_mask[:, None, None, :]
+        mask = mask_of(output_mask)
         for layer in self.layers:
             skipped = self.training and self.layerdrop > 0 and bool(torch.rand([]) < self.layerdrop)
             if not skipped:

@@ -7,24 +7,38 @@ from typing import Any, NamedTuple
 import torch
 from transformers.models.phi4_multimodal import modeling_phi4_multimodal as stock
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..compact import rows
+from ..in_place import fused_relative_attention
 from .encoder import Encoder
-from .heads import join_heads, query_key_value, refuse_weights
+from .heads import InPlace, join_heads, query_key_value
 
 
 class Bias(NamedTuple):
-    """A bias by distance, (H, R), and a mask that is added to the logits and broadcasts to (B, H, N, N)."""
+    """A bias by distance, (H, R), of N positions, and a mask that is added to the logits and broadcasts to (B, H, N, N)."""
 
     table: torch.Tensor
+    length: int
     mask: torch.Tensor | None = None
 
     def __radd__(self, mask: torch.Tensor) -> Bias:
         return self._replace(mask=mask)
 
+    @property
+    def positions(self) -> RelativePositions:
+        rows = self.table.shape[1]
+        return RelativePositions(-(rows // 2), (rows - 1) // 2)
 
-class Phi4MultimodalAudioAttention(StockArguments, stock.Phi4MultimodalAudioAttention):
+    def cast(self, dtype: torch.dtype) -> Bias:
+        return self._replace(table=self.table.to(dtype))
+
+    def dense(self) -> torch.Tensor:
+        """Return what stock layers get, (B, H, N, N)."""
+        bias = rows(self.table, self.positions, self.length, self.length)[None]
+        return bias if self.mask is None else self.mask + bias
+
+
+class Phi4MultimodalAudioAttention(InPlace, stock.Phi4MultimodalAudioAttention):
     """q_i . k_j, scaled, + b[j - i], distances clipped; one table for all layers.
 
     As in the stock model, a bool mask hides nothing: it is added, so the logits of keys that it shows are larger by 1.
@@ -32,36 +46,47 @@ class Phi4MultimodalAudioAttention(StockArguments, stock.Phi4MultimodalAudioAtte
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Bias, **kwargs: Any) -> torch.Tensor:
         """hidden_states (B, N, C), attention_mask a Bias; stock layers get (B, H, N, N)."""
-        refuse_weights(kwargs)
-        if not isinstance(attention_mask, Bias):
-            got = type(attention_mask).__name__
-            raise ValueError(f"attention_mask must be a Bias, got a {got}: enable or disable the model as a whole")
-        rows = attention_mask.table.shape[1]
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             rel_bias=attention_mask.table,
-            positions=RelativePositions(-(rows // 2), (rows - 1) // 2),
+            positions=attention_mask.positions,
             attn_mask=None if attention_mask.mask is None else attention_mask.mask.to(hidden_states.dtype),
             dropout_p=self.attention_dropout if self.training else 0.0,
             scale=self.scaling,
         )
         return self.o_proj(join_heads(out))
 
+    def serves(self, attention_mask: Any, **given: Any) -> bool:  # type: ignore[override]
+        return super().serves(**given) and isinstance(attention_mask, Bias)
 
-class Phi4MultimodalAudioRelativeAttentionBias(StockArguments, stock.Phi4MultimodalAudioRelativeAttentionBias):
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        table = torch.randn(self.config.num_attention_heads, 21)
+        mask = None if real is None else real[:, None, None]
+        return {"hidden_states": torch.randn(batch, length, self.config.hidden_size), "attention_mask": Bias(table, length, mask)}
+
+
+class Phi4MultimodalAudioRelativeAttentionBias(InPlace, stock.Phi4MultimodalAudioRelativeAttentionBias):
     """Biases (H, R), a row for each distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
 
     def forward(self, x: torch.Tensor) -> Bias:  # type: ignore[override]
         last = min(x.shape[1], self.max_distance) - 1
         distances = torch.arange(-self.max_distance if x.shape[1] > self.max_distance else -last, last + 1, device=x.device)
-        rows = distances.abs() if self.symmetric else distances + self.num_buckets // 2
-        return Bias(self.bias_values(rows).T)
+        slots = distances.abs() if self.symmetric else distances + self.num_buckets // 2
+        return Bias(self.bias_values(slots).T, x.shape[1])
+
+    fewest, hands_on = 0, True
+
+    @property
+    def longest(self) -> int:
+        return min(self.max_distance, 500) + (0 if self.symmetric else 10)  # a symmetric one ends there
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return {"x": torch.randn(batch, length, 8)}
 
 
 class Phi4MultimodalAudioModel(Encoder, stock.Phi4MultimodalAudioModel):
     """Encoder that cuts sequences into pieces of 500 frames. Its mask is (B, 1, N) if there is one chunk, else (B, N, N)."""
 
-    attention = Phi4MultimodalAudioAttention
     mask_function = None
 
     def _streaming_mask(self, seq_len: int, batch_size: int, chunk_size: int, left_chunk: int) -> torch.Tensor:

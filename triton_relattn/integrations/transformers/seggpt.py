@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from transformers.models.seggpt import modeling_seggpt as stock
 
-from ..arguments import StockArguments
-from .grid_attention import attend
-from .heads import refuse_weights
+from .grid_attention import attend, grid_of
+from .heads import InPlace
 
 
-class SegGptAttention(StockArguments, stock.SegGptAttention):
+class SegGptAttention(InPlace, stock.SegGptAttention):
     """scale * q_i . k_j + q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], on prompt and image as one grid."""
 
     @staticmethod
@@ -22,8 +21,10 @@ class SegGptAttention(StockArguments, stock.SegGptAttention):
 
     def forward(self, hidden_states: torch.Tensor, output_attentions: bool = False) -> tuple[torch.Tensor, None]:
         """hidden_states (B, height, width, C)."""
-        refuse_weights({"output_attentions": output_attentions})
         return attend(self, hidden_states, self.num_attention_heads), None
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return {"hidden_states": torch.randn(batch, *grid_of(length), self.qkv.in_features)}
 
 
 CLASSES = {stock.SegGptAttention: SegGptAttention}

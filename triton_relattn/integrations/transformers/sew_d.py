@@ -11,6 +11,9 @@ from .deberta_v2 import DisentangledAttention, DisentangledEncoder
 
 
 class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAttention):
+    def without_dropout(self) -> None:
+        self.dropout.drop_prob = self.pos_dropout.drop_prob = 0.0
+
     def dropout_p(self) -> float:
         """Return that of a dropout of its own kind."""
         return self.dropout.drop_prob if self.dropout.training else 0.0
@@ -21,7 +24,7 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
 
 
 class SEWDTransformerEncoder(DisentangledEncoder, stock.SEWDTransformerEncoder):
-    attention = DisentangledSelfAttention
+    pass
 
 
 CLASSES = {

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from transformers.models.speecht5 import modeling_speecht5 as stock
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..compact import Compact, is_small, rows
+from ..in_place import fused_relative_attention
+from . import masks
 from .encoder import Encoder
-from .heads import added, join_heads, query_key_value, refuse_weights
+from .heads import InPlace, added, join_heads, query_key_value
 
 
-class SpeechT5Attention(StockArguments, stock.SpeechT5Attention):
+class SpeechT5Attention(InPlace, stock.SpeechT5Attention):
     """(q_i . k_j + q_i . E[j - i]), scaled, distances clipped; E (R, D) of the encoder, for all layers and heads."""
 
     @staticmethod
@@ -32,12 +33,8 @@ class SpeechT5Attention(StockArguments, stock.SpeechT5Attention):
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_bias (R, D), where the stock encoder has (N, N, D)."""
-        refuse_weights({"output_attentions": output_attentions})
         term: dict[str, Any] = {}
         if position_bias is not None:
-            if position_bias.dim() != 2:
-                shape = tuple(position_bias.shape)
-                raise ValueError(f"position_bias must be (R, D), got {shape}: enable or disable the model as a whole")
             last = len(position_bias) // 2
             term = {"rel_key": position_bias, "positions": RelativePositions(1 - last, last)}
         out: Any = fused_relative_attention(
@@ -49,17 +46,36 @@ class SpeechT5Attention(StockArguments, stock.SpeechT5Attention):
         )
         return self.out_proj(join_heads(out)), None
 
+    def serves(self, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
+        return super().serves(**given) and is_small(position_bias)
 
-class SpeechT5RelativePositionalEncoding(StockArguments, stock.SpeechT5RelativePositionalEncoding):
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        given = {"hidden_states": torch.randn(batch, length, self.embed_dim)}
+        table = torch.randn(20, self.head_dim)
+        return {**given, "attention_mask": masks.example(None, batch, length, real), "position_bias": handed_on(table, length)}
+
+
+def handed_on(table: torch.Tensor, length: int) -> Any:
+    """Return the rows (R, D) of distances for the layers, of which the stock encoder makes (N, N, D)."""
+    last = len(table) // 2
+    return Compact.of(table, lambda small: rows(small.T, RelativePositions(1 - last, last), length, length).permute(1, 2, 0))
+
+
+class SpeechT5RelativePositionalEncoding(InPlace, stock.SpeechT5RelativePositionalEncoding):
     """The table itself, most distant past first, instead of a row of it for each pair."""
 
+    fewest, hands_on = 0, True
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.pe_k(torch.arange(2 * self.max_length - 1, -1, -1, device=hidden_states.device))
-        return rows
+        table: torch.Tensor = self.pe_k(torch.arange(2 * self.max_length - 1, -1, -1, device=hidden_states.device))
+        return handed_on(table, hidden_states.shape[1])  # type: ignore[no-any-return]
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return {"hidden_states": torch.randn(batch, length, self.dim)}
 
 
 class SpeechT5Encoder(Encoder, stock.SpeechT5Encoder):
-    attention = SpeechT5Attention
+    pass
 
 
 CLASSES = {

@@ -14,6 +14,8 @@ from .t5 import BucketedAttention
 class UMT5Attention(BucketedAttention, stock.UMT5Attention):
     """Each layer has biases of its own."""
 
+    mask_name, bias_name = "attention_mask", ""
+
     def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
@@ -28,7 +30,7 @@ class UMT5Attention(BucketedAttention, stock.UMT5Attention):
 
 
 class UMT5Stack(Encoder, stock.UMT5Stack):
-    attention = UMT5Attention
+    pass
 
 
 CLASSES = {stock.UMT5Attention: UMT5Attention, stock.UMT5Stack: UMT5Stack}

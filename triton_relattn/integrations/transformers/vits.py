@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from transformers.models.vits import modeling_vits as stock
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..in_place import fused_relative_attention
+from . import masks
 from .encoder import Encoder
-from .heads import added, join_heads, query_key_value, refuse_weights
+from .heads import InPlace, added, join_heads, query_key_value
 
 
-class VitsAttention(StockArguments, stock.VitsAttention):
+class VitsAttention(InPlace, stock.VitsAttention):
     """q_i . E[j - i], scaled as q_i . k_j, and values v_j + A[j - i]; both tables end at the window, zero beyond it."""
 
     def forward(
@@ -25,7 +25,6 @@ class VitsAttention(StockArguments, stock.VitsAttention):
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C); key_value_states is ignored, as in the stock class."""
-        refuse_weights({"output_attentions": output_attentions})
         term: dict[str, Any] = {}
         if self.window_size:
             term = {"rel_key": self.emb_rel_k[0], "rel_value": self.emb_rel_v[0]}
@@ -39,9 +38,13 @@ class VitsAttention(StockArguments, stock.VitsAttention):
         )
         return self.out_proj(join_heads(out)), None
 
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        mask = masks.example(None, batch, length, real)
+        return {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": mask}
+
 
 class VitsEncoder(Encoder, stock.VitsEncoder):
-    attention = VitsAttention
+    pass
 
 
 CLASSES = {stock.VitsAttention: VitsAttention, stock.VitsEncoder: VitsEncoder}

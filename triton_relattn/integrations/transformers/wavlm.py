@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from transformers.models.wavlm import modeling_wavlm as stock
 
-from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..compact import Compact, is_small, rows
+from ..in_place import fused_relative_attention
 from .encoder import Encoder
-from .heads import join_heads, query_key_value, refuse_weights, split_heads
+from .heads import InPlace, join_heads, query_key_value, split_heads
 
 
-class WavLMAttention(StockArguments, stock.WavLMAttention):
+class WavLMAttention(InPlace, stock.WavLMAttention):
     """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on."""
 
     def forward(
@@ -24,14 +24,12 @@ class WavLMAttention(StockArguments, stock.WavLMAttention):
         position_bias: torch.Tensor | None = None,
         index: int = 0,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None, torch.Tensor]:
+    ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
-        refuse_weights(kwargs)
+        handed = position_bias
         if position_bias is None:
             position_bias = self._table(hidden_states.shape[1], hidden_states.device)
-        elif position_bias.dim() != 2:
-            shape = tuple(position_bias.shape)
-            raise ValueError(f"position_bias must be (H, R), got {shape}: enable or disable the model as a whole")
+            handed = handed_on(position_bias, hidden_states)
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             position_bias[..., None],
@@ -42,7 +40,17 @@ class WavLMAttention(StockArguments, stock.WavLMAttention):
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,
         )
-        return self.out_proj(join_heads(out)), None, position_bias
+        return self.out_proj(join_heads(out)), None, handed
+
+    def serves(self, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
+        return super().serves(**given) and is_small(position_bias)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": real}
+        if not hasattr(self, "rel_attn_embed"):
+            table = torch.randn(self.num_heads, 2 * min(length, self.max_distance + 1) - 1)
+            given["position_bias"] = handed_on(table, given["hidden_states"])
+        return given
 
     def _table(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the biases (H, R) of the distances that occur, up to max_distance."""
@@ -57,13 +65,18 @@ class WavLMAttention(StockArguments, stock.WavLMAttention):
         return a * (b * self.gru_rel_pos_const - 1.0) + 2.0
 
 
+def handed_on(table: torch.Tensor, states: torch.Tensor) -> Any:
+    """Return the biases (H, R) for the next layer, of which stock layers make (B * H, N, N)."""
+    batch, length = states.shape[:2]
+    positions = RelativePositions.centred(table.shape[1])
+    return Compact.of(table, lambda small: rows(small, positions, length, length).repeat(batch, 1, 1))
+
+
 class WavLMEncoder(Encoder, stock.WavLMEncoder):
-    attention = WavLMAttention
     mask_function = None
 
 
 class WavLMEncoderStableLayerNorm(Encoder, stock.WavLMEncoderStableLayerNorm):
-    attention = WavLMAttention
     mask_function = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import replacement
+from ..doors import functions
 
 __all__ = ["disable", "enable"]
 
@@ -11,10 +12,9 @@ SOURCES = (
     replacement.Source("x_transformers.attend", f"{__name__}.attend", "x-transformers' attention"),
 )
 
-LIBRARY = replacement.Library(SOURCES, "class of x-transformers: Attend and the modules of its biases", f"{__name__}.small")
+LIBRARY = replacement.Library("x-transformers", SOURCES, "class of x-transformers: Attend and the modules of its biases")
 
-enable, disable = replacement.functions(
-    LIBRARY,
+enable, disable = functions(
     __name__,
     summary="Let attention of x-transformers that has a bias by distance run on :func:`triton_relattn.fused_relative_attention`.",
     module=(

@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import softmax
 from x_transformers import attend as stock
 
-from ...functional import fused_relative_attention
-from .bias import Bias, dense
+from ...positions import RelativePositions
+from ..in_place import InPlace, fused_relative_attention
+from .bias import Bias
 
 MORE = (
     *("pre_softmax_talking_heads", "post_softmax_talking_heads", "pre_scale_post_talking_heads", "selective", "cog_signed"),
@@ -19,18 +20,23 @@ MORE = (
 
 
 class Intermediates(stock.Intermediates):
-    """Intermediates without weights, which are never made: to ask for them is an error, where they would be missed silently."""
+    """Intermediates whose weights stock attention computes when they are asked for."""
+
+    make: Any = None
 
 
-def _missing(_: Any) -> Any:
-    raise ValueError("attention weights, Nq x Nk numbers, are never made by an enabled model: disable(model) first")
+def _made(name: str) -> property:
+    def get(self: Any) -> Any:
+        return None if self.make is None else getattr(self.make(), name)
+
+    return property(get, lambda self, value: None)
 
 
 for name in ("qk_similarities", "pre_softmax_attn", "post_softmax_attn"):
-    setattr(Intermediates, name, property(_missing, lambda self, value: None))
+    setattr(Intermediates, name, _made(name))
 
 
-class Attend(stock.Attend):
+class Attend(InPlace, stock.Attend):
     """softmax((q . k) scale + bias) v with a bias by distance; all else is stock attention."""
 
     def forward(
@@ -40,18 +46,14 @@ class Attend(stock.Attend):
         v: torch.Tensor,
         mask: torch.Tensor | None = None,
         attn_bias: Any = None,
-        *args: Any,
+        row_mask: Any = None,
         causal: bool | None = None,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """q (B, H, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv), mask bool, True where a query may attend."""
-        # A row_mask, which attention always hands on, is for inverted attention alone. All else asks for more than is done here.
-        more = {**kwargs, "row_mask": None}
-        asked = [each for each in (*args, *more.values()) if each is not None]
-        if not isinstance(attn_bias, Bias) or asked or not self._is_plain():
-            given = {**kwargs, "causal": causal} if causal is not None else kwargs
-            out: tuple[torch.Tensor, Any] = super().forward(q, k, v, mask, dense(attn_bias), *args, **given)
-            return out
+        """q (B, H, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv), mask bool, True where a query may attend.
+
+        A row_mask, which attention always hands on, is for inverted attention alone.
+        """
+        given = q, k, v, mask
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and k.shape[1] > 1:  # query head h has the key head h modulo their number, not one of successive heads
             k, v = (each.repeat(1, groups, 1, 1) for each in (k, v))
@@ -68,7 +70,35 @@ class Attend(stock.Attend):
             enable_gqa=True,
             **attn_bias.term,
         )
-        return attended, Intermediates()
+        intermediates = Intermediates()
+        bias = attn_bias.dense
+        intermediates.make = lambda: super(Attend, self).forward(*given, attn_bias=bias(), row_mask=row_mask, causal=causal)[1]
+        return attended, intermediates
+
+    def serves(self, attn_bias: Any = None, **given: Any) -> bool:
+        return isinstance(attn_bias, Bias) and self._is_plain()
+
+    @staticmethod
+    def counted(mask: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def pairs(self, q: torch.Tensor, k: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+        return q.shape[:3].numel() * k.shape[2]
+
+    @staticmethod
+    def positions_of(given: dict[str, Any]) -> int:
+        return given["q"].shape[2]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def results(returned: Any) -> Any:
+        return returned[0]
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        heads, width = 4, 8
+        q, k, v = (torch.randn(batch, heads, length, width) for _ in range(3))
+        positions = RelativePositions(1 - length, length - 1)
+        bias = Bias(length, length, rel_bias=torch.randn(heads, positions.num_rows), positions=positions)
+        return {"q": q, "k": k, "v": v, "mask": real, "attn_bias": bias}
 
     def _is_plain(self) -> bool:
         """Whether it is a softmax of the logits, and no more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -11,11 +10,23 @@ from x_transformers import x_transformers as stock
 
 from ... import tables
 from ...positions import RelativePositions
-from ..arguments import StockArguments
+from ..in_place import InPlace
 from .bias import Bias
 
 
-class RelativePositionBias(StockArguments, stock.RelativePositionBias):
+class OfDistances(InPlace):
+    """Mixin of modules that make a bias of the numbers of queries and keys."""
+
+    fewest, hands_on = 0, True
+
+    def pairs(self: Any, i: int, j: int) -> int:  # type: ignore[override]
+        return i * j * getattr(self, "heads", getattr(self, "total_heads", 1))
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return {"i": length, "j": length}
+
+
+class RelativePositionBias(OfDistances, stock.RelativePositionBias):
     """T5's: b[bucket(j - i)], scaled; beyond the largest distance all have one bucket."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -24,10 +35,10 @@ class RelativePositionBias(StockArguments, stock.RelativePositionBias):
         distances = torch.arange(positions.first, positions.last + 1, device=self.device)
         buckets = self._relative_position_bucket(distances, self.causal, self.num_buckets, self.max_distance)
         rel_bias = self.relative_attention_bias(buckets).T * self.scale
-        return Bias(functools.partial(super().forward, i, j), rel_bias=rel_bias, positions=positions)
+        return Bias(i, j, rel_bias=rel_bias, positions=positions)
 
 
-class DynamicPositionBias(StockArguments, stock.DynamicPositionBias):
+class DynamicPositionBias(OfDistances, stock.DynamicPositionBias):
     """b[j - i], an MLP of the distance i - j or of its logarithm."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -37,20 +48,23 @@ class DynamicPositionBias(StockArguments, stock.DynamicPositionBias):
             rows = rows.sign() * (rows.abs() + 1).log()
         for layer in self.mlp:
             rows = layer(rows)
-        return Bias(functools.partial(super().forward, i, j), rel_bias=rows.T, positions=RelativePositions(1 - j, j - 1))
+        return Bias(i, j, rel_bias=rows.T, positions=RelativePositions(1 - j, j - 1))
 
 
-class AlibiPositionalBias(StockArguments, stock.AlibiPositionalBias):
+class AlibiPositionalBias(OfDistances, stock.AlibiPositionalBias):
     """ALiBi: -slope |j - i| in the first heads, nothing in others."""
 
     def forward(self, i: int, j: int) -> Bias:
         """i queries, the last of j positions."""
         rel_bias = tables.alibi_bias(self.slopes.flatten(), 1 - j, j - 1)
         rel_bias = nn.functional.pad(rel_bias, (0, 0, 0, self.total_heads - len(rel_bias)))
-        return Bias(functools.partial(super().forward, i, j), rel_bias=rel_bias, positions=RelativePositions(1 - j, j - 1))
+        return Bias(i, j, rel_bias=rel_bias, positions=RelativePositions(1 - j, j - 1))
+
+    def prepare(self) -> None:
+        self.bias = None  # the largest one up to now
 
 
-class RelativeProjPositionalBias(StockArguments, stock.RelativeProjPositionalBias):
+class RelativeProjPositionalBias(InPlace, stock.RelativeProjPositionalBias):
     """Inkling's: p_i . W[i - j] for distances in a window of the past, not scaled; p is a projection of the input."""
 
     def forward(self, x: torch.Tensor, seq_len_k: int | None = None) -> Bias:
@@ -61,7 +75,12 @@ class RelativeProjPositionalBias(StockArguments, stock.RelativeProjPositionalBia
             "rel_scale": 1.0,
             "positions": RelativePositions(1 - self.max_dist, 0, "zero"),
         }
-        return Bias(functools.partial(super().forward, x, seq_len_k), **term)
+        return Bias(x.shape[1], seq_len_k or x.shape[1], **term)
+
+    fewest, hands_on = 0, True
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        return {"x": torch.randn(batch, length, self.to_distance_weights[0].in_features)}
 
 
 CLASSES = {

@@ -1,4 +1,4 @@
-"""A family of models, as proofs, bench and the tests build it."""
+"""A family of models, as bench and the tests build it."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..comparison import apart, with_random_weights
-from .kind import Kind
+from .comparison import apart, with_random_weights
+from .replacement import Replacement
+from .shadow import shadow
 
 
 class _Counter(TorchDispatchMode):
@@ -39,22 +41,28 @@ class _Counter(TorchDispatchMode):
         self.now -= size
 
 
-def of_forward(of: Kind, module: Any, length: int, parent: Any, by_ours: bool) -> int | None:
-    """Return the largest number of bytes that tensors of one sequence's forward take at a time, in float32, beside its weights.
+def of_modules(of: Replacement, module: nn.Module, lengths: tuple[int, ...], parent: Any = None) -> tuple[tuple[Any, Any], ...]:
+    """Return how many bytes the tensors of one sequence's forward take at most at a time, in float32, beside the weights.
 
-    by_ours: of ours; else of the stock forward. What the operator keeps for the time of a call in blocks is not counted. None if
-    the forward needs values.
+    For each length, of the stock forward and of ours; None if the forward needs values.
+
+    What the operator keeps for the time of a call in blocks is not counted. parent: the module around it.
     """
 
-    def count() -> int | None:
+    def count(model: Any, length: int, by_ours: bool) -> int | None:
         try:
-            model = with_random_weights(module, "meta").eval()
-            of.prepare(model)
-            given = of.at_length(model, of.reading, length, parent)
-            with torch.no_grad(), torch.device("meta"), _Counter() as counter:
-                of.ours(model, given) if by_ours else of.stock.forward(model, **given)
+            run = shadow(model, lambda tensor: tensor)  # a forward may keep what it makes
+            of.prepare(run)
+            given = of.at_length(run, length, parent)
+            with torch.no_grad(), _Counter() as counter:
+                of.by_ours(run, given) if by_ours else of.by_stock(run, (), given)
             return counter.peak
         except Exception:  # a stock forward may raise anything
             return None
 
-    return apart(count)
+    def count_all() -> tuple[tuple[Any, Any], ...]:
+        model = with_random_weights(module, "meta").eval()
+        with torch.device("meta"):
+            return tuple((count(model, length, False), count(model, length, True)) for length in lengths)
+
+    return apart(count_all)

@@ -1,0 +1,132 @@
+"""What layers hand on to others, a mask or a position bias, as a tensor in its small form that knows its dense one.
+
+Enabled layers read the small form. A stock layer among them, or code of the user, gets what it would have got from a stock layer:
+every function of torch sees the dense form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..positions import RelativePositions
+
+Make = Callable[[Any], Any]
+
+
+class Compact(torch.Tensor):
+    """A tensor that another one, its dense form, is made of when it is needed.
+
+    small: what enabled layers take; it may be None. info: further arguments for them. dense(): what stock layers take; it is
+    kept.
+    """
+
+    _make: Make
+    _dense: Any
+    is_none: bool
+    info: dict[str, Any]
+
+    @classmethod
+    def of(cls, small: torch.Tensor | None, make: Make, **info: Any) -> Any:
+        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``.
+
+        make: returns the dense form of the small one.
+        """
+        if _are_plain():
+            return small
+        return cls._wrapped(torch.empty(0) if small is None else small, make, small is None, info)
+
+    @classmethod
+    def _wrapped(cls, tensor: torch.Tensor, make: Make, is_none: bool, info: dict[str, Any]) -> Any:
+        found = tensor.as_subclass(cls)
+        found._make, found._dense, found.is_none, found.info = make, None, is_none, info
+        return found
+
+    @property
+    def small(self) -> torch.Tensor | None:
+        return None if self.is_none else self._plain()
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def dense(self) -> Any:
+        if self._dense is None or (
+            self._dense.requires_grad is False and self._plain().requires_grad and torch.is_grad_enabled()
+        ):
+            self._dense = self._make(self.small)
+        return self._dense
+
+    def changed(self, small: torch.Tensor) -> Compact:
+        """Return the same of another small form."""
+        return self._wrapped(small, self._make, self.is_none, self.info)  # type: ignore[no-any-return]
+
+    def cast(self, dtype: torch.dtype) -> Compact:
+        """Return the same in another dtype, for floating-point forms."""
+
+        def converted(tensor: Any) -> Any:
+            return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
+
+        make = self._make
+        return self._wrapped(converted(self._plain()), lambda small: converted(make(small)), self.is_none, self.info)  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in KEPT or (func is torch.Tensor.to and _is_move(args[1:], kwargs)):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **kwargs)
+            return args[0].changed(found) if func in COPIES else args[0] if func is torch.Tensor.requires_grad_ else found
+        if func is torch.Tensor.to and args[1:] == (torch.bool,) and args[0]._plain().dtype == torch.bool:
+            make = args[0]._make
+            return args[0]._wrapped(args[0]._plain(), lambda small: make(small).to(torch.bool), args[0].is_none, args[0].info)
+        args, kwargs = tree_map_only(Compact, Compact.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _is_move(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether Tensor.to() is asked for another device, and not for another dtype."""
+    return not kwargs.keys() - {"device", "non_blocking", "copy"} and all(
+        isinstance(each, (str, int, torch.device)) for each in args
+    )
+
+
+COPIES = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.to}
+KEPT = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward} | {
+    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "grad", "device", "_backward_hooks")
+}
+KEPT |= {torch.Tensor.requires_grad.__set__, torch.Tensor.retain_grad, torch.Tensor.register_hook}  # type: ignore[attr-defined]
+"""Functions that see the tensor itself: those by which checkpoints and hooks hand tensors on."""
+
+
+def is_small(value: Any) -> bool:
+    """Return whether an argument is a small form; under torch.compile and the like, where these are plain tensors, True."""
+    return not isinstance(value, torch.Tensor) or isinstance(value, Compact) or _are_plain()
+
+
+def _are_plain() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def dense_of(value: Any) -> Any:
+    """Return the dense form of what has one, a Compact tensor or another object; anything else as it is."""
+    return value.dense() if has_dense(value) else value
+
+
+def has_dense(value: Any) -> bool:
+    """Return whether a value is a small form of another."""
+    return isinstance(value, Compact) or (not isinstance(value, (torch.Tensor, nn.Module)) and hasattr(value, "dense"))
+
+
+def rows(table: torch.Tensor, positions: RelativePositions, queries: int, keys: int, offset: int = 0) -> torch.Tensor:
+    """Return the row of each pair: (..., R) to (..., Nq, Nk), positions beyond the ends clipped.
+
+    offset: the position of the first query, counted as the keys' are.
+    """
+    query = torch.arange(queries, device=table.device)[:, None] + offset
+    distance = torch.arange(keys, device=table.device) - query
+    return table[..., distance.clamp(positions.first, positions.last) - positions.first]
