@@ -165,7 +165,10 @@ def with_random_weights(module: nn.Module, device: str = "cpu") -> Any:
         return shadow(linear, convert)  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        return shadow(module, convert, replace=replace)
+        model = shadow(module, convert, replace=replace)
+    for each in model.modules():
+        vars(each).pop("forward", None)  # of hooks on a part, as accelerate's, which load the weights of the module itself
+    return model
 
 
 def _is_plain(weight: torch.Tensor) -> bool:

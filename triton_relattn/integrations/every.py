@@ -90,8 +90,10 @@ def enable_in(
     modules: dict[str, nn.Module] = {}
     chosen: dict[str, type] = {}
     enabled_before = False
+    seen: set[int] = set()  # modules that an object holds by several names
     for prefix, root in _roots(model):
-        found, ours, before = _compared(root, lengths, libraries, structures)
+        found, ours, before = _compared(root, lengths, libraries, structures, seen)
+        seen |= {id(each) for each in root.modules()}
         enabled_before |= before
         for row in found:
             name = f"{prefix}.{row.name}".strip(".")
@@ -159,10 +161,14 @@ def _components(model: Any) -> dict[str, Any]:
 
 
 def _compared(
-    root: nn.Module, lengths: tuple[int, ...], libraries: Sequence[str], structures: bool
+    root: nn.Module, lengths: tuple[int, ...], libraries: Sequence[str], structures: bool, seen: set[int]
 ) -> tuple[list[Row], dict[str, type], bool]:
-    """Compare all modules of a model; return the rows, the classes of ours for those that agree, and whether some are enabled."""
-    modules = dict(root.named_modules())
+    """Compare all modules of a model but those that were seen.
+
+    Returns:
+        The rows, the classes of ours for the modules that agree, and whether some are enabled.
+    """
+    modules = {name: each for name, each in root.named_modules() if id(each) not in seen}
     enabled = {name for name, each in modules.items() if replacement.stock_of(each) is not None}
     packages = {base.__module__.partition(".")[0] for each in modules.values() for base in type(each).__mro__}
     met: dict[str, replacement.Met] = {}
