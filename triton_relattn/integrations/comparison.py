@@ -251,7 +251,7 @@ def _difference(of: Replacement, model: Any, is_light: bool = False, agreed: lis
         Differs: one is too large.
     """
     agreed = [] if agreed is None else agreed
-    samples = list(of.samples(model))
+    samples = list(of.samples(model, is_light))
     is_single = _dtype_of(model) == torch.float32
     limit = FLOAT32_LIMIT if is_single else SCRIPTED_LIMIT if is_scripted(of.stock) else LIMIT
     for sample, gradients, training in _light(samples) if is_light else _runs(samples):

@@ -19,6 +19,8 @@ from .replacement import ATTRIBUTE, HARMLESS, NAMES, Replacement, Sample, set_at
 MASKS = ("attention_mask", "mask", "attn_mask")
 BATCH, LENGTHS = 2, (7, 19)
 """Sequences of a comparison, and their lengths; the last one is ``longest`` of the class."""
+SHORT = 64
+"""Up to this length there are two sequences, with and without padding, and further modules of a class are also compared."""
 
 
 def fused_relative_attention(*args: Any, dropout_p: float = 0.0, **given: Any) -> Any:
@@ -215,10 +217,14 @@ class ByClass(Replacement):
         found = self.ours.counted(mask) if isinstance(mask, torch.Tensor) else None
         return None if found is None else found[:, : self.ours.positions_of(given)]  # blocks may be longer
 
-    def samples(self, module: Any) -> Iterator[Sample]:
+    def samples(self, module: Any, is_light: bool = False) -> Iterator[Sample]:
         for length in sorted({*LENGTHS, module.longest}):
-            for name, real in (("without a mask", None), ("with padding", padded(BATCH, length))):
-                given = module.example(BATCH, length, real)
+            if is_light and length > SHORT:
+                return
+            batch = BATCH if length <= SHORT else 1
+            masks = (("without a mask", None), ("with padding", padded(batch, length)))
+            for name, real in masks if length <= SHORT else masks[1:]:
+                given = module.example(batch, length, real)
                 count = module.positions_of(given)
                 yield Sample(f"{count} positions, {name}", given, (count, count), self.counted(given))
 

@@ -94,8 +94,8 @@ class Replacement:
         """Compute what the stock forward returns."""
         raise NotImplementedError
 
-    def samples(self, module: Any) -> Iterator[Sample]:
-        """Yield arguments for the comparison of a module, the smallest first."""
+    def samples(self, module: Any, is_light: bool = False) -> Iterator[Sample]:
+        """Yield arguments for the comparison of a module, the smallest first. is_light: another one of its class was compared."""
         raise NotImplementedError
 
     def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:

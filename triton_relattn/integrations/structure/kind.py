@@ -108,7 +108,7 @@ class Kind(Replacement):
         """Compute what the stock forward returns."""
         raise NotImplementedError
 
-    def samples(self, module: Any) -> Iterator[Sample]:
+    def samples(self, module: Any, is_light: bool = False) -> Iterator[Sample]:
         return self.examples(module, self.reading)
 
     def run(self, module: Any, given: dict[str, Any]) -> Any:
