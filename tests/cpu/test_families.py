@@ -687,3 +687,22 @@ def test_whole_models(name: str) -> None:
         assert_near("ours", ours, stock)
         assert not torch.equal(ours, stock), "bit for bit what the stock path computes"
         assert disable(model) == enabled and torch.equal(run(model), stock)
+
+
+GRAPHS = {"traced": [(torch.jit, "is_tracing")], "exported": [(torch.compiler, "is_compiling"), (torch.compiler, "is_exporting")]}
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+@every_family
+def test_graphs_have_the_stock_forward(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is traced or exported has no small masks or positions: bit for bit."""
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    enable(model)
+    for module, function in GRAPHS[how]:
+        monkeypatch.setattr(module, function, lambda: True)
+    with Sizes() as found:
+        ours = output(model, given)
+    disable(model)
+    assert torch.equal(ours, output(model, given))
+    assert not found.ours

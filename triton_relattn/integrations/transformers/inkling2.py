@@ -11,6 +11,7 @@ from transformers.models.inkling2 import modeling_inkling2 as stock
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..calls import is_graph
 from ..compact import Compact
 from ..functions import with_names
 from ..replacement import argument_name
@@ -132,6 +133,8 @@ class Inkling2FullAttention(SinkAttention, stock.Inkling2FullAttention):
 
 def no_distances(*args: Any, **given: Any) -> Any:
     """Return None in place of the distances of all pairs, (Nq, Nk)."""
+    if is_graph():
+        return stock.get_relative_distance(*args, **given)
     named = inspect.signature(stock.get_relative_distance).bind(*args, **given).arguments
     if (cache := named["cache"]) is not None:  # its sizes now, before the layers change it
         length, layers = named["inputs_embeds"].shape[1], range(len(cache.layers))
@@ -143,8 +146,6 @@ def no_distances(*args: Any, **given: Any) -> Any:
 
 
 class Inkling2TextModel(Encoder, stock.Inkling2TextModel):
-    pass
-
     if hasattr(stock, "get_relative_distance"):  # from transformers 5.24 on: (Nq, Nk), which no attention here needs
         forward = merge_with_config_defaults(
             capture_outputs(with_names(inspect.unwrap(stock.Inkling2TextModel.forward), get_relative_distance=no_distances))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...positions import RelativePositions
+from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..transformer_xl import attend
 from .encoder import Encoder
@@ -90,6 +92,10 @@ class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
         **kwargs: Any,
     ) -> Any:
         """As the stock class: input_features (B, T, mel), attention_mask (B, T)."""
+        if is_graph():
+            return inspect.unwrap(stock.ParakeetEncoder.forward)(
+                self, input_features, attention_mask, output_attention_mask, **kwargs
+            )
         hidden_states = self.subsampling(input_features, attention_mask) * self.input_scale
         positions_differ = self.training and self.dropout_positions > 0
         position_embeddings = self.encode_positions(hidden_states if positions_differ else hidden_states[:1])
