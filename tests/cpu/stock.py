@@ -283,7 +283,7 @@ class JointMusicAttention(nn.Module):
 
 
 class BucketAttention(nn.Module):
-    """T5's bias, an embedding for each layer. hands_on: as T5 does, the bias comes from the layer before."""
+    """T5's bias, an embedding for each layer. passes_on: as T5 does, the bias comes from the layer before."""
 
     def __init__(self, width: int = 32, heads: int = 2, causal_buckets: bool = False) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class BucketAttention(nn.Module):
 
 
 class SharedBucketAttention(BucketAttention):
-    """As T5's layers: the bias is handed on."""
+    """As T5's layers: the bias is passed on."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None

@@ -189,7 +189,7 @@ def test_a_part_of_a_model(part: str) -> None:
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5", "wavlm", "mpnet", "speecht5", "phi4_multimodal", "deberta"])
 def test_a_part_that_is_disabled(name: str) -> None:
-    """Stock layers among enabled ones get what stock layers hand on, and enabled ones take it."""
+    """Stock layers among enabled ones get what stock layers pass on, and enabled ones take it."""
     model, given = made(name, torch.float64)
     with in_float64():
         expected = results(model, given, counting(name, PADDED))

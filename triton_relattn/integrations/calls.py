@@ -52,7 +52,7 @@ class Calls:
         self.differs = ""
         self.versions: list[tuple[int, int]] | None = None  # of the buffers
         self.changes = self.inside = 0
-        self.around: list[Any] = []  # references to the modules that hand masks on to this one
+        self.around: list[Any] = []  # references to the modules that pass masks on to this one
 
     def changed(self) -> None:
         """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
@@ -168,7 +168,7 @@ def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dic
     def run(is_ours: bool, exact: torch.dtype | None = None) -> Any:
         model = shadow(module, lambda tensor: _duplicate(tensor, exact))
         named = of.named(args, kwargs)
-        # What layers hand on in a small form is as exact as in its dense one, which the stock forward has in each run.
+        # What layers pass on in a small form is as exact as in its dense one, which the stock forward has in each run.
         given = {name: each if is_ours and has_dense(each) else _copied(dense_of(each), exact) for name, each in named.items()}
         mode = promoted() if exact == torch.float64 else nullcontext()
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
@@ -176,7 +176,7 @@ def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dic
         with random_state_kept(devices), Dropout(lambda each: each.dim() >= 3), mode, autocast:
             return of.results(of.by_ours(model, given) if is_ours else of.by_stock(model, (), given))
 
-    with torch.no_grad():  # also of what is handed on, whose dense form may be made below
+    with torch.no_grad():  # also of what is passed on, whose dense form may be made below
         stock = run(False)
         try:
             ours = run(True)

@@ -1,4 +1,4 @@
-"""What layers hand on to others, a mask or a position bias, as a tensor in its small form that knows its dense one.
+"""What layers pass on to others, a mask or a position bias, as a tensor in its small form that knows its dense one.
 
 Enabled layers read the small form. A stock layer among them, or code of the user, gets what it would have got from a stock layer:
 every function of torch sees the dense form.
@@ -21,29 +21,27 @@ Make = Callable[[Any], Any]
 class Compact(torch.Tensor):
     """A tensor that another one, its dense form, is made of when it is needed.
 
-    small: what enabled layers take; it may be None. info: further arguments for them. dense(): what stock layers take; it is
-    kept.
+    small: what enabled layers take; it may be None. dense(): what stock layers take; it is kept.
     """
 
     _make: Make
     _dense: Any
     is_none: bool
-    info: dict[str, Any]
 
     @classmethod
-    def of(cls, small: torch.Tensor | None, make: Make, **info: Any) -> Any:
+    def of(cls, small: torch.Tensor | None, make: Make) -> Any:
         """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``.
 
         make: returns the dense form of the small one.
         """
         if _are_plain():
             return small
-        return cls._wrapped(torch.empty(0) if small is None else small, make, small is None, info)
+        return cls._wrapped(torch.empty(0) if small is None else small, make, small is None)
 
     @classmethod
-    def _wrapped(cls, tensor: torch.Tensor, make: Make, is_none: bool, info: dict[str, Any]) -> Any:
+    def _wrapped(cls, tensor: torch.Tensor, make: Make, is_none: bool) -> Any:
         found = tensor.as_subclass(cls)
-        found._make, found._dense, found.is_none, found.info = make, None, is_none, info
+        found._make, found._dense, found.is_none = make, None, is_none
         return found
 
     @property
@@ -63,7 +61,7 @@ class Compact(torch.Tensor):
 
     def changed(self, small: torch.Tensor) -> Compact:
         """Return the same of another small form."""
-        return self._wrapped(small, self._make, self.is_none, self.info)  # type: ignore[no-any-return]
+        return self._wrapped(small, self._make, self.is_none)  # type: ignore[no-any-return]
 
     def cast(self, dtype: torch.dtype) -> Compact:
         """Return the same in another dtype, for floating-point forms."""
@@ -72,7 +70,7 @@ class Compact(torch.Tensor):
             return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
 
         make = self._make
-        return self._wrapped(converted(self._plain()), lambda small: converted(make(small)), self.is_none, self.info)  # type: ignore[no-any-return]
+        return self._wrapped(converted(self._plain()), lambda small: converted(make(small)), self.is_none)  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +81,7 @@ class Compact(torch.Tensor):
             return args[0].changed(found) if func in COPIES else args[0] if func is torch.Tensor.requires_grad_ else found
         if func is torch.Tensor.to and args[1:] == (torch.bool,) and args[0]._plain().dtype == torch.bool:
             make = args[0]._make
-            return args[0]._wrapped(args[0]._plain(), lambda small: make(small).to(torch.bool), args[0].is_none, args[0].info)
+            return args[0]._wrapped(args[0]._plain(), lambda small: make(small).to(torch.bool), args[0].is_none)
         args, kwargs = tree_map_only(Compact, Compact.dense, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -100,7 +98,7 @@ KEPT = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.requires_grad_, to
     getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "grad", "device", "_backward_hooks")
 }
 KEPT |= {torch.Tensor.requires_grad.__set__, torch.Tensor.retain_grad, torch.Tensor.register_hook}  # type: ignore[attr-defined]
-"""Functions that see the tensor itself: those by which checkpoints and hooks hand tensors on."""
+"""Functions that see the tensor itself: those by which checkpoints and hooks pass tensors on."""
 
 
 def is_small(value: Any) -> bool:

@@ -167,7 +167,8 @@ def with_random_weights(module: nn.Module, device: str = "cpu") -> Any:
     with torch.no_grad():
         model = shadow(module, convert, replace=replace)
     for each in model.modules():
-        vars(each).pop("forward", None)  # of hooks on a part, as accelerate's, which load the weights of the module itself
+        if "_old_forward" in vars(each):  # accelerate's hooks load the weights of the module itself
+            vars(each).pop("forward")
     return model
 
 

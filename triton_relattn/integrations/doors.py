@@ -12,7 +12,7 @@ ENABLE = """{summary}
 :func:`triton_relattn.enable` does the same for models of all libraries, and says how modules are compared before.
 
 Args:
-    module: {module} Other models of the same class stay as they are. Checkpoints, parameters and hooks do, too.
+    module: {module} Other models of the same class stay as they are; so do checkpoints, parameters and hooks.
     lengths: for which the report counts memory, in positions.
     check_calls: whether some of your calls are compared with the stock forward.
 

@@ -17,7 +17,7 @@ from .progress import progress
 from .report import LIBRARY, STRUCTURE, Report, Row
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
-HANDS_ON = "hands masks and positions on"
+PASSES_ON = "passes masks and positions on"
 
 
 def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
@@ -40,7 +40,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without masks, agree to 2**-30 of
     the largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for
     the first module of a class, a tenth of that for each other one. What disagrees stays as it is. Masks and positions that
-    modules hand on know what stock ones would have handed on, for layers that are stock.
+    modules pass on know what stock ones would have passed on, for layers that are stock.
 
     Then some of your own calls are also compared, before ours computes them: the first of each kind, the second, the fourth, the
     eighth, and so on, if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a
@@ -193,11 +193,11 @@ def _compared(
                 chosen[name] = found[1]
     served = tuple({type(modules[name]) for name in chosen if name in met})
     for name, each in met.items():
-        if each.ours is not None and issubclass(each.ours, replacement.HandsOn):
+        if each.ours is not None and issubclass(each.ours, replacement.PassesOn):
             inside = [name in chosen for name, module in _inside(name, modules) if isinstance(module, served)]
             if inside and all(inside):  # small masks and positions are for ours alone
                 chosen[name] = each.ours
-                rows[name] = Row(name, type(modules[name]).__name__, HANDS_ON, LIBRARY)
+                rows[name] = Row(name, type(modules[name]).__name__, PASSES_ON, LIBRARY)
     return [rows[name] for name in modules if name in rows], chosen, bool(enabled)
 
 
@@ -218,13 +218,13 @@ def _why_not(module: nn.Module) -> str:
 def _by_class(
     name: str, module: nn.Module, met: replacement.Met, lengths: tuple[int, ...], known: dict[Any, Any]
 ) -> tuple[Row, type[nn.Module] | None] | None:
-    """Return the row of a module of a library, and the class in place of its own if it computes the same; None if it only hands
+    """Return the row of a module of a library, and the class in place of its own if it computes the same; None if it only passes
     on masks.
 
     known: classes of which a module was compared.
     """
     stock, ours, reason = type(module), met.ours, met.reason
-    if ours is not None and issubclass(ours, replacement.HandsOn):
+    if ours is not None and issubclass(ours, replacement.PassesOn):
         return None
     reason = reason or _why_not(module)
     if ours is None or reason:
@@ -235,7 +235,7 @@ def _by_class(
     except Refused as refused:
         return Row(name, stock.__name__, met.title, LIBRARY, reason=str(refused)), None
     known[stock] = True
-    sizes = memory.of_modules(of, module, lengths)
+    sizes = memory.count_bytes(of, module, lengths)
     return Row(name, stock.__name__, met.title, LIBRARY, difference, sizes), ours  # type: ignore[return-value]
 
 
@@ -269,7 +269,7 @@ def _by_structure(
             object.__new__(stock).__class__ = ours
         except TypeError as error:  # a class with __slots__
             raise Refused(f"its class cannot be exchanged: {error}") from error
-        sizes = memory.of_modules(getattr(ours, replacement.ATTRIBUTE), module, lengths, parent)
+        sizes = memory.count_bytes(getattr(ours, replacement.ATTRIBUTE), module, lengths, parent)
         return Row(name, stock.__name__, title, STRUCTURE, difference, sizes), ours
     except Refused as refused:
         return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..functional import fused_relative_attention as operator
 from ..grids import decomposed_relative_attention as grid_operator
-from .compact import Compact, dense_of
+from .compact import Compact, dense_of, is_small
 from .comparison import weights_dropout
 from .replacement import ATTRIBUTE, HARMLESS, NAMES, Replacement, Sample, set_attribute
 
@@ -35,15 +35,17 @@ def decomposed_relative_attention(*args: Any, dropout_p: float = 0.0, **given: A
 
 class InPlace:
     """Mixin: in place of the class that is the last base. ``forward`` of the subclass is ours. It gets each argument by our name
-    for it, and the small forms of what other layers hand on.
+    for it, and the small forms of what other layers pass on.
 
     Arguments by position count as the stock class counts them. What our forward has no parameter for makes a call the stock
     forward's, unless it is None or in ``HARMLESS``.
     """
 
-    hands_on = False
+    passes_on = False
     """Whether it only makes positions, or a bias, for attention."""
     fewest = Replacement.fewest
+    small: tuple[str, ...] = ()
+    """Arguments that ours takes in their small forms alone: of others the call is the stock forward's."""
     constants: tuple[str, ...] = ()
     """Arguments that have no gradient, beside the mask."""
 
@@ -62,11 +64,11 @@ class InPlace:
         raise NotImplementedError
 
     def serves(self: Any, **given: Any) -> bool:
-        """Return whether ours computes a call; its arguments are as other layers handed them on."""
+        """Return whether ours computes a call; its arguments are as other layers passed them on."""
         return True
 
-    def handed_on(self: Any, result: Any, given: dict[str, Any]) -> Any:
-        """Return what ours returns, as the next layer gets it. given: arguments by our names, as other layers handed them on."""
+    def passed_on(self: Any, result: Any, given: dict[str, Any]) -> Any:
+        """Return what ours returns, as the next layer gets it. given: arguments by our names, as other layers passed them on."""
         return result
 
     def pairs(self: Any, *args: Any, **given: Any) -> int:
@@ -182,15 +184,15 @@ class ByClass(Replacement):
     def is_served(self, module: Any, given: dict[str, Any]) -> bool:
         if given.get("output_attentions") or (given.get("is_causal") and getattr(module, "is_causal", None) is False):
             return False
-        return bool(module.serves(**given))
+        return all(is_small(given.get(name)) for name in module.small) and bool(module.serves(**given))
 
     def run(self, module: Any, given: dict[str, Any]) -> Any:
-        small = _small(given)
+        small = {name: each.small if isinstance(each, Compact) else each for name, each in given.items()}
         result = self.function(module, **small)
-        handed = {id(small[name]): each for name, each in given.items() if isinstance(each, Compact) and not each.is_none}
-        if type(result) is tuple:  # what is handed on as it came knows its dense form
-            result = tuple(handed.get(id(each), each) for each in result)
-        return module.handed_on(result, given)
+        passed = {id(small[name]): each for name, each in given.items() if isinstance(each, Compact) and not each.is_none}
+        if type(result) is tuple:  # what is passed on as it came knows its dense form
+            result = tuple(passed.get(id(each), each) for each in result)
+        return module.passed_on(result, given)
 
     def pairs(self, module: Any, given: dict[str, Any]) -> int:
         return int(module.pairs(**given))
@@ -227,12 +229,6 @@ class ByClass(Replacement):
                 given = module.example(batch, length, real)
                 count = module.positions_of(given)
                 yield Sample(f"{count} positions, {name}", given, (count, count), self.counted(given))
-
-
-def _small(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments in their small forms, with what these say beside."""
-    info = {key: each for value in given.values() if isinstance(value, Compact) for key, each in value.info.items()}
-    return {**info, **{name: each.small if isinstance(each, Compact) else each for name, each in given.items()}}
 
 
 def padded(batch: int, length: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ class _Counter(TorchDispatchMode):
         self.now -= size
 
 
-def of_modules(of: Replacement, module: nn.Module, lengths: tuple[int, ...], parent: Any = None) -> tuple[tuple[Any, Any], ...]:
+def count_bytes(of: Replacement, module: nn.Module, lengths: tuple[int, ...], parent: Any = None) -> tuple[tuple[Any, Any], ...]:
     """Return how many bytes the tensors of one sequence's forward take at most at a time, in float32, beside the weights.
 
     For each length, of the stock forward and of ours; None if the forward needs values.

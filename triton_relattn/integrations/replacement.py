@@ -160,7 +160,7 @@ class Replacement:
         return self.run(module, given)
 
     def restore(self, module: nn.Module) -> None:
-        """Give a module its stock class back; also what hands small masks on to it, since those are for ours alone."""
+        """Give a module its stock class back; also what passes small masks on to it, since those are for ours alone."""
         for each in getattr(vars(module).get(CALLS), "around", ()):
             if (encoder := each()) is not None:
                 restore(encoder)
@@ -196,17 +196,17 @@ def argument_name(function: Any, name: str) -> str:
     raise TypeError(f"{function.__qualname__} has no argument that is known to be {name}: none of {', '.join(NAMES[name])}")
 
 
-class HandsOn:
-    """Mixin, in place of the class that is the last base, of modules that only hand on masks or positions to attention."""
+class PassesOn:
+    """Mixin, in place of the class that is the last base, of modules that only pass on masks or positions to attention."""
 
-    hands_on = True
+    passes_on = True
 
 
 def stock_of(module: nn.Module) -> type[nn.Module] | None:
     """Return the stock class of an enabled module; None if it is not enabled."""
     if (of := getattr(type(module), ATTRIBUTE, None)) is not None:
         return of.stock  # type: ignore[no-any-return]
-    return type(module).__bases__[-1] if isinstance(module, HandsOn) else None
+    return type(module).__bases__[-1] if isinstance(module, PassesOn) else None
 
 
 class Source(NamedTuple):
@@ -229,7 +229,7 @@ class Source(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A module of a library that has, or hands on to, relative attention.
+    """A module of a library that has, or passes on to, relative attention.
 
     ours: the class for it; None: there is none, and reason says why.
     """
@@ -241,11 +241,10 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True)
 class Library:
-    """A library whose classes are replaced. names: says in an error which they are. oldest: the first version that is served."""
+    """A library whose classes are replaced. package: as pip knows it. oldest: the first version that is served."""
 
     package: str
     sources: tuple[Source, ...]
-    names: str
     oldest: str = ""
 
     def met(self, modules: dict[str, nn.Module]) -> dict[str, Met]:
@@ -310,9 +309,9 @@ def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], chec
                 vars(module)[CALLS] = Calls(check_calls)
             getattr(ours, "on_enable", _nothing)(module)
         for module in done:
-            if getattr(module, "hands_on", False):
-                for each in module.modules() if isinstance(module, HandsOn) else done:
-                    if (found := vars(each).get(CALLS)) is not None and not getattr(each, "hands_on", False):
+            if getattr(module, "passes_on", False):
+                for each in module.modules() if isinstance(module, PassesOn) else done:
+                    if (found := vars(each).get(CALLS)) is not None and not getattr(each, "passes_on", False):
                         found.around.append(weakref.ref(module))
     except BaseException:
         for module in done:

@@ -23,9 +23,9 @@ class Row:
     """A module that has relative attention.
 
     name: as ``named_modules()`` has it. stock: its class. kind: what it computes. found: "library" or "structure". error: the
-    largest difference that was found, as a share of the largest number; None: of a module that only hands masks and positions on.
-    memory: bytes of the tensors of the stock forward and of ours, for one sequence in float32, for each of the report's lengths.
-    reason: why it was left as it was; empty: it is replaced.
+    largest difference that was found, as a share of the largest number; None: of a module that only passes on masks and
+    positions. memory: bytes of the tensors of the stock forward and of ours, for one sequence in float32, for each of the
+    report's lengths. reason: why it was left as it was; empty: it is replaced.
     """
 
     name: str

@@ -13,7 +13,7 @@ SOURCES = (
     replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention"),
 )
 
-LIBRARY = replacement.Library("espnet", SOURCES, "class of ESPnet or CosyVoice: RelPositionMultiHeadedAttention")
+LIBRARY = replacement.Library("espnet", SOURCES)
 
 enable, disable = functions(
     __name__,

@@ -10,7 +10,7 @@ from espnet2.asr.encoder import conformer_encoder as stock
 
 from ..calls import is_graph
 from ..functions import with_names
-from ..replacement import HandsOn
+from ..replacement import PassesOn
 
 
 def make_pad_mask(lengths: Any) -> torch.Tensor:
@@ -23,7 +23,7 @@ def make_pad_mask(lengths: Any) -> torch.Tensor:
 FORWARD = with_names(stock.ConformerEncoder.forward, make_pad_mask=make_pad_mask)
 
 
-class ConformerEncoder(HandsOn, stock.ConformerEncoder):
+class ConformerEncoder(PassesOn, stock.ConformerEncoder):
     """Encoder whose mask of padding takes no memory but its own."""
 
     @functools.wraps(stock.ConformerEncoder.forward)

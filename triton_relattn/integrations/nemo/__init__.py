@@ -12,7 +12,7 @@ SOURCES = (
     replacement.Source("nemo.collections.asr.modules.conformer_encoder", f"{__name__}.encoder", "NeMo's Conformer"),
 )
 
-LIBRARY = replacement.Library("nemo_toolkit", SOURCES, "class of NeMo: RelPositionMultiHeadAttention")
+LIBRARY = replacement.Library("nemo_toolkit", SOURCES)
 
 enable, disable = functions(
     __name__,

@@ -9,14 +9,14 @@ from nemo.collections.asr.modules import conformer_encoder as stock
 from nemo.collections.asr.parts.submodules.multi_head_attention import MultiHeadAttention
 
 from ..calls import is_graph
-from ..replacement import HandsOn
+from ..replacement import PassesOn
 from .attention import Mask, RelPositionMultiHeadAttention
 
 MOST_CHUNKS = 10000
 """Chunks that stock masks show if the context has no end to the left."""
 
 
-class ConformerEncoder(HandsOn, stock.ConformerEncoder):
+class ConformerEncoder(PassesOn, stock.ConformerEncoder):
     """Encoder that tells its attention of lengths, windows and chunks, instead of making a mask (B, T, T)."""
 
     @staticmethod

@@ -13,7 +13,7 @@ SOURCES = (
     replacement.Source("speechbrain.lobes.models.transformer.TransformerASR", f"{__name__}.transformer_asr", TITLE),
 )
 
-LIBRARY = replacement.Library("speechbrain", SOURCES, "class of SpeechBrain: RelPosMHAXL")
+LIBRARY = replacement.Library("speechbrain", SOURCES)
 
 enable, disable = functions(
     __name__,

@@ -9,7 +9,7 @@ from speechbrain.lobes.models.transformer import TransformerASR as stock
 
 from ..calls import is_graph
 from ..functions import with_names
-from ..replacement import HandsOn
+from ..replacement import PassesOn
 from ..seen import Seen
 from .attention import RelPosMHAXL
 
@@ -38,7 +38,7 @@ FORWARD, ENCODE = (
 )
 
 
-class TransformerASR(HandsOn, stock.TransformerASR):
+class TransformerASR(PassesOn, stock.TransformerASR):
     """Model that tells the attention of its Conformer of causality and chunks, instead of making a mask (T, T)."""
 
     @staticmethod

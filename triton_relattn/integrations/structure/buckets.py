@@ -22,7 +22,7 @@ from .roles import assigned, is_table, own_parameters, words_of
 
 HANDED_ON = (
     "it returns its bias (1, H, N, N) for other layers to add: layers can only be replaced together, which enable does for T5 of "
-    "transformers; in a model of your own hand on the embedding's rows by tables.t5_buckets, (H, R), and pass them as rel_bias"
+    "transformers; in a model of your own pass on the embedding's rows by tables.t5_buckets, (H, R), and pass them as rel_bias"
 )
 
 

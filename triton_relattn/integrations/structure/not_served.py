@@ -37,7 +37,7 @@ NOT_SERVED = (
     NotServed(
         "a bias by bucket that layers share (T5, WavLM)",
         (("relative_attention_bias", "relative_position_bias", "rel_attn_embed"),),
-        "its layers hand the bias (H, N, N) on; enable knows those of transformers; in a model of your own hand on "
+        "its layers pass the bias (H, N, N) on; enable knows those of transformers; in a model of your own pass on "
         "the table instead, and pass it as rel_bias",
         of_embedding=True,
     ),

@@ -22,8 +22,8 @@ enable, disable = functions(
 That of vision encoders, on a grid, runs on :func:`triton_relattn.decomposed_relative_attention`.
 
 Outputs and gradients are those of the model's own forward, with its masks, dropout and training mode, whichever of eager and
-sdpa it was made with. Masks stay small: padding is (B, 1, 1, Nk). A 4-d mask that is given is used as it is. Layers that hand
-on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) hand on a row for each distance; a stock layer among
+sdpa it was made with. Masks stay small: padding is (B, 1, 1, Nk). A 4-d mask that is given is used as it is. Layers that pass
+on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) pass on a row for each distance; a stock layer among
 them gets the tensor that it expects. transformers 5.0 and later are served.
 
 Calls that ask for attention weights, with caches that were not compared, and short ones on a CPU are the stock forward's.

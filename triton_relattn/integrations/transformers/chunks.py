@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from .heads import first_position
+from .heads import InPlace, first_position
 
 
 def in_blocks(states: torch.Tensor, size: int) -> torch.Tensor:
@@ -19,6 +19,13 @@ def in_blocks(states: torch.Tensor, size: int) -> torch.Tensor:
 def from_blocks(states: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """Join (B * blocks, size, ...) to (B, length, ...)."""
     return states.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+
+
+class InChunks(InPlace):
+    """Mixin: the stock forward computes chunks of queries, or blocks, with ``context_size`` keys each."""
+
+    def keys_of_a_query(self: Any, keys: int) -> int:
+        return min(keys, self.context_size)  # type: ignore[no-any-return]
 
 
 class Chunks:

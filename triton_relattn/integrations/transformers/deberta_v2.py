@@ -44,17 +44,17 @@ class DisentangledAttention(InPlace):
         )
         return join_heads(self.of_padding(out, value, attention_mask)), None
 
+    small = ("relative_pos",)
+
     def serves(  # type: ignore[override]
         self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor,
         query_states: Any = None,
-        relative_pos: torch.Tensor | None = None,
         **given: Any,
     ) -> bool:
         return (
             super().serves(**given)
-            and is_small(relative_pos)
             and (is_small(attention_mask) or attention_mask.shape[2] > 1)
             and (query_states is None or query_states.shape == hidden_states.shape)
         )

@@ -1,4 +1,4 @@
-"""Common parts of the modules that hand masks and positions to attention."""
+"""Common parts of the modules that pass masks and positions to attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ except ImportError:  # before transformers 5.6
     from transformers.utils.generic import _CAN_RECORD_REGISTRY
 
 from .. import every
-from ..replacement import HandsOn
+from ..replacement import PassesOn
 from .masks import PADDING_IF_THAT_IS_ALL, view
 
 
-class Encoder(HandsOn):
-    """Mixin of encoders, which hand on small masks, and positions.
+class Encoder(PassesOn):
+    """Mixin of encoders, which pass on small masks, and positions.
 
     ``mask_function``: the encoder asks transformers for masks by its config, which becomes a view that names this function.
     None: the encoder makes its masks itself.

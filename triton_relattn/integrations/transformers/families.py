@@ -79,17 +79,6 @@ FAMILIES = (
     Family("deepseek_vl_hybrid", "DeepSeek-VL, hybrid", "its vision encoder for large images is SAM's", "0.2.0", inside="sam"),
 )
 
-_LINEAR = {"gemma4", "longt5", "granite_speech", "granite_speech_plus", "granite_speech5", "gemma3n", "phi4_multimodal"}
-
-
-def columns_of(family: Family) -> int:
-    """Return 1 or 2 if stock attention makes a tensor (B, H, N, N) or (B, H, N, 2N) in every layer; else 0: it has
-    chunks or windows.
-    """
-    if family.folder in _LINEAR or family.adds == DECOMPOSED:
-        return 0
-    return 2 if family.adds.startswith(TRANSFORMER_XL) or family.folder == "vits" else 1
-
 
 def supported_families() -> tuple[Family, ...]:
     """Return the families of models that :func:`enable` knows.

@@ -10,10 +10,11 @@ from transformers.models.gemma3n import modeling_gemma3n as stock
 
 from ...positions import RelativePositions
 from ..in_place import fused_relative_attention
-from .heads import InPlace, query_key_value, split_heads
+from .chunks import InChunks
+from .heads import query_key_value, split_heads
 
 
-class Gemma3nAudioAttention(InPlace, stock.Gemma3nAudioAttention):
+class Gemma3nAudioAttention(InChunks, stock.Gemma3nAudioAttention):
     """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R, a row per distance and head, projected sinusoids.
 
     The stock path computes it in chunks of queries, each with the keys around it.
@@ -42,9 +43,6 @@ class Gemma3nAudioAttention(InPlace, stock.Gemma3nAudioAttention):
     def prepare(self) -> None:
         super().prepare()
         self.softcap.fill_(self.attention_logits_soft_cap)  # a buffer that is the setting
-
-    def keys_of_a_query(self, keys: int) -> int:
-        return min(keys, self.context_size)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = torch.zeros(batch, length).bool() if real is None else ~real

@@ -9,14 +9,16 @@ from torch.nn import functional
 from transformers.models.gemma4 import modeling_gemma4 as stock
 
 from ...positions import RelativePositions
-from ..compact import Compact, is_small
+from ..calls import is_graph
+from ..compact import Compact, dense_of, is_small
 from ..in_place import fused_relative_attention
+from .chunks import InChunks
 from .encoder import Encoder
-from .heads import InPlace, join_heads, query_key_value, split_heads
+from .heads import join_heads, query_key_value, split_heads
 from .masks import PADDING
 
 
-class Gemma4AudioAttention(InPlace, stock.Gemma4AudioAttention):
+class Gemma4AudioAttention(InChunks, stock.Gemma4AudioAttention):
     """softcap * tanh((q_i . k_j + q_i . R[j - i]) / softcap) in a window; R of projected sinusoids, zero beyond its ends.
 
     The stock path computes it in chunks of queries, each with the keys around it.
@@ -47,15 +49,11 @@ class Gemma4AudioAttention(InPlace, stock.Gemma4AudioAttention):
         """Return whether a frame sees itself."""
         return module.max_past_horizon > 0
 
-    def serves(self, attention_mask: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and is_small(attention_mask)
+    small = ("attention_mask",)
 
     def prepare(self) -> None:
         super().prepare()
         self.softcap.fill_(self.attention_logits_soft_cap)  # a buffer that is the setting
-
-    def keys_of_a_query(self, keys: int) -> int:
-        return min(keys, self.context_size)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         rows = self.max_past_horizon + self.max_future_horizon + 1
@@ -80,10 +78,11 @@ class Gemma4AudioModel(Encoder, stock.Gemma4AudioModel):
     mask_function = PADDING
 
     def _convert_4d_mask_to_blocked_5d(self, mask_4d: torch.Tensor) -> torch.Tensor:
-        if not isinstance(mask_4d, Compact):
-            return mask_4d if torch.compiler.is_compiling() else super()._convert_4d_mask_to_blocked_5d(mask_4d)
-        blocked = super()._convert_4d_mask_to_blocked_5d
-        return Compact.of(mask_4d.small, lambda _: blocked(mask_4d.dense()))  # type: ignore[no-any-return]
+        in_blocks = super()._convert_4d_mask_to_blocked_5d
+        if is_graph() or not is_small(mask_4d):
+            return in_blocks(mask_4d)
+        small = mask_4d.small if isinstance(mask_4d, Compact) else mask_4d
+        return Compact.of(small, lambda _: in_blocks(dense_of(mask_4d)))  # type: ignore[no-any-return]
 
 
 CLASSES = {

@@ -8,8 +8,8 @@ import torch
 from transformers.models.granite_speech import modeling_granite_speech as stock
 
 from ..in_place import fused_relative_attention
-from .chunks import from_blocks, in_blocks
-from .heads import InPlace, join_heads, split_heads
+from .chunks import InChunks, from_blocks, in_blocks
+from .heads import join_heads, split_heads
 
 
 def rows_of(distances: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def blocks_of(size: int, last: int) -> torch.Tensor:
     return (position[:, None] - position).clamp(-size, size) + last
 
 
-class BlockAttention(InPlace):
+class BlockAttention(InChunks):
     """Mixin: (q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads."""
 
     def forward(self: Any, hidden_states: torch.Tensor, attention_dists: torch.Tensor) -> torch.Tensor:
@@ -47,9 +47,6 @@ class BlockAttention(InPlace):
             scale=self.scale,
         )
         return self.dropout(self.to_out(from_blocks(join_heads(out), batch, length)))
-
-    def keys_of_a_query(self: Any, keys: int) -> int:
-        return min(keys, self.context_size)
 
     def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         distances = blocks_of(self.context_size, self.max_pos_emb)

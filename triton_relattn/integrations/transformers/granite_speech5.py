@@ -8,12 +8,12 @@ import torch
 from transformers.models.granite_speech5 import modeling_granite_speech5 as stock
 
 from ..in_place import fused_relative_attention
-from .chunks import from_blocks, in_blocks
+from .chunks import InChunks, from_blocks, in_blocks
 from .granite_speech import blocks_of, rows_of
-from .heads import InPlace, join_heads, query_key_value
+from .heads import join_heads, query_key_value
 
 
-class GraniteSpeech5EncoderAttention(InPlace, stock.GraniteSpeech5EncoderAttention):
+class GraniteSpeech5EncoderAttention(InChunks, stock.GraniteSpeech5EncoderAttention):
     """(q_i . k_j + q_i . E[j - i]), scaled, within blocks of frames; E shared by the heads. Padding is hidden in each block."""
 
     def forward(
@@ -42,9 +42,6 @@ class GraniteSpeech5EncoderAttention(InPlace, stock.GraniteSpeech5EncoderAttenti
 
     def are_weights(self, shape: torch.Size, pairs: tuple[int, int]) -> bool:
         return shape[-2:] == (self.context_size,) * 2
-
-    def keys_of_a_query(self, keys: int) -> int:
-        return min(keys, self.context_size)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         distances = blocks_of(self.context_size, self.config.max_position_embeddings)

@@ -9,7 +9,7 @@ from transformers.models.longt5 import modeling_longt5 as stock
 
 from ... import tables
 from ...positions import RelativePositions
-from ..compact import Compact, is_small, rows
+from ..compact import Compact, rows
 from ..in_place import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, join_heads, split_heads
@@ -34,10 +34,10 @@ class LongT5LocalAttention(InPlace, stock.LongT5LocalAttention):
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, N, C), position_bias (H, R), mask bool (B, 1, blocks, size, 3 * size)."""
-        handed = position_bias
+        passed = position_bias
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._table(hidden_states.device)
-            handed = self._handed_on(position_bias, mask)
+            passed = self._passed_on(position_bias, mask)
         query, key, value = (
             split_heads(projection(hidden_states), self.key_value_proj_dim) for projection in (self.q, self.k, self.v)
         )
@@ -57,11 +57,13 @@ class LongT5LocalAttention(InPlace, stock.LongT5LocalAttention):
             dropout_p=self.dropout if self.training else 0.0,
             **term,
         )
-        return self.o(join_heads(out)), handed
+        return self.o(join_heads(out)), passed
 
-    def serves(self, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
+    small = ("position_bias",)
+
+    def serves(self, mask: torch.Tensor | None = None, **given: Any) -> bool:
         """Return whether ours computes a call: without a mask stock attention sees all of three blocks."""
-        return super().serves(**given) and mask is not None and is_small(position_bias)
+        return super().serves(**given) and mask is not None
 
     def are_weights(self, shape: torch.Size, pairs: tuple[int, int]) -> bool:
         return shape[-2:] == (self.block_len, 3 * self.block_len)
@@ -74,10 +76,10 @@ class LongT5LocalAttention(InPlace, stock.LongT5LocalAttention):
         mask = stock._get_local_attention_mask(real, self.block_len, real.device)
         given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.d_model), "mask": mask}
         if not self.has_relative_attention_bias:
-            given["position_bias"] = self._handed_on(torch.randn(self.n_heads, 2 * self.local_radius + 1), mask)
+            given["position_bias"] = self._passed_on(torch.randn(self.n_heads, 2 * self.local_radius + 1), mask)
         return given
 
-    def _handed_on(self, table: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    def _passed_on(self, table: torch.Tensor, mask: torch.Tensor | None) -> Any:
         """Return biases (H, R) for the next layer, of which stock layers make (1, 1, H, size, 3 * size), and add the mask."""
         positions, size = RelativePositions(-self.local_radius, self.local_radius), self.block_len
 

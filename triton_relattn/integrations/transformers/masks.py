@@ -127,7 +127,7 @@ def example(
     window: int | None = None,
     name: str = PADDING_IF_THAT_IS_ALL,
 ) -> Any:
-    """Return the mask that an encoder with this function hands to attention, to compare that. real: (B, N), bool, or None."""
+    """Return the mask that an encoder with this function passes to attention, to compare that. real: (B, N), bool, or None."""
     causal = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     arguments: dict[str, Any] = {
         "batch_size": batch,

@@ -10,7 +10,7 @@ from transformers.models.mpnet import modeling_mpnet as stock
 from ... import tables
 from ...positions import RelativePositions
 from ..calls import is_graph
-from ..compact import Compact, is_small, rows
+from ..compact import Compact, rows
 from ..in_place import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, added, drop_probability, join_heads, split_heads
@@ -47,16 +47,15 @@ class MPNetSelfAttention(InPlace, stock.MPNetSelfAttention):
     def longest(self) -> int:
         return LAST + 10
 
-    def serves(self, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and is_small(position_bias)
+    small = ("position_bias",)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states, table = torch.randn(batch, length, self.q.in_features), torch.randn(self.num_attention_heads, 2 * LAST + 1)
         mask = None if real is None else torch.zeros(real.shape).masked_fill(~real, torch.finfo(torch.float32).min)[:, None, None]
-        return {"hidden_states": states, "attention_mask": mask, "position_bias": handed_on(table, states)}
+        return {"hidden_states": states, "attention_mask": mask, "position_bias": passed_on(table, states)}
 
 
-def handed_on(table: torch.Tensor, states: torch.Tensor) -> Any:
+def passed_on(table: torch.Tensor, states: torch.Tensor) -> Any:
     """Return the biases (H, R) for the layers, of which the stock encoder makes (B, H, N, N)."""
     batch, length = states.shape[:2]
     return Compact.of(table, lambda small: rows(small, RelativePositions(-LAST, LAST), length, length).expand(batch, -1, -1, -1))
@@ -71,7 +70,7 @@ class MPNetEncoder(Encoder, stock.MPNetEncoder):
             return super().compute_position_bias(x, position_ids, num_buckets)
         distances = torch.arange(-LAST, LAST + 1, device=x.device)
         bias: torch.Tensor = self.relative_attention_bias(tables.t5_buckets(distances, num_buckets, LAST))
-        return handed_on(bias.T, x)
+        return passed_on(bias.T, x)
 
 
 class MPNetModel(Encoder, stock.MPNetModel):

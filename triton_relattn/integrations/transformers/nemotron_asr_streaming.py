@@ -10,8 +10,8 @@ from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_str
 
 from ...positions import RelativePositions
 from ..calls import is_graph
-from ..compact import Compact, dense_of, is_small
-from ..replacement import HandsOn, argument_name
+from ..compact import Compact, dense_of
+from ..replacement import PassesOn, argument_name
 from ..transformer_xl import attend
 from . import masks
 from .chunks import Chunks
@@ -68,8 +68,10 @@ class NemotronAsrStreamingEncoderAttention(InPlace, stock.NemotronAsrStreamingEn
         )
         return self.o_proj(join_heads(cut.joined(out))), None
 
-    def serves(self, chunks: tuple[int, int] | None = None, attention_mask: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and chunks is not None and is_small(attention_mask)
+    small = ("attention_mask",)
+
+    def serves(self, chunks: tuple[int, int] | None = None, **given: Any) -> bool:
+        return super().serves(**given) and chunks is not None
 
     def keys_of_a_query(self, keys: int) -> int:
         return min(keys, self.config.sliding_window + 1)
@@ -101,7 +103,7 @@ NAME = "triton_relattn_chunks"
 AttentionMaskInterface.register(NAME, padding)
 
 
-class NemotronAsrStreamingEncoderBlock(HandsOn, stock.NemotronAsrStreamingEncoderBlock):
+class NemotronAsrStreamingEncoderBlock(PassesOn, stock.NemotronAsrStreamingEncoderBlock):
     """Layer in which frames that see no real frame are set to zero before the convolution. The stock encoder finds these frames
     in its (B, 1, N, N) mask."""
 

@@ -74,7 +74,7 @@ class Phi4MultimodalAudioRelativeAttentionBias(InPlace, stock.Phi4MultimodalAudi
         slots = distances.abs() if self.symmetric else distances + self.num_buckets // 2
         return Bias(self.bias_values(slots).T, x.shape[1])
 
-    fewest, hands_on = 0, True
+    fewest, passes_on = 0, True
 
     @property
     def longest(self) -> int:

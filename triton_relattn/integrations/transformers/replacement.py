@@ -15,5 +15,4 @@ SOURCES = tuple(
     for each in FAMILIES
     if each.inside is None
 )
-NAMES = "family: " + ", ".join(f"{each.name} ({each.folder})" for each in FAMILIES)
-LIBRARY = replacement.Library("transformers", SOURCES, NAMES, oldest="5.0")
+LIBRARY = replacement.Library("transformers", SOURCES, oldest="5.0")

@@ -30,8 +30,6 @@ class Mask(Compact):
 class SeamlessM4Tv2ConformerEncoder(Encoder, stock.SeamlessM4Tv2ConformerEncoder):
     """Encoder that passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its attention."""
 
-    pass
-
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
         size, left = self.config.speech_encoder_chunk_size, self.config.speech_encoder_left_chunk_num
         chunks = None if size is None else (size, left)

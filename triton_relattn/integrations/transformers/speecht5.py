@@ -8,7 +8,7 @@ import torch
 from transformers.models.speecht5 import modeling_speecht5 as stock
 
 from ...positions import RelativePositions
-from ..compact import Compact, is_small, rows
+from ..compact import Compact, rows
 from ..in_place import fused_relative_attention
 from . import masks
 from .encoder import Encoder
@@ -46,16 +46,15 @@ class SpeechT5Attention(InPlace, stock.SpeechT5Attention):
         )
         return self.out_proj(join_heads(out)), None
 
-    def serves(self, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and is_small(position_bias)
+    small = ("position_bias",)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         given = {"hidden_states": torch.randn(batch, length, self.embed_dim)}
         table = torch.randn(20, self.head_dim)
-        return {**given, "attention_mask": masks.example(None, batch, length, real), "position_bias": handed_on(table, length)}
+        return {**given, "attention_mask": masks.example(None, batch, length, real), "position_bias": passed_on(table, length)}
 
 
-def handed_on(table: torch.Tensor, length: int) -> Any:
+def passed_on(table: torch.Tensor, length: int) -> Any:
     """Return the rows (R, D) of distances for the layers, of which the stock encoder makes (N, N, D)."""
     last = len(table) // 2
     return Compact.of(table, lambda small: rows(small.T, RelativePositions(1 - last, last), length, length).permute(1, 2, 0))
@@ -64,11 +63,11 @@ def handed_on(table: torch.Tensor, length: int) -> Any:
 class SpeechT5RelativePositionalEncoding(InPlace, stock.SpeechT5RelativePositionalEncoding):
     """The table itself, most distant past first, instead of a row of it for each pair."""
 
-    fewest, hands_on = 0, True
+    fewest, passes_on = 0, True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         table: torch.Tensor = self.pe_k(torch.arange(2 * self.max_length - 1, -1, -1, device=hidden_states.device))
-        return handed_on(table, hidden_states.shape[1])  # type: ignore[no-any-return]
+        return passed_on(table, hidden_states.shape[1])  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         return {"hidden_states": torch.randn(batch, length, self.dim)}

@@ -11,7 +11,7 @@ from transformers.models.t5 import modeling_t5 as stock
 
 from ... import tables
 from ...positions import RelativePositions
-from ..compact import Compact, dense_of, is_small, rows
+from ..compact import Compact, dense_of, rows
 from ..in_place import fused_relative_attention
 from . import masks
 from .encoder import Encoder
@@ -31,7 +31,7 @@ MOST = 500
 
 
 def has_mask(module: Any) -> bool:
-    """Return whether stock layers hand on biases to which the mask is added, and no weights: before transformers 5.21."""
+    """Return whether stock layers pass on biases to which the mask is added, and no weights: before transformers 5.21."""
     return not hasattr(sys.modules[type(module).__bases__[-1].__module__], "eager_attention_forward")
 
 
@@ -42,7 +42,7 @@ def sees_the_past(module: Any, others: Any = None) -> bool:
 
 
 def with_mask(module: Any, bias: Any, mask: Any) -> Any:
-    """Return what layers hand on, to which those of older versions add the mask."""
+    """Return what layers pass on, to which those of older versions add the mask."""
     if mask is None or not isinstance(bias, Compact) or not has_mask(module):
         return bias
     return Compact.of(bias.small, lambda small: bias.changed(small).dense() + dense_of(mask)[..., : bias.shape[-1]])
@@ -52,7 +52,7 @@ class BucketedAttention(InPlace):
     """Mixin: q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
 
     The first layer makes b, biases (H, R) of distances up to relative_attention_max_distance, beyond which they do not change,
-    and hands it on to the others. Stock layers hand on (1, H, Nq, Nk), with the mask added to it before transformers 5.21.
+    and passes it on to the others. Stock layers pass on (1, H, Nq, Nk), with the mask added to it before transformers 5.21.
     """
 
     projections = ("q", "k", "v", "o")
@@ -72,10 +72,10 @@ class BucketedAttention(InPlace):
         query = split_heads(project_query(hidden_states), self.key_value_proj_dim)
         offset = first_position(cache, self.layer_idx)
         key, value = keys_and_values(self, project, hidden_states, key_value_states, cache, width=self.key_value_proj_dim)
-        handed_on = position_bias
+        passed_on = position_bias
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.table(hidden_states.device)
-            handed_on = self.small_bias(position_bias, query.shape[2], key.shape[2], offset)
+            passed_on = self.small_bias(position_bias, query.shape[2], key.shape[2], offset)
         term: dict[str, Any] = {"scale": getattr(self, "scaling", 1.0), "dropout_p": self.dropout if self.training else 0.0}
         if position_bias is not None:
             term |= {"rel_bias": position_bias, "positions": self.positions(), "query_offset": offset}
@@ -84,11 +84,10 @@ class BucketedAttention(InPlace):
             out: Any = attend_to_past(query, key, value, mask, **term)
         else:
             out = fused_relative_attention(query, key, value, attn_mask=added(mask, query.dtype), **term)
-        outputs = project_out(join_heads(out)), handed_on, None
+        outputs = project_out(join_heads(out)), passed_on, None
         return outputs[:2] if has_mask(self) else outputs
 
-    def serves(self: Any, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and is_small(position_bias)
+    small = ("position_bias",)
 
     @property
     def longest(self: Any) -> int:
@@ -111,7 +110,7 @@ class BucketedAttention(InPlace):
         positions = self.positions()
         return Compact.of(table, lambda small: rows(small, positions, queries, keys, offset)[None])
 
-    def handed_on(self: Any, result: Any, given: dict[str, Any]) -> Any:
+    def passed_on(self: Any, result: Any, given: dict[str, Any]) -> Any:
         if self.bias_name and given.get("position_bias") is None:
             return (result[0], with_mask(self, result[1], given.get("mask")), *result[2:])
         return result

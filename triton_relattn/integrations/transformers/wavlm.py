@@ -8,7 +8,7 @@ import torch
 from transformers.models.wavlm import modeling_wavlm as stock
 
 from ...positions import RelativePositions
-from ..compact import Compact, is_small, rows
+from ..compact import Compact, rows
 from ..in_place import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, join_heads, query_key_value, split_heads
@@ -26,10 +26,10 @@ class WavLMAttention(InPlace, stock.WavLMAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
-        handed = position_bias
+        passed = position_bias
         if position_bias is None:
             position_bias = self._table(hidden_states.shape[1], hidden_states.device)
-            handed = handed_on(position_bias, hidden_states)
+            passed = passed_on(position_bias, hidden_states)
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             position_bias[..., None],
@@ -40,16 +40,15 @@ class WavLMAttention(InPlace, stock.WavLMAttention):
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,
         )
-        return self.out_proj(join_heads(out)), None, handed
+        return self.out_proj(join_heads(out)), None, passed
 
-    def serves(self, position_bias: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and is_small(position_bias)
+    small = ("position_bias",)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": real}
         if not hasattr(self, "rel_attn_embed"):
             table = torch.randn(self.num_heads, 2 * min(length, self.max_distance + 1) - 1)
-            given["position_bias"] = handed_on(table, given["hidden_states"])
+            given["position_bias"] = passed_on(table, given["hidden_states"])
         return given
 
     def _table(self, length: int, device: torch.device) -> torch.Tensor:
@@ -65,7 +64,7 @@ class WavLMAttention(InPlace, stock.WavLMAttention):
         return a * (b * self.gru_rel_pos_const - 1.0) + 2.0
 
 
-def handed_on(table: torch.Tensor, states: torch.Tensor) -> Any:
+def passed_on(table: torch.Tensor, states: torch.Tensor) -> Any:
     """Return the biases (H, R) for the next layer, of which stock layers make (B * H, N, N)."""
     batch, length = states.shape[:2]
     positions = RelativePositions.centred(table.shape[1])

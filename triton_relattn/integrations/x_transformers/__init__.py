@@ -12,7 +12,7 @@ SOURCES = (
     replacement.Source("x_transformers.attend", f"{__name__}.attend", "x-transformers' attention"),
 )
 
-LIBRARY = replacement.Library("x-transformers", SOURCES, "class of x-transformers: Attend and the modules of its biases")
+LIBRARY = replacement.Library("x-transformers", SOURCES)
 
 enable, disable = functions(
     __name__,
@@ -23,7 +23,7 @@ enable, disable = functions(
     ),
     text="""
 Outputs and gradients are those of the stock classes, masks, caches, memories and grouped heads included. A module of biases
-then hands on a row for each distance, and its attention uses it. Where stock attention does more than softmax (talking heads,
+then passes on a row for each distance, and its attention uses it. Where stock attention does more than softmax (talking heads,
 memory keys and values, residual or selective attention in one module, a sink, another activation, two biases at once), the
 rows become the stock tensor, and all goes on as in the stock model.
 

@@ -51,7 +51,7 @@ class Attend(InPlace, stock.Attend):
     ) -> tuple[torch.Tensor, Any]:
         """q (B, H, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv), mask bool, True where a query may attend.
 
-        A row_mask, which attention always hands on, is for inverted attention alone.
+        A row_mask, which attention always passes on, is for inverted attention alone.
         """
         given = q, k, v, mask
         groups = q.shape[1] // k.shape[1]

@@ -17,7 +17,7 @@ from .bias import Bias
 class OfDistances(InPlace):
     """Mixin of modules that make a bias of the numbers of queries and keys."""
 
-    fewest, hands_on = 0, True
+    fewest, passes_on = 0, True
 
     def pairs(self: Any, i: int, j: int) -> int:  # type: ignore[override]
         return i * j * getattr(self, "heads", getattr(self, "total_heads", 1))
@@ -77,7 +77,7 @@ class RelativeProjPositionalBias(InPlace, stock.RelativeProjPositionalBias):
         }
         return Bias(x.shape[1], seq_len_k or x.shape[1], **term)
 
-    fewest, hands_on = 0, True
+    fewest, passes_on = 0, True
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         return {"x": torch.randn(batch, length, self.to_distance_weights[0].in_features)}
