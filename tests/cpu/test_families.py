@@ -76,11 +76,14 @@ def test_real_sizes(name: str) -> None:
         assert sum(each.numel() for each in FAMILIES[name].build().parameters()) > 100_000
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lengths", "masked"),
-    [([1, 1], True), ([9, 9], False), ([24, 24], True), (WHOLE, False)],
-    ids=["one", "nine-no-mask", "twenty-four", "no-mask"],
+    [
+        pytest.param([1, 1], True, id="one", marks=pytest.mark.thorough),
+        pytest.param([9, 9], False, id="nine-no-mask", marks=pytest.mark.thorough),
+        pytest.param([24, 24], True, id="twenty-four", marks=pytest.mark.thorough),
+        pytest.param(WHOLE, False, id="no-mask"),
+    ],
 )
 @every_family
 def test_other_lengths(name: str, lengths: list[int], masked: bool) -> None:

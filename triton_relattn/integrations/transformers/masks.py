@@ -54,9 +54,9 @@ class Padding(Compact):
             if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return torch.bool
             if func == torch.Tensor.__invert__:
-                return cls.of(~mask._plain(), lambda _: ~mask.dense())
-            if func is torch.all and kwargs == {"dim": 2}:  # a key is hidden from all queries if it is padding
-                return mask._plain().all(2)
+                return cls.of(None if mask.small is None else ~mask.small, lambda _: ~mask.dense())
+            if func is torch.all and kwargs == {"dim": 2} and not mask.is_none:
+                return mask._plain().all(2)  # a key is hidden from all queries if it is padding
             if func is torch.all:
                 return Compact.of(None, lambda _: torch.all(mask.dense(), *args[1:], **(kwargs or {})))
         return super().__torch_function__(func, types, args, kwargs)
