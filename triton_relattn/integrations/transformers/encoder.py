@@ -6,7 +6,7 @@ from typing import Any
 
 try:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-except ImportError:  # before transformers 5.6
+except ImportError:  # before transformers 5.2
     from transformers.utils.generic import _CAN_RECORD_REGISTRY
 
 from .. import every

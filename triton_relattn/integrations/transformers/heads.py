@@ -11,7 +11,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # before transformers 5.6
+except ImportError:  # before transformers 5.2
     _active_collector = None
 
 from .. import in_place

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.parakeet import modeling_parakeet as stock
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+
+try:
+    from transformers.utils.generic import merge_with_config_defaults
+    from transformers.utils.output_capturing import capture_outputs
+except ImportError:  # before transformers 5.2
+    from transformers.utils.generic import can_return_tuple as capture_outputs
+    from transformers.utils.generic import check_model_inputs as merge_with_config_defaults
 
 from ...positions import RelativePositions
 from ..calls import is_graph
@@ -77,6 +82,9 @@ def mask_of(real: torch.Tensor | None) -> Any:
     return None if real is None else Padding.of(real[:, None, None, :], lambda small: small & small.mT)
 
 
+RETURNS_MASK = inspect.signature(stock.ParakeetEncoder.forward).parameters["output_attention_mask"].default
+
+
 class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
     """Encoder whose mask stays (B, 1, 1, N); all sequences have one table of positions unless dropout makes them differ."""
 
@@ -88,7 +96,7 @@ class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
         self,
         input_features: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        output_attention_mask: bool = True,
+        output_attention_mask: bool | None = RETURNS_MASK,
         **kwargs: Any,
     ) -> Any:
         """As the stock class: input_features (B, T, mel), attention_mask (B, T)."""

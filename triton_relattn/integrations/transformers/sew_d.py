@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -18,9 +19,16 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
         """Return that of a dropout of its own kind."""
         return self.dropout.drop_prob if self.dropout.training else 0.0
 
-    def of_padding(self, out: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Return out: queries that are padding attend as others do."""
-        return out
+    def of_padding(self, out: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return out: queries that are padding attend as others do; in older versions they get zeros."""
+        return out * attention_mask.mT.bool() if IS_OLD and attention_mask.shape[2] == 1 else out
+
+    def passed_on(self, result: Any, given: dict[str, Any]) -> Any:
+        return result[0] if IS_OLD else result
+
+
+IS_OLD = "output_attentions" in inspect.signature(stock.DisentangledSelfAttention.forward).parameters
+"""Before transformers 5.20: the mask hides padding as query, too, and without attention weights a tensor is returned."""
 
 
 class SEWDTransformerEncoder(DisentangledEncoder, stock.SEWDTransformerEncoder):
