@@ -46,6 +46,11 @@ class DistanceFeatures(Kind):
 
     title = "Transformer-XL's terms of features of the distance (Enformer, Borzoi)"
 
+    def __init__(self, stock: type[nn.Module], reading: Reading) -> None:
+        super().__init__(stock, reading)
+        # Here, because it imports torch._dynamo, which takes a second.
+        self.features: Any = torch.compiler.disable(self._features)
+
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
         parts = of_transformer_xl(module)
@@ -75,8 +80,7 @@ class DistanceFeatures(Kind):
     def serves(self, module: Any, states: torch.Tensor) -> bool:
         return states.dim() == 3
 
-    @torch.compiler.disable
-    def features(self, module: Any, states: torch.Tensor) -> torch.Tensor:
+    def _features(self, module: Any, states: torch.Tensor) -> torch.Tensor:
         """The features of all distances, (2N - 1, F), behind their dropout."""
         model = self.stock.__new__(self.stock)
         vars(model).update(vars(module))
