@@ -596,6 +596,31 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.thorough
+@every_family
+def test_compiled_with_weights(name: str) -> None:
+    """Compiled calls that ask for attention weights are the stock forward's, which needs all that stock layers pass on."""
+    model = build(name)
+    given = {**arguments(name, model, PADDED), "output_attentions": True}
+    torch._dynamo.reset()
+
+    def run() -> torch.Tensor | str:
+        try:
+            with torch.no_grad():
+                return families.output(torch.compile(model, backend="eager")(**given))  # type: ignore[operator]
+        except Exception as error:  # some stock models cannot be compiled so
+            return type(error).__name__
+
+    stock = run()
+    enable(model)
+    torch._dynamo.reset()
+    ours = run()
+    if isinstance(stock, str):
+        return
+    assert isinstance(ours, torch.Tensor), ours
+    assert_near("output", ours, stock)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name, each in FAMILIES.items() if "sdpa" in each.stock])
 def test_results_do_not_depend_on_the_implementation(name: str) -> None:
     """That the config names. Where the eager one computes something else, which is refused, or found out in the first call, the

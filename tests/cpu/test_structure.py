@@ -572,6 +572,32 @@ def test_recognised_and_not_replaced() -> None:
         report.eval()
 
 
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+STOCK_ALONE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layoutlmv3": (
+        "LayoutLMv3Model",
+        {**SMALL, "coordinate_size": 2, "shape_size": 4, "visual_embed": False, "has_spatial_attention_bias": True},
+        "coordinates",
+    ),
+    "prophetnet": ("ProphetNetModel", {"hidden_size": 16, "num_encoder_layers": 1, "num_decoder_layers": 1}, "ProphetNet"),
+    "levit": ("LevitModel", {"hidden_sizes": [16, 16, 16], "depths": [1, 1, 1]}, "LeViT"),
+    "cpmant": ("CpmAntModel", {"hidden_size": 16, "num_hidden_layers": 1, "dim_head": 4, "dim_ff": 16}, "CPM-Ant"),
+}
+
+
+@pytest.mark.parametrize("name", STOCK_ALONE)
+def test_families_that_stay_stock(name: str) -> None:
+    """Each is named beside a module that is enabled, with what to do."""
+    transformers = pytest.importorskip("transformers")
+    class_name, settings, word = STOCK_ALONE[name]
+    stock_class = getattr(transformers, class_name)
+    model = stock_class(stock_class.config_class(**settings))
+    with pytest.warns(UserWarning, match="as they were"):
+        report = enable(nn.ModuleDict({"stock": model, "served": stock.ShawAttention()}))
+    assert set(report) == {"served"} and report.left
+    assert all(word in row.kind and "use" in row.reason for row in report.rows if row.reason)
+
+
 def test_a_module_around_the_table() -> None:
     """Swin's attention has a child that makes the bias: the row is the child's, with the advice for it, and the only one."""
     module = nn.Module()
@@ -594,11 +620,17 @@ def test_the_report() -> None:
     assert str(enable(model)) == "all relative attention was enabled before"
 
 
-def test_compiled() -> None:
-    module, given = made("espnet")
-    expected = module(*given)
+@pytest.mark.parametrize("name", ["vits", "espnet", "sam", "shaw", "enformer", "music", "t5"])
+def test_compiled(name: str) -> None:
+    """As one graph, as the stock module."""
+    module, given = made(name)
+    module.eval()
     enable(module)
-    assert_near("the enabled model", torch.compile(module, backend="aot_eager", fullgraph=True)(*given), expected)
+    expected = module(*given)
+    found = torch.compile(module, backend="aot_eager", fullgraph=True)(*given)
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, expected)), strict=True):
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            assert_near("the enabled model", one, other)
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

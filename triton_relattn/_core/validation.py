@@ -135,7 +135,8 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
             "that it is not to be trained"
         )
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    if len(sizes) != 4 or not all(size in (1, full) for size, full in zip(sizes, shape, strict=True)):
+    # Not "in (1, full)", of which torch.compile makes False where one of two equal sizes is symbolic.
+    if len(sizes) != 4 or not all(size == 1 or size == full for size, full in zip(sizes, shape, strict=True)):
         raise ValueError(f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}")
     return attn_mask.reshape(sizes) if attn_mask.dim() != 4 else attn_mask
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from .compact import Compact, dense_of, has_dense
-from .comparison import SCRIPTED_LIMIT, Dropout, first_line, is_scripted, promoted, random_state_kept, values
+from .comparison import SCRIPTED_LIMIT, Dropout, are_shares, first_line, is_scripted, promoted, random_state_kept, values
 from .shadow import shadow
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def agrees(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str
     if not reason:
         try:
             calls.differs = _difference(of, module, args, kwargs)
-        except Exception as error:  # what a stock forward raises, ours will, or need not
+        except Exception as error:  # what a stock forward raises
             reason = f"{type(error).__name__}: {first_line(error)}"
     if reason:
         calls.not_compared[reason] += 1
@@ -165,6 +165,8 @@ def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dic
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     devices = tuple({each.device for each in module.parameters() if each.is_cuda})
 
+    dropped: dict[bool, set[float]] = {}
+
     def run(is_ours: bool, exact: torch.dtype | None = None) -> Any:
         model = shadow(module, lambda tensor: _duplicate(tensor, exact))
         named = of.named(args, kwargs)
@@ -173,8 +175,10 @@ def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dic
         mode = promoted() if exact == torch.float64 else nullcontext()
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
         of.without_dropout(model)
-        with random_state_kept(devices), Dropout(lambda each: each.dim() >= 3), mode, autocast:
-            return of.results(of.by_ours(model, given) if is_ours else of.by_stock(model, (), given))
+        with random_state_kept(devices), Dropout(lambda each: each.dim() >= 3 and are_shares(each)) as dropout, mode, autocast:
+            found = of.results(of.by_ours(model, given) if is_ours else of.by_stock(model, (), given))
+        dropped[is_ours] = set(dropout.noted)
+        return found
 
     with torch.no_grad():  # also of what is passed on, whose dense form may be made below
         stock = run(False)
@@ -182,7 +186,12 @@ def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dic
             ours = run(True)
         except Exception as error:  # as where a version of a library has other names
             return f"ours raises {type(error).__name__}: {first_line(error)}"
-        exact = run(False, wider) if dtype != torch.float64 else stock
+        if dropped[True] != dropped[False]:
+            return f"it drops weights with p = {dropped[False] or 0}, ours with p = {dropped[True] or 0}"
+        try:
+            exact = run(False, wider)  # also of float64: the stock forward may cast to float32
+        except Exception:  # a function bound to the module itself has its dtype
+            exact = stock
         outputs = [[dense_of(each) for each in values(found)] for found in (stock, ours, exact)]
     seen = of.counted(of.named(args, kwargs))
     for number, (one, other, third) in enumerate(zip(*outputs, strict=True), 1):

@@ -21,27 +21,30 @@ Make = Callable[[Any], Any]
 class Compact(torch.Tensor):
     """A tensor that another one, its dense form, is made of when it is needed.
 
-    small: what enabled layers take; it may be None. dense(): what stock layers take; it is kept.
+    small: what enabled layers take; it may be None. dense(): what stock layers take; it is kept. is_written: the dense form was
+    written to, and the small one is no longer the same.
     """
 
     _make: Make
     _dense: Any
     is_none: bool
+    is_written: bool
 
     @classmethod
     def of(cls, small: torch.Tensor | None, make: Make) -> Any:
-        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``.
+        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``, or what
+        stock modules take, if they are to read it.
 
         make: returns the dense form of the small one.
         """
         if _are_plain():
-            return small
+            return make(small) if any(each() for each in STOCK_READS) else small
         return cls._wrapped(torch.empty(0) if small is None else small, make, small is None)
 
     @classmethod
     def _wrapped(cls, tensor: torch.Tensor, make: Make, is_none: bool) -> Any:
         found = tensor.as_subclass(cls)
-        found._make, found._dense, found.is_none = make, None, is_none
+        found._make, found._dense, found.is_none, found.is_written = make, None, is_none, False
         return found
 
     @property
@@ -53,9 +56,8 @@ class Compact(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
     def dense(self) -> Any:
-        if self._dense is None or (
-            self._dense.requires_grad is False and self._plain().requires_grad and torch.is_grad_enabled()
-        ):
+        lacks_gradient = self._dense is not None and not self._dense.requires_grad and self._plain().requires_grad
+        if self._dense is None or (lacks_gradient and torch.is_grad_enabled() and not self.is_written):
             self._dense = self._make(self.small)
         return self._dense
 
@@ -75,15 +77,33 @@ class Compact(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in KEPT or (func is torch.Tensor.to and _is_move(args[1:], kwargs)):
+        first = args[0] if args else None
+        is_copy = func in COPIES or (func is torch.Tensor.view_as and first is args[-1])  # autograd makes it of what it returns
+        is_kept = is_copy and (func is not torch.Tensor.to or _is_move(args[1:], kwargs))
+        if (is_kept and not (isinstance(first, Compact) and first.is_written)) or func in KEPT:
             with torch._C.DisableTorchFunctionSubclass():
                 found = func(*args, **kwargs)
-            return args[0].changed(found) if func in COPIES else args[0] if func is torch.Tensor.requires_grad_ else found
+            return args[0].changed(found) if is_copy else args[0] if func is torch.Tensor.requires_grad_ else found
         if func is torch.Tensor.to and args[1:] == (torch.bool,) and args[0]._plain().dtype == torch.bool:
             make = args[0]._make
             return args[0]._wrapped(args[0]._plain(), lambda small: make(small).to(torch.bool), args[0].is_none)
-        args, kwargs = tree_map_only(Compact, Compact.dense, (args, kwargs))
-        return func(*args, **kwargs)
+        given: list[tuple[Compact, Any, int]] = []
+
+        def dense(each: Compact) -> Any:
+            found = each.dense()
+            if isinstance(found, torch.Tensor) and not found.is_inference():
+                given.append((each, found, found._version))
+            return found
+
+        args, kwargs = tree_map_only(Compact, dense, (args, kwargs))
+        result = func(*args, **kwargs)
+        for each, found, version in given:
+            each.is_written |= found._version != version
+        return result
+
+
+STOCK_READS: list[Callable[[], bool]] = []
+"""Functions that return whether attention of the calls now is the stock forward's."""
 
 
 def _is_move(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -94,7 +114,7 @@ def _is_move(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 COPIES = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.to}
-KEPT = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward} | {
+KEPT = {torch.Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward} | {
     getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "grad", "device", "_backward_hooks")
 }
 KEPT |= {torch.Tensor.requires_grad.__set__, torch.Tensor.retain_grad, torch.Tensor.register_hook}  # type: ignore[attr-defined]
@@ -103,7 +123,9 @@ KEPT |= {torch.Tensor.requires_grad.__set__, torch.Tensor.retain_grad, torch.Ten
 
 def is_small(value: Any) -> bool:
     """Return whether an argument is a small form; under torch.compile and the like, where these are plain tensors, True."""
-    return not isinstance(value, torch.Tensor) or isinstance(value, Compact) or _are_plain()
+    if isinstance(value, Compact):
+        return not value.is_written
+    return not isinstance(value, torch.Tensor) or _are_plain()
 
 
 def _are_plain() -> bool:

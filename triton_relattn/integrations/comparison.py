@@ -74,21 +74,22 @@ def compared(kind: type[Kind], module: nn.Module, known: Reading | None = None) 
 
 
 def _compared(kind: type[Kind], module: nn.Module, known: Reading | None) -> tuple[Reading, float]:
-    model = with_random_weights(module)
-    kind.prepare(model)
-    for number, each in enumerate(each for each in model.modules() if isinstance(each, nn.Dropout)):
-        each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
+    model, plain = with_random_weights(module), with_random_weights(module, changes_buffers=False)
+    for shadow_of in (model, plain):
+        kind.prepare(shadow_of)
+        for number, each in enumerate(each for each in shadow_of.modules() if isinstance(each, nn.Dropout)):
+            each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
     if known is not None:
         try:
-            return known, _difference(kind(type(model), known), model, is_light=True)
+            return known, _difference(kind(type(model), known), model, plain, is_light=True)
         except Exception:  # of this module another reading may be the right one
             pass
     nearest: tuple[int, float, str] | None = None
-    for plain in kind.readings(module):
+    for unobserved in kind.readings(module):
         agreed: list[float] = []
         try:
-            reading = _observed(kind, plain, model)
-            return reading, _difference(kind(type(model), reading), model, agreed=agreed)
+            reading = _observed(kind, unobserved, model)
+            return reading, _difference(kind(type(model), reading), model, plain, agreed=agreed)
         except Refused:
             raise
         except Differs as found:
@@ -96,7 +97,7 @@ def _compared(kind: type[Kind], module: nn.Module, known: Reading | None) -> tup
         except Exception as error:  # a stock forward may raise anything
             difference, said = math.inf, f"{type(error).__name__}: {first_line(error)}"
         if nearest is None or (-len(agreed), difference) < nearest[:2]:
-            nearest = -len(agreed), difference, f"{said} (read as {kind.words(plain)})"
+            nearest = -len(agreed), difference, f"{said} (read as {kind.words(unobserved)})"
     raise Refused("it computes something else, or takes other arguments. " + (nearest or (0, 0.0, ""))[2])
 
 
@@ -110,10 +111,11 @@ def compared_class(of: Replacement, module: nn.Module, is_light: bool) -> float:
     """
 
     def compare() -> float:
-        model = with_random_weights(module)
+        model, plain = with_random_weights(module), with_random_weights(module, changes_buffers=False)
         of.prepare(model)
+        of.prepare(plain)
         try:
-            return _difference(of, model, is_light)
+            return _difference(of, model, plain, is_light)
         except Exception as error:  # a stock forward may raise anything
             said = str(error) if isinstance(error, Differs) else f"{type(error).__name__}: {first_line(error)}"
             raise Refused(f"it computes something else, or takes other arguments. {said}") from error
@@ -125,11 +127,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
 
-def with_random_weights(module: nn.Module, device: str = "cpu") -> Any:
+def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True) -> Any:
     """Return a shadow whose weights are random, so that none is zero, in float64; in float32 if there are many. On the device
     "meta" they are in float32, and have no values.
 
-    Quantised projections, which have no floating-point weights, are linear layers of the same widths.
+    Quantised projections, which have no floating-point weights, are linear layers of the same widths. changes_buffers: a buffer
+    that has no effect, as a mask of ones, must not be taken for one that is not used; one that has ones and zeros must keep them.
     """
     count = sum(each.numel() for each in module.parameters())
     dtype = torch.float64 if count <= MOST_WEIGHTS and device == "cpu" else torch.float32
@@ -140,13 +143,14 @@ def with_random_weights(module: nn.Module, device: str = "cpu") -> Any:
         is_parameter = isinstance(tensor, nn.Parameter)
         if not (is_parameter or tensor.is_floating_point()):
             return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
+        if not (is_parameter or tensor.is_meta or changes_buffers):
+            return tensor.detach().to(device, dtype, copy=True)
         new = torch.empty(tensor.shape, dtype=dtype, device=device)
         if device == "meta":
             return nn.Parameter(new) if is_parameter else new
         new.normal_(generator=generator)
         if is_parameter:
             return nn.Parameter(new.mul_(deviations.get(id(tensor), 0.5)))
-        # A buffer that has no effect, as a mask of ones, must not be taken for one that is not used.
         return new if tensor.is_meta else new.mul_(0.1).add_(tensor.detach().to("cpu", dtype))
 
     def replace(each: nn.Module) -> nn.Module | None:
@@ -190,7 +194,11 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     for training in (True, False):
         run.train(training)
         before = _attributes(run)
-        with torch.no_grad(), _in_precision_of(model), Dropout(lambda each: _are_weights(each.shape, sample)) as dropout:
+        with (
+            torch.no_grad(),
+            _in_precision_of(model),
+            Dropout(lambda each: _are_weights(each.shape, sample) and are_shares(each)) as dropout,
+        ):
             found = [stock.forward(run, **_arguments(sample, model)) for _ in range(2)]
         returned = _returned(found[0], sample)
         probabilities += dropout.noted
@@ -217,6 +225,10 @@ def _observed(kind: type[Kind], reading: Reading, model: Any) -> Reading:
     )
 
 
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that torch's own class has."""
+
+
 class _Version(int):
     """How often a buffer was changed in place."""
 
@@ -226,7 +238,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, each in model.named_modules():
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: value for name, value in vars(each).items() if not name.startswith("_")}
+        found |= {prefix + name: value for name, value in vars(each).items() if name not in OF_MODULES}
         found |= {prefix + name: _Version(value._version) for name, value in each._buffers.items() if value is not None}
     return found
 
@@ -245,8 +257,16 @@ def _are_weights(shape: torch.Size, sample: Sample) -> bool:
     return len(shape) >= 3 and shape[-2:] == sample.pairs
 
 
-def _difference(of: Replacement, model: Any, is_light: bool = False, agreed: list[float] | None = None) -> float:
+def are_shares(tensor: torch.Tensor) -> bool:
+    """Return whether no number is negative, and no row's sum is more than one, as of attention weights and not of scores."""
+    sums = tensor.detach().sum(-1, dtype=torch.float32)
+    return not bool((tensor < 0).any()) and not bool((sums > 1.05).any())
+
+
+def _difference(of: Replacement, model: Any, plain: Any, is_light: bool = False, agreed: list[float] | None = None) -> float:
     """Compare all samples, and return the largest difference; agreed: receives that of each one, as far as they agree.
+
+    plain: the model with its own buffers, for one sample.
 
     Raises:
         Differs: one is too large.
@@ -257,6 +277,8 @@ def _difference(of: Replacement, model: Any, is_light: bool = False, agreed: lis
     limit = FLOAT32_LIMIT if is_single else SCRIPTED_LIMIT if is_scripted(of.stock) else LIMIT
     for sample, gradients, training in _light(samples) if is_light else _runs(samples):
         agreed.append(_compare(of, model, sample, gradients, training, limit))
+    if any(each.is_floating_point() for each in model.buffers()):
+        agreed.append(_compare(of, plain, samples[-1], False, False, limit))
     if not is_light and not is_single:
         single = shadow(model, lambda tensor: _cast(tensor, torch.float32))
         for sample in {each.pairs: each for each in samples}.values():  # one of each shape
@@ -267,7 +289,8 @@ def _difference(of: Replacement, model: Any, is_light: bool = False, agreed: lis
 
 def is_scripted(stock: type[nn.Module]) -> bool:
     """Return whether a class's file has scripted functions, whose casts to float32 stay in float64."""
-    return any(isinstance(each, torch.jit.ScriptFunction) for each in vars(sys.modules[stock.__module__]).values())
+    module = sys.modules.get(stock.__module__)
+    return module is not None and any(isinstance(each, torch.jit.ScriptFunction) for each in vars(module).values())
 
 
 def _arguments(sample: Sample, model: nn.Module) -> dict[str, Any]:
@@ -298,14 +321,14 @@ def _runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
     """Yield each sample, whether to compare gradients, and whether in training mode.
 
     Outputs come first, so that a wrong reading is found out soon. Gradients, which take most of the time, follow with all samples
-    of the first shape and one of the second; training mode with those of the first.
+    of the first shape and one of the second; training mode with those of the first, one of them with gradients.
     """
     first, *others = dict.fromkeys(each.pairs for each in samples)
     of_first = [each for each in samples if each.pairs == first]
     of_second = [each for each in samples if each.pairs in others[:1]]
     yield from ((each, False, False) for each in samples)
     yield from ((each, True, False) for each in of_first + of_second[:1])
-    yield from ((each, False, True) for each in of_first)
+    yield from ((each, number == 0, True) for number, each in enumerate(of_first))
 
 
 def _light(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
@@ -331,7 +354,7 @@ def _compare(of: Replacement, model: Any, sample: Sample, gradients: bool, train
         def forward(run: Any, given: dict[str, Any], is_ours: bool = is_ours) -> Any:
             return of.results(of.by_ours(run, given) if is_ours else of.by_stock(run, (), given))
 
-        with Dropout(lambda each: of.are_weights(model, each.shape, sample.pairs)) as dropout:
+        with Dropout(lambda each: of.are_weights(model, each.shape, sample.pairs) and are_shares(each)) as dropout:
             found.append((*_results(forward, model, sample, gradients, of.constants), dropout.noted))
     (expected, returned, dropped), (ours, our_returned, our_dropped) = found
     if of.lacks_weights and len(returned) == len(our_returned) and (returned, our_returned) != ((), ()):

@@ -107,8 +107,7 @@ def enable_in(
             f"{type(model).__name__} has no relative attention that triton_relattn knows: neither a class of "
             f"{', '.join(libraries)}{kinds}"
         )
-    replacement.change_classes(chosen, modules, check_calls)
-    report = Report(rows, lengths, modules)
+    report = Report(rows, lengths)
     if report.left and not report and not enabled_before:
         raise RuntimeError(f"no module of {type(model).__name__} was enabled, and it is as it was. {report}")
     if report.left:
@@ -116,6 +115,7 @@ def enable_in(
         warnings.warn(
             f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=3
         )
+    report.of_modules = replacement.change_classes(chosen, modules, check_calls)
     return report
 
 

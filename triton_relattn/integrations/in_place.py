@@ -123,7 +123,7 @@ class InPlace:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         stock: Any = cls.__bases__[-1]
-        if issubclass(stock, nn.Module):
+        if issubclass(stock, nn.Module) and not issubclass(stock, InPlace):  # else it is derived from ours, as parametrize does
             of = ByClass(cls, stock)
 
             @functools.wraps(stock.forward)
@@ -136,7 +136,7 @@ class InPlace:
         super().__init_subclass__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        set_attribute(type(self).__bases__[-1], self, name, value)  # type: ignore[arg-type]
+        set_attribute(getattr(type(self), ATTRIBUTE).stock, self, name, value)
 
 
 class ByClass(Replacement):
@@ -183,6 +183,13 @@ class ByClass(Replacement):
 
     def is_served(self, module: Any, given: dict[str, Any]) -> bool:
         if given.get("output_attentions") or (given.get("is_causal") and getattr(module, "is_causal", None) is False):
+            return False
+        if any(has_hooks(each) for each in module._modules.values() if "Dropout" in type(each).__name__):
+            return False  # they may change the attention weights, which ours does not compute
+        mask = given.get(self.mask)
+        if isinstance(mask, torch.Tensor) and mask.requires_grad:  # the operator gives a mask no gradient
+            return False
+        if any(isinstance(each, Compact) and each.is_written for each in given.values()):
             return False
         return all(is_small(given.get(name)) for name in module.small) and bool(module.serves(**given))
 
@@ -234,6 +241,11 @@ class ByClass(Replacement):
 def padded(batch: int, length: int) -> torch.Tensor:
     """Which positions of sequences are real (B, N), bool: at least half of each one's, and one."""
     return torch.arange(length) < torch.randint(max(length // 2, 1), length + 1, (batch,))[:, None]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether something sees, or changes, what a module takes or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "h", "heads")

@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import re
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -164,6 +164,7 @@ class Replacement:
         for each in getattr(vars(module).get(CALLS), "around", ()):
             if (encoder := each()) is not None:
                 restore(encoder)
+        vars(module).pop(CALLS, None)
         own = type(module)
         if ATTRIBUTE in vars(own):
             module.__class__ = self.stock
@@ -200,13 +201,34 @@ class PassesOn:
     """Mixin, in place of the class that is the last base, of modules that only pass on masks or positions to attention."""
 
     passes_on = True
+    stock_class: type[nn.Module]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        stock: Any = cls.__bases__[-1]
+        if issubclass(stock, nn.Module) and not issubclass(stock, PassesOn):  # else it is derived from ours, as FSDP2 does
+            cls.stock_class = stock
+
+    def __setstate__(self: Any, state: Any) -> None:
+        """Of a copy, and of what was loaded."""
+        super().__setstate__(state)  # type: ignore[misc]
+        for each in self.modules():
+            if getattr(each, "passes_on", False):
+                surround(each, self.modules())
+
+
+def surround(passing: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Have attention among modules know what passes small masks on to it."""
+    for each in modules:
+        if (found := vars(each).get(CALLS)) is not None and not getattr(each, "passes_on", False):
+            found.around.append(weakref.ref(passing))
 
 
 def stock_of(module: nn.Module) -> type[nn.Module] | None:
     """Return the stock class of an enabled module; None if it is not enabled."""
     if (of := getattr(type(module), ATTRIBUTE, None)) is not None:
         return of.stock  # type: ignore[no-any-return]
-    return type(module).__bases__[-1] if isinstance(module, PassesOn) else None
+    return module.stock_class if isinstance(module, PassesOn) else None
 
 
 class Source(NamedTuple):
@@ -297,26 +319,26 @@ def _numbers(version: str) -> list[int]:
     return [int(each) for each in re.findall(r"\d+", version)[:2]]
 
 
-def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], check_calls: bool) -> None:
-    """Give modules their new classes: all of them, or none if one raises."""
+def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], check_calls: bool) -> dict[str, Calls]:
+    """Give modules their new classes: all of them, or none if one raises. Return what is known of their calls, nothing yet."""
     done: list[nn.Module] = []
+    found: dict[str, Calls] = {}
     try:
         for name, ours in classes.items():
             module = modules[name]
             done.append(module)
             module.__class__ = ours
             if ATTRIBUTE in vars(ours):
-                vars(module)[CALLS] = Calls(check_calls)
+                found[name] = vars(module)[CALLS] = Calls(check_calls)
             getattr(ours, "on_enable", _nothing)(module)
         for module in done:
             if getattr(module, "passes_on", False):
-                for each in module.modules() if isinstance(module, PassesOn) else done:
-                    if (found := vars(each).get(CALLS)) is not None and not getattr(each, "passes_on", False):
-                        found.around.append(weakref.ref(module))
+                surround(module, module.modules() if isinstance(module, PassesOn) else done)
     except BaseException:
         for module in done:
             restore(module)
         raise
+    return found
 
 
 def restore(module: nn.Module) -> type[nn.Module] | None:
@@ -324,10 +346,13 @@ def restore(module: nn.Module) -> type[nn.Module] | None:
     stock = stock_of(module)
     if (of := in_place(module)) is not None:
         of.restore(module)
-        vars(module).pop(CALLS, None)
     elif stock is not None:
         getattr(type(module), "on_disable", _nothing)(module)
-        module.__class__ = stock
+        own = type(module)
+        if "stock_class" in vars(own):
+            module.__class__ = stock
+        else:
+            own.__bases__ = tuple(stock if "stock_class" in vars(each) else each for each in own.__bases__)
     return stock
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-import weakref
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
-from .calls import CALLS, Calls
+from .calls import Calls
 
 LIBRARY, STRUCTURE = "library", "structure"
 IN_PLACE = "enable changes the model in place and returns a report of it; use the model itself"
@@ -52,20 +48,18 @@ class Compared:
 class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
-    rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for. As
-    text it is a table.
+    rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for.
+    of_modules: what is known of the calls of each module. As text it is a table.
     """
 
-    def __init__(self, rows: list[Row], lengths: tuple[int, ...], modules: Mapping[str, nn.Module] | None = None) -> None:
+    def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
         super().__init__({each.name: each.stock for each in rows if not each.reason})
-        self.rows, self.lengths = rows, lengths
-        self._modules = weakref.WeakValueDictionary(modules or {})
+        self.rows, self.lengths, self.of_modules = rows, lengths, dict[str, Calls]()
 
     def calls(self) -> Compared:
         """Return which calls were compared with the stock forward up to now."""
         found = Compared()
-        for name, module in self._modules.items():
-            calls: Calls = vars(module).get(CALLS) or Calls()
+        for name, calls in self.of_modules.items():
             found.compared += calls.compared
             found.not_compared.update(calls.not_compared)
             if calls.differs:

@@ -46,11 +46,6 @@ class DistanceFeatures(Kind):
 
     title = "Transformer-XL's terms of features of the distance (Enformer, Borzoi)"
 
-    def __init__(self, stock: type[nn.Module], reading: Reading) -> None:
-        super().__init__(stock, reading)
-        # Here, because it imports torch._dynamo, which takes a second.
-        self.features: Any = torch.compiler.disable(self._features)
-
     @classmethod
     def readings(cls, module: nn.Module) -> Iterator[Reading]:
         parts = of_transformer_xl(module)
@@ -78,9 +73,10 @@ class DistanceFeatures(Kind):
                 vars(model)[name] = None
 
     def serves(self, module: Any, states: torch.Tensor) -> bool:
-        return states.dim() == 3
+        """Return whether ours computes a call: torch.compile cannot trace how the features are made."""
+        return states.dim() == 3 and not torch.compiler.is_compiling()
 
-    def _features(self, module: Any, states: torch.Tensor) -> torch.Tensor:
+    def features(self, module: Any, states: torch.Tensor) -> torch.Tensor:
         """The features of all distances, (2N - 1, F), behind their dropout."""
         model = self.stock.__new__(self.stock)
         vars(model).update(vars(module))

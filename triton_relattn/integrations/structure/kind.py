@@ -141,7 +141,7 @@ class Kind(Replacement):
 
     def pairs(self, module: Any, given: dict[str, Any]) -> int:
         states = _states(given)
-        positions = states.numel() // (states.shape[0] * self.reading.channels)
+        positions = states.numel() // max(states.shape[0] * self.reading.channels, 1)
         return int(states.shape[0] * self.reading.heads * positions**2)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Kind(Replacement):
     def output(self, module: Any, states: torch.Tensor) -> torch.Tensor:
         """Return the states (B, ..., H * D) behind the output's projection, and its dropout, if it has one."""
         out = self.child(module, "out", states)
-        if vars(module).get("attn") is not None:
+        if isinstance(vars(module).get("attn"), torch.Tensor):
             module.attn = None  # the weights that stock classes leave there, (B, H, N, N)
         return getattr(module, self.reading.drops_out)(out) if self.reading.drops_out else out
 
@@ -249,15 +249,16 @@ def made(kind: type[Kind], stock: type[nn.Module], reading: Reading) -> type[nn.
         state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
         return _again, (stock, kind, reading), state
 
-    attributes = {
+    attributes: dict[str, Any] = {
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
-        "__reduce_ex__": reduce,
         "__setattr__": set_attribute,
         "forward": forward,
         ATTRIBUTE: of,
     }
+    if stock.__reduce_ex__ is object.__reduce_ex__ and stock.__reduce__ is object.__reduce__:
+        attributes["__reduce_ex__"] = reduce
     metaclass: Any = type(stock)
     found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
     found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it

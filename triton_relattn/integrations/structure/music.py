@@ -89,8 +89,10 @@ class PastRows(Kind):
         return mask.dim() in (2, 4) and self._hides_future(mask)
 
     def _hides_future(self, mask: torch.Tensor) -> bool:
-        """Return whether a mask hides all keys behind each query. A compiler takes it for granted."""
-        if torch.compiler.is_compiling() or mask.is_meta:
+        """Return whether a mask hides all keys behind each query. A compiler cannot know, nor can a tensor without values."""
+        if torch.compiler.is_compiling() or type(mask) is not torch.Tensor:
+            return False
+        if mask.is_meta:  # memory is counted
             return True
         means = self.options["mask"]
         future = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu_(1)

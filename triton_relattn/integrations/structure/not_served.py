@@ -21,18 +21,30 @@ class NotServed(NamedTuple):
     of_embedding: bool = False
 
 
+AS_MASK = "use scaled_dot_product_attention with the bias (H, N, N) as attn_mask"
+IN_TWO_DIMENSIONS = f"the operator has no term for offsets in two dimensions, and such windows are short: {AS_MASK}"
+BY_HAND = "write the call: docs/models.md has it"
+
 NOT_SERVED = (
     NotServed(
-        "a bias by offset in a window of a grid (Swin, BEiT)",
-        (("relative_position_bias_table",),),
-        "its table has a row for each offset in two dimensions, which the operator has no term for; its windows are short: use "
-        "scaled_dot_product_attention with the bias (H, N, N) as attn_mask",
+        "a bias by offset in a window of a grid (Swin, BEiT, LeViT, MaxViT)",
+        (("relative_position_bias_table", "attention_biases", "rel_pos_indices", "relative_indices"),),
+        IN_TWO_DIMENSIONS,
     ),
     NotServed(
         "a bias by offset of a small network (SwinV2)",
-        (("cpb_mlp", "continuous_position_bias_mlp"),),
-        "the operator has no term for offsets in two dimensions; use scaled_dot_product_attention with the "
-        "bias (H, N, N) as attn_mask",
+        (("cpb_mlp", "continuous_position_bias_mlp", "relative_coords_log", "meta_mlp"),),
+        IN_TWO_DIMENSIONS,
+    ),
+    NotServed(
+        "biases by coordinates of the tokens (LayoutLMv2, LayoutLMv3)",
+        (("rel_pos_x_bias",),),
+        f"coordinates are no positions in a sequence: {AS_MASK}",
+    ),
+    NotServed(
+        "a bias by segments and buckets (CPM-Ant)",
+        (("relative_attention_bias",), ("num_segments",)),
+        f"its rows depend on the tokens: {AS_MASK}",
     ),
     NotServed(
         "a bias by bucket that layers share (T5, WavLM)",
@@ -42,9 +54,26 @@ NOT_SERVED = (
         of_embedding=True,
     ),
     NotServed(
-        "two streams and segments (XLNet)",
+        "an embedding of distances that meets the query, or the key, too (BERT's relative_key)",
+        (("distance_embedding",),),
+        f"enable knows that of transformers' classes; {BY_HAND}, Shaw's with rel_key, and with rel_p2c for the key",
+        of_embedding=True,
+    ),
+    NotServed(
+        "two streams and segments (XLNet, Funnel)",
         (("r_w_bias",), ("r_s_bias",)),
         "its masks and segments are tensors of N x N for any order of prediction, which the model itself makes",
+    ),
+    NotServed("buckets of three streams (ProphetNet)", (("relative_pos_embeddings",),), "use the model's own code"),
+    NotServed(
+        "Transformer-XL's terms in a class of another form",
+        (("r_w_bias", "pos_bias_u"), ("r_r_bias", "pos_bias_v")),
+        f"its forward takes other arguments than those that enable knows; {BY_HAND}, tables.fold_transformer_xl folds the terms",
+    ),
+    NotServed(
+        "positions on a grid in a class of another form (BoTNet, HaloNet, MONAI)",
+        (("height_rel", "rel_height", "rel_positional_embedding"),),
+        f"{BY_HAND}, decomposed_relative_attention",
     ),
 )
 
@@ -54,7 +83,7 @@ def of(module: nn.Module) -> NotServed | None:
     if isinstance(module, torch.jit.ScriptModule):
         return None
     embeddings = {name for name, child in module.named_children() if isinstance(child, nn.Embedding)}
-    every = set(vars(module)) | set(module._modules) | set(module._parameters)
+    every = {*vars(module), *module._modules, *module._parameters, *module._buffers}
     for each in NOT_SERVED:
         has = embeddings if each.of_embedding else every
         if all(has & set(names) for names in each.attributes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 try:
@@ -10,8 +12,34 @@ except ImportError:  # before transformers 5.2
     from transformers.utils.generic import _CAN_RECORD_REGISTRY
 
 from .. import every
+from ..compact import STOCK_READS
 from ..replacement import PassesOn
 from .masks import PADDING_IF_THAT_IS_ALL, view
+
+_ASKED: list[bool] = []
+STOCK_READS.append(lambda: bool(_ASKED))
+
+
+def with_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that, under torch.compile, passes on what stock attention takes if attention weights are asked for.
+
+    Weights that transformers collects around the layers are not asked for so: see masks.collects_weights.
+    """
+
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("output_attentions")
+        if asked is None:
+            asked = getattr(getattr(self, "config", None), "output_attentions", False)
+        if not asked:
+            return forward(self, *args, **kwargs)
+        _ASKED.append(True)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _ASKED.pop()
+
+    return run
 
 
 class Encoder(PassesOn):
@@ -27,11 +55,13 @@ class Encoder(PassesOn):
         super().__init_subclass__(**kwargs)
         # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is made.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
+        if hasattr(cls, "forward"):
+            cls.forward = with_weights(cls.forward)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Make a model of an enabled model's class, and enable it. Its config may be that of the enabled model."""
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
-        self.__class__ = type(self).__bases__[-1]
+        self.__class__ = self.stock_class
         every.enable_in(self, (), True, ("transformers",), structures=False)
 
     def on_enable(self: Any) -> None:
@@ -50,9 +80,9 @@ class Encoder(PassesOn):
     @classmethod
     def _can_set_attn_implementation(cls: Any) -> bool:
         """Return what the stock class does, which looks into its source file."""
-        return cls.__bases__[-1]._can_set_attn_implementation()  # type: ignore[no-any-return]
+        return cls.stock_class._can_set_attn_implementation()  # type: ignore[no-any-return]
 
     @classmethod
     def _can_set_experts_implementation(cls: Any) -> bool:
         """Return what the stock class does, which looks into its source file."""
-        return cls.__bases__[-1]._can_set_experts_implementation()  # type: ignore[no-any-return]
+        return cls.stock_class._can_set_experts_implementation()  # type: ignore[no-any-return]

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import EncoderDecoderCache
 
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # before transformers 5.2
-    _active_collector = None
-
 from .. import in_place
 from ..heads import drop_probability as drop_probability
 from ..heads import join_heads as join_heads
 from ..heads import split_heads as split_heads
 from ..in_place import fused_relative_attention
+from .masks import COLLECTS, collects_weights
 
 
 class InPlace(in_place.InPlace):
@@ -27,11 +23,9 @@ class InPlace(in_place.InPlace):
     config: Any
 
     def serves(self: Any, **given: Any) -> bool:
-        if torch.compiler.is_compiling():
-            return True
-        if _active_collector is None:
-            return not getattr(getattr(self, "config", None), "output_attentions", False)
-        return not any("attentions" in each for each in _active_collector.get() or ())
+        if COLLECTS:
+            return not collects_weights()
+        return torch.compiler.is_compiling() or not getattr(getattr(self, "config", None), "output_attentions", False)
 
     def prepare(self: Any) -> None:
         """An implementation that needs a GPU is compared as sdpa."""

@@ -24,11 +24,29 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # before transformers 5.2
+    _active_collector = None
+
+from .. import compact as compact_tensors
 from ..calls import is_graph
 from ..compact import Compact
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
+
+
+COLLECTS = _active_collector is not None
+"""Whether transformers collects attention weights around the layers."""
+
+
+def collects_weights() -> bool:
+    """Return whether the weights of this call are collected, which only the stock forward computes."""
+    return COLLECTS and any("attentions" in each for each in _active_collector.get() or ())
+
+
+compact_tensors.STOCK_READS.append(collects_weights)
 
 
 def stock_mask(arguments: dict[str, Any]) -> Any:
@@ -50,7 +68,7 @@ class Padding(Compact):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mask = args[0] if args else None
-        if isinstance(mask, Padding):
+        if isinstance(mask, Padding) and not mask.is_written:
             if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return torch.bool
             if func == torch.Tensor.__invert__:

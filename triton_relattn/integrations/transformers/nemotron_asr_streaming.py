@@ -119,7 +119,7 @@ class NemotronAsrStreamingEncoderBlock(PassesOn, stock.NemotronAsrStreamingEncod
         small = attention_mask.small if isinstance(attention_mask, Compact) else attention_mask
         if small is None and attention_mask is not None:
             all_masked_rows = None  # without padding, each frame sees itself
-        elif small is not None and chunks is not None:
+        elif small is not None and small.shape[2] == 1 and chunks is not None:
             cut = Chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, hidden_states.shape[1])
             sees = cut.of_keys(small.mT).any(3, keepdim=True).expand(-1, -1, -1, cut.size, -1)
             all_masked_rows = ~cut.joined(sees.flatten(0, 1))[..., 0]
