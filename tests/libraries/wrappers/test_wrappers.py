@@ -74,7 +74,6 @@ def sentence_transformers(folder: Path) -> tuple[Any, Run, set[str]]:
 
 
 def gliner(folder: Path) -> tuple[Any, Run, set[str]]:
-    absent("onnxruntime")
     import transformers
     from gliner.modeling.encoder import Transformer
 
