@@ -32,13 +32,15 @@ class Compact(torch.Tensor):
 
     @classmethod
     def of(cls, small: torch.Tensor | None, make: Make) -> Any:
-        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``, or what
-        stock modules take, if they are to read it.
+        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``. If stock
+        modules are to read it, return the dense form.
 
         make: returns the dense form of the small one.
         """
+        if any(each() for each in STOCK_READS):
+            return make(small)
         if _are_plain():
-            return make(small) if any(each() for each in STOCK_READS) else small
+            return small
         return cls._wrapped(torch.empty(0) if small is None else small, make, small is None)
 
     @classmethod

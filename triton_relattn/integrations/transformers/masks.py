@@ -43,7 +43,9 @@ COLLECTS = _active_collector is not None
 
 def collects_weights() -> bool:
     """Return whether the weights of this call are collected, which only the stock forward computes."""
-    return COLLECTS and any("attentions" in each for each in _active_collector.get() or ())
+    if not COLLECTS or (torch.compiler.is_compiling() and not _active_collector.compiling):  # whose ContextVar cannot be traced
+        return False
+    return any("attentions" in each for each in _active_collector.get() or ())
 
 
 compact_tensors.STOCK_READS.append(collects_weights)
