@@ -32,8 +32,8 @@ class Compact(torch.Tensor):
 
     @classmethod
     def of(cls, small: torch.Tensor | None, make: Make) -> Any:
-        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``; if stock
-        modules are to read it, the dense form.
+        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``; or the
+        dense form, if stock modules are to read it.
 
         make: returns the dense form of the small one.
         """
