@@ -74,11 +74,12 @@ def compared(kind: type[Kind], module: nn.Module, known: Reading | None = None) 
 
 
 def _compared(kind: type[Kind], module: nn.Module, known: Reading | None) -> tuple[Reading, float]:
-    model, plain = with_random_weights(module), with_random_weights(module, changes_buffers=False)
-    for shadow_of in (model, plain):
-        kind.prepare(shadow_of)
-        for number, each in enumerate(each for each in shadow_of.modules() if isinstance(each, nn.Dropout)):
-            each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
+    model, plain = with_random_weights(module), with_own_buffers(module)
+    for made in (model, plain):
+        if made is not None:
+            kind.prepare(made)
+            for number, each in enumerate(each for each in made.modules() if isinstance(each, nn.Dropout)):
+                each.p = 0.05 * (number % 15 + 1)  # so that none is taken for another
     if known is not None:
         try:
             return known, _difference(kind(type(model), known), model, plain, is_light=True)
@@ -111,9 +112,10 @@ def compared_class(of: Replacement, module: nn.Module, is_light: bool) -> float:
     """
 
     def compare() -> float:
-        model, plain = with_random_weights(module), with_random_weights(module, changes_buffers=False)
-        of.prepare(model)
-        of.prepare(plain)
+        model, plain = with_random_weights(module), with_own_buffers(module)
+        for made in (model, plain):
+            if made is not None:
+                of.prepare(made)
         try:
             return _difference(of, model, plain, is_light)
         except Exception as error:  # a stock forward may raise anything
@@ -174,6 +176,12 @@ def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers:
         if "_old_forward" in vars(each):  # accelerate's hooks load the weights of the module itself
             vars(each).pop("forward")
     return model
+
+
+def with_own_buffers(module: nn.Module) -> Any:
+    """Return the same with the module's own buffers; None if that is no other."""
+    has_any = any(each.is_floating_point() for each in module.buffers())
+    return with_random_weights(module, changes_buffers=False) if has_any else None
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
@@ -266,7 +274,7 @@ def are_shares(tensor: torch.Tensor) -> bool:
 def _difference(of: Replacement, model: Any, plain: Any, is_light: bool = False, agreed: list[float] | None = None) -> float:
     """Compare all samples, and return the largest difference; agreed: receives that of each one, as far as they agree.
 
-    plain: the model with its own buffers, for one sample.
+    plain: as of with_own_buffers, for one sample.
 
     Raises:
         Differs: one is too large.
@@ -277,7 +285,7 @@ def _difference(of: Replacement, model: Any, plain: Any, is_light: bool = False,
     limit = FLOAT32_LIMIT if is_single else SCRIPTED_LIMIT if is_scripted(of.stock) else LIMIT
     for sample, gradients, training in _light(samples) if is_light else _runs(samples):
         agreed.append(_compare(of, model, sample, gradients, training, limit))
-    if any(each.is_floating_point() for each in model.buffers()):
+    if plain is not None:
         agreed.append(_compare(of, plain, samples[-1], False, False, limit))
     if not is_light and not is_single:
         single = shadow(model, lambda tensor: _cast(tensor, torch.float32))

@@ -115,7 +115,7 @@ def enable_in(
         warnings.warn(
             f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=3
         )
-    report.of_modules = replacement.change_classes(chosen, modules, check_calls)
+    report.calls_by_name = replacement.change_classes(chosen, modules, check_calls)
     return report
 
 

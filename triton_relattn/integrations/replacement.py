@@ -165,11 +165,7 @@ class Replacement:
             if (encoder := each()) is not None:
                 restore(encoder)
         vars(module).pop(CALLS, None)
-        own = type(module)
-        if ATTRIBUTE in vars(own):
-            module.__class__ = self.stock
-        else:  # torch.nn.utils.parametrize has given it a class derived from ours
-            own.__bases__ = tuple(self.stock if ATTRIBUTE in vars(each) else each for each in own.__bases__)
+        _to_stock(module, self.stock, ATTRIBUTE)
 
 
 def set_attribute(stock: type[nn.Module], module: Any, name: str, value: Any) -> None:
@@ -348,12 +344,17 @@ def restore(module: nn.Module) -> type[nn.Module] | None:
         of.restore(module)
     elif stock is not None:
         getattr(type(module), "on_disable", _nothing)(module)
-        own = type(module)
-        if "stock_class" in vars(own):
-            module.__class__ = stock
-        else:
-            own.__bases__ = tuple(stock if "stock_class" in vars(each) else each for each in own.__bases__)
+        _to_stock(module, stock, "stock_class")
     return stock
+
+
+def _to_stock(module: nn.Module, stock: type[nn.Module], mark: str) -> None:
+    """Give a module its stock class. mark: the attribute by which our class is known."""
+    own = type(module)
+    if mark in vars(own):
+        module.__class__ = stock
+    else:  # torch.nn.utils.parametrize or FSDP2 has given it a class derived from ours
+        own.__bases__ = tuple(stock if mark in vars(each) else each for each in own.__bases__)
 
 
 def _nothing(_: Any) -> None:

@@ -49,17 +49,17 @@ class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
     rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for.
-    of_modules: what is known of the calls of each module. As text it is a table.
+    calls_by_name: what is known of the calls of each module. As text it is a table.
     """
 
     def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
         super().__init__({each.name: each.stock for each in rows if not each.reason})
-        self.rows, self.lengths, self.of_modules = rows, lengths, dict[str, Calls]()
+        self.rows, self.lengths, self.calls_by_name = rows, lengths, dict[str, Calls]()
 
     def calls(self) -> Compared:
         """Return which calls were compared with the stock forward up to now."""
         found = Compared()
-        for name, calls in self.of_modules.items():
+        for name, calls in self.calls_by_name.items():
             found.compared += calls.compared
             found.not_compared.update(calls.not_compared)
             if calls.differs:

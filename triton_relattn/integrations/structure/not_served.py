@@ -54,7 +54,7 @@ NOT_SERVED = (
         of_embedding=True,
     ),
     NotServed(
-        "an embedding of distances that meets the query, or the key, too (BERT's relative_key)",
+        "an embedding of distances that meets the query, or also the key (BERT's relative_key)",
         (("distance_embedding",),),
         f"enable knows that of transformers' classes; {BY_HAND}, Shaw's with rel_key, and with rel_p2c for the key",
         of_embedding=True,

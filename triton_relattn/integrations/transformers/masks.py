@@ -29,9 +29,8 @@ try:
 except ImportError:  # before transformers 5.2
     _active_collector = None
 
-from .. import compact as compact_tensors
 from ..calls import is_graph
-from ..compact import Compact
+from ..compact import STOCK_READS, Compact
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
@@ -48,7 +47,7 @@ def collects_weights() -> bool:
     return any("attentions" in each for each in _active_collector.get() or ())
 
 
-compact_tensors.STOCK_READS.append(collects_weights)
+STOCK_READS.append(collects_weights)
 
 
 def stock_mask(arguments: dict[str, Any]) -> Any:

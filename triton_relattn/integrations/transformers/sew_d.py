@@ -28,7 +28,7 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
 
 
 IS_OLD = "output_attentions" in inspect.signature(stock.DisentangledSelfAttention.forward).parameters
-"""Before transformers 5.20: the mask hides padding as query, too, and without attention weights a tensor is returned."""
+"""Before transformers 5.20: the mask also hides padding as query, and without attention weights a tensor is returned."""
 
 
 class SEWDTransformerEncoder(DisentangledEncoder, stock.SEWDTransformerEncoder):
