@@ -3,13 +3,14 @@
     python -m examples.context_parallel --ranks 4
 
 Both are compared with one process, in float64: losses and gradients of all parameters, step by step. Each rank sees its positions
-alone: attention sends keys and values round, Parakeet's convolution gets the edges of its neighbours, and all the rest is by
+alone: attention gathers keys and values, Parakeet's convolution gets the edges of its neighbours, and all the rest is by
 position. Printed are the greatest differences, and what each rank has sent for attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,12 +22,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.verbs.options import positive
 from examples.music.chorales import IGNORED, load, training_batch
 from examples.music.tokens import VOICES
 from examples.music_transformer import MusicTransformer, Settings, token_losses
-from triton_relattn import RelativePositions, distributed, tables
+from triton_relattn import RelativePositions, distributed, fused_relative_attention, tables
 from triton_relattn._core.sizes import Parser
 from triton_relattn.nn import parallel
 
@@ -34,24 +36,18 @@ STEPS = 3
 EDGE = 4  # positions that Parakeet's convolution takes of either neighbour
 
 
-class Counted:
-    """The messages that this rank sends to another, while it lasts."""
+class Counted(TorchDispatchMode):
+    """The messages of attention that this rank sends to others, while it lasts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sizes: list[int] = []
 
-    def __enter__(self) -> Counted:
-        self.send = dist.batch_isend_irecv
-
-        def count(operations: list[Any]) -> Any:
-            self.sizes.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
-            return self.send(operations)
-
-        dist.batch_isend_irecv = count  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.batch_isend_irecv = self.send
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.triton_relattn.exchange.default:
+            message, _, leaving, _ = args  # leaving: elements for each rank
+            self.sizes += [size * message.itemsize for rank, size in enumerate(leaving) if rank != dist.get_rank()]
+        return func(*args, **(kwargs or {}))
 
     def __str__(self) -> str:
         return f"{len(self.sizes)} messages, {sum(self.sizes)} bytes"
@@ -101,18 +97,21 @@ def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat((before, states, behind), -1)
 
 
-def spread_parakeet(layer: Any, length: int) -> None:
-    """Have a layer of Parakeet work on the rank's positions of so many."""
+def with_operator(layer: Any, length: int, is_spread: bool) -> None:
+    """Have a layer of Parakeet attend by the operator; spread, work on the rank's positions of length."""
     attention, convolution = layer.self_attn, layer.conv.depthwise_conv
     heads = (-1, attention.head_dim)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    operator: Any = fused_relative_attention
+    if is_spread:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        operator = functools.partial(distributed.fused_relative_attention, group=mesh, reduce_tables=False)
 
     def attend(hidden_states: torch.Tensor, position_embeddings: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, value = (each(hidden_states).unflatten(-1, heads).transpose(1, 2) for each in projections)
         rel_key = attention.relative_k_proj(position_embeddings)[0].unflatten(-1, heads).transpose(0, 1)
         query, rel_bias = tables.fold_transformer_xl(query, rel_key, attention.bias_u, attention.bias_v, attention.scaling)
-        out = distributed.fused_relative_attention(
+        out = operator(
             query,
             key,
             value,
@@ -120,8 +119,6 @@ def spread_parakeet(layer: Any, length: int) -> None:
             rel_bias=rel_bias,
             positions=RelativePositions(1 - length, length - 1),
             scale=attention.scaling,
-            group=mesh,
-            reduce_tables=False,
         )
         return attention.o_proj(out.transpose(1, 2).flatten(2)), None
 
@@ -129,15 +126,15 @@ def spread_parakeet(layer: Any, length: int) -> None:
         states = with_neighbours(states, convolution.padding[0])
         return nn.functional.conv1d(states, convolution.weight, convolution.bias, groups=convolution.groups)
 
-    attention.forward, convolution.forward = attend, convolve
+    attention.forward = attend
+    if is_spread:
+        convolution.forward = convolve
 
 
 def parakeet(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
     """A Parakeet layer, in eval mode for its BatchNorm, and a loss."""
     from transformers import ParakeetEncoderConfig
     from transformers.models.parakeet import modeling_parakeet as stock
-
-    from triton_relattn.integrations.transformers import enable
 
     config = ParakeetEncoderConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48, conv_kernel_size=2 * EDGE + 1)
     config._attn_implementation = "eager"
@@ -148,9 +145,8 @@ def parakeet(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], t
     x = torch.randn(2, length, config.hidden_size, dtype=torch.float64)
     positions = stock.ParakeetEncoderRelPositionalEncoding(config)(x).to(x.dtype)
     wanted = torch.randn_like(x)
-    enable(layer)  # stock attention takes its softmax in float32
+    with_operator(layer, length, is_spread)  # stock attention takes its softmax in float32
     if is_spread:
-        spread_parakeet(layer, length)
         x, wanted = (distributed.shard(each, 1) for each in (x, wanted))
 
     def loss(_: int) -> torch.Tensor:

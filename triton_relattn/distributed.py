@@ -19,7 +19,7 @@ from ._core.arguments import Arguments
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.collectives import SummedGradients, gathered, name_of
 from ._distributed.dtensors import attend_dtensors
-from ._distributed.methods import METHODS, attend
+from ._distributed.exchange import METHODS, attend
 from ._distributed.sharding import Sharding, zigzag
 from ._implementations import choose_implementation
 from ._operators.sharding import draw_dropout, with_wide_tables
@@ -37,7 +37,7 @@ def fused_relative_attention(
     rel_key: torch.Tensor | None = None,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    method: Literal["ring", "all_to_all"] = "ring",
+    method: Literal["gather", "all_to_all"] = "gather",
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     shard_sizes: Sequence[int] | None = None,
     key_shard_sizes: Sequence[int] | None = None,
@@ -49,15 +49,17 @@ def fused_relative_attention(
     """:func:`triton_relattn.fused_relative_attention` of the rank's queries over the keys of all ranks.
 
     Every rank of the group makes the same call, with its own positions of query, key, value and rel_query; results are those of
-    its queries. Memory of each rank is linear in its positions, and in the rows of the tables, which all ranks have whole.
+    its queries. Memory of each rank is linear in its queries, in the keys of all ranks, and in the rows of the tables, which all
+    ranks have whole.
 
     Args:
         query: (B, Hq, the rank's queries, D). key: (B, Hk, the rank's keys, D). value, rel_query: likewise. Or DTensors whose
             positions one mesh dimension shards, ``Shard(2)``, and others the batch, the heads or nothing: group, shard_sizes and
             reduce_tables do not count then, and tables are DTensors, too.
         group: a process group or a DeviceMesh of one dimension; None: the default group.
-        method: ``"ring"``: keys and values go round. ``"all_to_all"``: ranks exchange positions for heads, whose number they
-            must divide, attend and exchange back: less is sent, and each rank computes with whole sequences.
+        method: ``"gather"``: each rank gets the keys and values of all. ``"all_to_all"``: ranks exchange positions for heads,
+            whose number they must divide, attend and exchange back: less is sent and kept, and each rank computes with whole
+            sequences.
         layout: which positions a rank has, as :func:`shard` cuts them. ``"contiguous"``: any number, behind those of the rank
             before. ``"zigzag"``: a piece of the first half and the one that mirrors it in the second: with a causal mask, ranks
             then have equal work.
@@ -67,8 +69,7 @@ def fused_relative_attention(
             of its queries (with ``"all_to_all"``, of its heads), for DDP and FSDP2, which add up those of all parameters.
         options: of :func:`triton_relattn.fused_relative_attention`; query_offset, window_size, is_causal and key_lengths count
             the positions of all ranks. attn_mask: (.., the rank's queries or 1, the keys of all ranks in their order or 1).
-            exact_query_grad changes nothing in a ring, which keeps out in float32.
-        implementation: as there; ``"reference"`` only with ``"all_to_all"``.
+        implementation: as there.
 
     Returns:
         out (B, Hq, the rank's queries, Dv), with return_lse also lse (B, Hq, the rank's queries); DTensors if query is.
@@ -80,8 +81,8 @@ def fused_relative_attention(
             divide.
         RuntimeError: a rank has gone, or the group's timeout is over; from torch.distributed.
 
-    Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023; Brandon et al., "Striped Attention", 2023 (balance);
-    Jacobs et al., "DeepSpeed Ulysses", 2023.
+    Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (gathered keys); Brandon et al., "Striped Attention", 2023
+    (balance); Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
     given = Arguments.of(query, key, value, rel_key, **options)
     sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
@@ -100,7 +101,7 @@ def fused_relative_attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    method: Literal["ring", "all_to_all"] = "ring",
+    method: Literal["gather", "all_to_all"] = "gather",
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     shard_sizes: Sequence[int] | None = None,
     key_shard_sizes: Sequence[int] | None = None,
@@ -114,7 +115,7 @@ def fused_relative_attention_varlen(
     Args:
         query: (the rank's queries, Hq, D). key: (the rank's keys, Hk, D). value, rel_query: likewise.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of the whole pack, on every rank. One tensor for both says that
-            queries and keys are packed alike, so that keys are sent no farther than a sequence is long.
+            queries and keys are packed alike, so that a rank computes with no more keys than its sequences have.
 
     The others are those of :func:`fused_relative_attention`, of this module, without DTensors.
 
@@ -243,7 +244,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a call by its arguments. others: method, layout and return_lse."""
     if others["method"] not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {others['method']!r}")
+        hint = "; the ring of 0.2 is gone, 'gather' takes all of its calls" if others["method"] == "ring" else ""
+        raise ValueError(f"method must be one of {tuple(METHODS)}, got {others['method']!r}{hint}")
     arguments = arguments.autocast().replaced(return_lse=others["return_lse"])
     is_spread = isinstance(arguments.query, DTensor)
     if is_spread:

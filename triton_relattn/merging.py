@@ -17,15 +17,15 @@ def merge_attention(
         lse = log(exp(lse1) + exp(lse2))
         out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 
-    This serves sequence-parallel schemes in which queries meet the keys block by block (ring attention). Call
+    This serves schemes in which queries meet the keys block by block, such as ring attention. Call
     :func:`triton_relattn.fused_relative_attention` for each block with ``return_lse=True`` and ``query_offset`` = (position of
     the first query) - (position of the block's first key), and merge. Causal masks, windows and tables then see the true
     distances. Gradients flow through out and lse; merging is associative. (With dropout the parts drop independently.)
 
     An lse is one number: of large logits it has no digits left for the number of keys. Where a mask of numbers adds -1e9 or the
     dtype's lowest number to all keys that a query has in a part, as masks of padding do, lse is the same for one key and for a
-    thousand, and the parts of such a query are weighted alike. Hide with a mask of bools or -inf instead: then lse is -inf.
-    (:mod:`triton_relattn.distributed` keeps the two apart, and takes any mask.)
+    thousand, and the parts of such a query are weighted alike. Hide with a boolean mask or -inf instead: then lse is -inf.
+    (:mod:`triton_relattn.distributed` takes any mask: it does not merge.)
 
     Args:
         out1, out2: (..., Nq, Dv).
@@ -54,27 +54,14 @@ def merge_attention(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (out1, lse1, out2, lse2))
         raise ValueError(f"out1 and out2 must have shape (..., Nq, Dv), lse1 and lse2 (..., Nq), got {shapes}")
     dtype = compute_dtype(torch.promote_types(out1.dtype, lse1.dtype))
-    lses = lse1.to(dtype), lse2.to(dtype)
-    out, largest, log_sum = merged((out1.to(dtype), out2.to(dtype)), lses, (torch.zeros_like(lses[0]),) * 2)
-    return out.to(out1.dtype), (largest + log_sum).to(lse1.dtype)
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def merged(outs: Pair, largest: Pair, log_sums: Pair, unit: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge two results whose lse is unit * largest + log_sum, all in one dtype; return out, largest and log_sum of both.
-
-    A query that sees no key has largest = -inf and log_sum = 0. Gradients flow through log_sum, not through largest.
-    """
-    tops = torch.stack(largest)
-    top = tops.detach().amax(0)
+    lses = torch.stack((lse1.to(dtype), lse2.to(dtype)))
+    top = lses.detach().amax(0)
     blind = top == -torch.inf
     # Of two infinite ones the difference is 0, not NaN.
-    behind = (tops - top.masked_fill(blind, 0)).masked_fill(tops == torch.inf, 0)
-    weights = (behind * unit + torch.stack(log_sums)).exp()
+    weights = (lses - top.masked_fill(blind, 0)).masked_fill(lses == torch.inf, 0).exp()
     total = weights.sum(0).masked_fill(blind, 1)
     shares = (weights / total).unsqueeze(-1)
     # A result without weight may be anything, even the NaN that other functions return for a query that sees nothing.
-    first, second = (out.masked_fill(share == 0, 0) for out, share in zip(outs, shares, strict=True))
-    return shares[0] * first + shares[1] * second, top, total.log()
+    first, second = (out.to(dtype).masked_fill(share == 0, 0) for out, share in zip((out1, out2), shares, strict=True))
+    out = shares[0] * first + shares[1] * second
+    return out.to(out1.dtype), (top + total.log()).to(lse1.dtype)

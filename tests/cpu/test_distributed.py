@@ -118,12 +118,12 @@ SPREAD: tuple[tuple[int, str, str, Sequence[str]], ...] = (
     (4, "all_to_all", "zigzag", ("causal", "terms", "key_mask", "dropout", "packed")),
     (3, "all_to_all", "contiguous", ("terms", "other_keys", "low_key_mask", "packed_causal")),
     (1, "all_to_all", "zigzag", ("terms", "packed")),
-    (4, "ring", "contiguous", ("window", "future", "mask", "dropout", "packed")),
+    (4, "gather", "contiguous", tuple(CASES)),
+    (2, "gather", "zigzag", ("terms", "window", "mask", "offsets", "dropout", "packed_causal")),
 )
-"""What every run of the tests does. Full masks and numbers of heads that ranks do not divide are for the ring alone."""
-RING: tuple[tuple[int, str, str, Sequence[str]], ...] = (
-    (4, "ring", "contiguous", tuple(CASES)),
-    *((ranks, "ring", "zigzag", tuple(CASES)) for ranks in (2, 3, 4)),
+"""What every run of the tests does. Full masks and numbers of heads that ranks do not divide are for gathered keys alone."""
+GATHERED: tuple[tuple[int, str, str, Sequence[str]], ...] = tuple(
+    (ranks, "gather", "zigzag", tuple(CASES)) for ranks in (2, 3, 4)
 )
 
 
@@ -199,9 +199,9 @@ def check_spread(groups: dict[int, dist.ProcessGroup], spread: Any = SPREAD) -> 
                 close(actual[each], mine(each, exact), (name, method, layout, ranks, each))
 
 
-def check_ring(groups: dict[int, dist.ProcessGroup]) -> None:
-    """The other method, of all cases."""
-    check_spread(groups, RING)
+def check_gathered(groups: dict[int, dist.ProcessGroup]) -> None:
+    """Gathered keys, in all cases of a zigzag."""
+    check_spread(groups, GATHERED)
 
 
 def spread_over(mesh: Any, tensors: Tensors, kinds: dict[str, Any]) -> dict[str, Any]:
@@ -447,7 +447,7 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
     def run(x: torch.Tensor, table: torch.Tensor, method: Any) -> torch.Tensor:
         return distributed.fused_relative_attention(x * 2, x, x, table, method=method, **CAUSAL, query_offset=0).square().sum()  # type: ignore[no-any-return]
 
-    for method in ("ring", "all_to_all"):
+    for method in ("gather", "all_to_all"):
         ways = torch.compile(run, fullgraph=True, backend="aot_eager"), run
         for actual, exact in zip(*(torch.autograd.grad(each(x, table, method), (x, table)) for each in ways), strict=True):
             close(actual, exact, method)
@@ -462,13 +462,18 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
-    """All-to-all under torch.func, and batched gradients: messages have arrived when they are read."""
+    """Both methods under torch.func, and batched gradients: messages have arrived when they are read."""
+    for method in ("gather", "all_to_all"):
+        check_transforms_of(method)
+
+
+def check_transforms_of(method: Any) -> None:
     tensors, mine = CASES["full"][0], functools.partial(own, layout="contiguous", rank=dist.get_rank(), ranks=4)
     query, key, value = (mine(tensors[name], 2) for name in BY_POSITION[:3])
     tables = torch.stack([scale * tensors["rel_key"] for scale in (1, -1, 2)])
 
     def spread(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return distributed.fused_relative_attention(query, key, value, table, method="all_to_all")  # type: ignore[no-any-return]
+        return distributed.fused_relative_attention(query, key, value, table, method=method)  # type: ignore[no-any-return]
 
     def alone(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return attend(query, tensors["key"], tensors["value"], table)  # type: ignore[no-any-return]
@@ -504,7 +509,7 @@ def check_half_precision(groups: dict[int, dist.ProcessGroup]) -> None:
         results_of(attend, {n: t.to(d) for n, t in rounded.items()}, d_out.to(d), **options)
         for d in (torch.float64, torch.bfloat16)
     )
-    for method in ("all_to_all", "ring"):
+    for method in ("all_to_all", "gather"):
         call = functools.partial(distributed.fused_relative_attention, method=method)
         spread = results_of(call, {n: cut(n, t) for n, t in rounded.items()}, cut("out", d_out), **options)
         for name, result, golden, alone in zip(("out", *tensors), spread, exact, one, strict=True):
@@ -555,6 +560,7 @@ def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
     x = normal(1, 6, 5, 4)
     wrong: tuple[tuple[Options, str], ...] = (
         ({"method": "tree"}, "method must be one of"),
+        ({"method": "ring"}, "'gather' takes all of its calls"),
         ({"layout": "striped"}, "layout must be one of"),
         ({"method": "all_to_all"}, "do not divide 6 heads"),
         ({"shard_sizes": [5, 5, 5]}, "a number for each of 4 ranks"),
@@ -570,8 +576,6 @@ def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
     with pytest.raises(ValueError, match="in a zigzag, the ranks have"):
         shard = x[:, :, : 2 + dist.get_rank()]
         distributed.fused_relative_attention(shard, shard, shard, layout="zigzag", shard_sizes=[2, 3, 4, 5])
-    with pytest.raises(NotImplementedError, match="all_to_all"):
-        distributed.fused_relative_attention(x, x, x, implementation="reference")
     for layout in ("contiguous", "zigzag"):
         whole = normal(3, 11)
         assert torch.equal(distributed.unshard(distributed.shard(whole, 1, layout=layout), 1, layout=layout), whole)
@@ -595,7 +599,7 @@ def check_rank_that_dies(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 QUICK = "spread dtensor dtensor_dropout dtensor_shared_keys grid modules uneven_modules rounding_of_tables refusals".split()
-THOROUGH = "training merging compile transforms half_precision ring rank_that_dies".split()
+THOROUGH = "training merging compile transforms half_precision gathered rank_that_dies".split()
 CHECKS = {name: globals()[f"check_{name}"] for name in (*QUICK, *THOROUGH)}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.check import check
-from tests.parts import at_place, attend_on_a_grid, attend_resolved, in_parts, resolved
+from tests.parts import at_place, attend_on_a_grid, attend_resolved, resolved
 from tests.samples import Sample
 from tests.tolerance import assert_near
 from tests.way import WAYS, Way
@@ -59,32 +59,6 @@ def test_packed_sequences(case: str, way: Way) -> None:
 
 
 # Parts of a call, as ranks have them.
-
-IN_PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "clamp": ({"num_rows": 9, "rel_width": 8}, {"dropout_p": 0.3, "softcap": 2.0, "query_offset": 3}),
-    "zero": ({"num_rows": 9, "per_head": True}, {"positions": RelativePositions(-3, 5, "zero"), "window_size": (30, 11)}),
-    "full": ({"num_rows": 99}, {"is_causal": True, "query_offset": torch.tensor([5, -20]), "scale": -0.2, "rel_scale": 0.3}),
-    "lowest_mask": (
-        {"num_rows": 9},
-        {"attn_mask": torch.zeros(2, 1, 40, 50).index_fill(2, torch.tensor([3, 38]), torch.finfo(torch.float32).min)},
-    ),
-    "lengths": ({"num_rows": None}, {"key_lengths": torch.tensor([21, 0]), "dropout_p": 0.2}),
-}
-
-
-@pytest.mark.parametrize("case", IN_PARTS)
-def test_parts_add_up(case: str, tiled: Way) -> None:
-    """out, lse and gradients of parts that have some of the queries and some of the keys each are those of the whole."""
-    options, arguments = IN_PARTS[case]
-    tables: dict[str, Any] = {} if case in ("full", "lengths") else {"rel_value": True, "rel_bias": True}
-    inputs = make_inputs(2, 2, 40, 50, tiled.width, **options, **tables, dtype=tiled.dtype, seed=1)
-    call, spec = resolved(*inputs[:4], **inputs.terms(), **arguments)
-    if spec.dropout_p > 0:
-        call = at_place(call, slice(0, 2), slice(0, 2), 0, 0)
-    if case == "lowest_mask":  # of which lse has no digits left for what it is differentiated by
-        inputs.d_lse[:, :, [3, 38]] = 0
-    tiled.check(in_parts(call, spec, tiled.implementation, inputs.d_out, inputs.d_lse, 2), inputs, **arguments)
-
 
 BATCH, OF_HEADS, LENGTH, DROPOUT_P = slice(1, 3), slice(2, 5), 33, 0.4
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Set
-from typing import NamedTuple
 
 import torch
 
@@ -58,16 +57,13 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
                 table.add_terms(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, keys, rel_scale)
 
 
-def softmax(
-    scores: torch.Tensor, may_be_blind: bool, lse: torch.Tensor | None = None, largest_logits: torch.Tensor | None = None
-) -> torch.Tensor:
+def softmax(scores: torch.Tensor, may_be_blind: bool, lse: torch.Tensor | None = None) -> torch.Tensor:
     """Compute the probabilities in place of the scores. Each row sums to one, whatever the logits, or is zero if all its logits
     are -inf.
 
     Args:
         may_be_blind: whether there may be such rows.
         lse: memory for the log-sum-exp of the rows, in their order; None: it is not computed, which saves passes.
-        largest_logits: memory for the largest logit of each row; then lse is that of the logits without it.
     """
     blind = largest = None
     if lse is not None or may_be_blind:
@@ -77,11 +73,7 @@ def softmax(
     probs = torch.softmax(scores, -1, out=scores if scores.device.type == "cpu" else None)
     if lse is not None and largest is not None and blind is not None:
         log_sum = probs.amax(-1, keepdim=True).log_().neg_()  # the largest probability is exp(0) / total
-        if largest_logits is None:
-            log_sum.add_(largest)
-        else:
-            largest_logits.copy_(largest.view(lse.shape))
-        lse.copy_(log_sum.view(-1).index_fill_(0, blind, -math.inf).view(lse.shape))
+        lse.copy_(log_sum.add_(largest).view(-1).index_fill_(0, blind, -math.inf).view(lse.shape))
     if blind is not None and len(blind) > 0:
         probs.view(-1, probs.shape[-1]).index_fill_(0, blind, 0)
     return probs
@@ -152,19 +144,14 @@ def forward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     kept: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    largest_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, or the one given, and lse, see new_lse().
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse().
 
-    Args:
-        kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
-        largest_logits: memory for the largest logit of each query, which lse is without then; it is left alone without keys.
+    kept: memory for the probabilities, before dropout, for the backward; None: they are not kept.
     """
-    out, lse = new_like(tensors.query, tensors.value.shape[-1], dtype), new_lse(tensors, spec)
-    # What is kept, and a softmax over parts of the keys, must fit the logits of the backward.
-    call = Call(tensors, spec, rounds_terms=kept is None and largest_logits is None)
-    fuses = can_fuse(call, kept, dtype)
+    out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
+    call = Call(tensors, spec, rounds_terms=kept is None)  # what is kept must fit the logits of the backward
+    fuses = can_fuse(call, kept)
     for run in call.unseeing:
         for one in (run.part(number, number + 1) for number in range(run.count)):
             queries = (one.entry, slice(None), slice(one.query, one.query + one.num_queries))
@@ -173,33 +160,27 @@ def forward(
                 lse[queries] = -math.inf
     for group in call.groups():
         rows = Rows(group, group.new_rows(out))
-        per_row = [each[..., None] for each in (lse, largest_logits) if each is not None and spec.with_lse]
-        others = [Rows(group, group.new_rows(each)) for each in per_row]
+        logsumexp = Rows(group, group.new_rows(lse[..., None])) if spec.with_lse else None
         for block in group.blocks():
             if block.num_seen == 0:
                 rows.parts[block.number].zero_()
-                for each in others:
-                    each.parts[block.number].fill_(-math.inf)
+                if logsumexp is not None:
+                    logsumexp.parts[block.number].fill_(-math.inf)
             else:
-                (fused if fuses else by_steps)(block, rows, kept, *(each.parts[block.number] for each in others))
+                place = None if logsumexp is None else logsumexp.parts[block.number]
+                (fused if fuses else by_steps)(block, rows, kept, place)
         group.put_rows(out, rows.all)
-        for tensor, found in zip(per_row, others, strict=True):
-            group.put_rows(tensor, found.all)
+        if logsumexp is not None:
+            group.put_rows(lse[..., None], logsumexp.all)
     return out, lse
 
 
-def by_steps(
-    block: Block,
-    rows: Rows,
-    kept: torch.Tensor | None,
-    lse: torch.Tensor | None = None,
-    largest_logits: torch.Tensor | None = None,
-) -> None:
-    """Compute a block's rows of out; kept as of forward(), the others of softmax()."""
+def by_steps(block: Block, rows: Rows, kept: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Compute a block's rows of out; kept as of forward(), lse of softmax()."""
     group, call = block.group, block.call
     place = None if kept is None else kept_part(block, kept)
     scores, _ = logits(block, place.view(block.matrix_shape) if place is not None and is_block(place, block) else None)
-    probs = softmax(scores, block.may_be_blind, lse, largest_logits)
+    probs = softmax(scores, block.may_be_blind, lse)
     clear_rows(block, probs)
     if place is not None and place.data_ptr() != probs.data_ptr():
         place.copy_(probs.view(block.shape)[:, :, : block.num_real, : block.num_seen])
@@ -210,20 +191,20 @@ def by_steps(
         group.tables["rel_value"].add_products(group.setting, probs.view(block.shape), block.base, None, rows.parts[block.number])
 
 
-def can_fuse(call: Call, kept: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
+def can_fuse(call: Call, kept: torch.Tensor | None) -> bool:
     """Return whether torch's fused attention on a CPU computes a forward, with the terms of the tables as a mask that it adds."""
     tensors, spec = call.tensors, call.spec
     query, key, value, given = tensors.query, tensors.key, tensors.value, tensors.attn_mask
     if not call.is_cpu or query.dtype != torch.bfloat16 or call.product_dtype != query.dtype or not has_fast_fused_attention():
         return False
-    if kept is not None or dtype is not None or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
+    if kept is not None or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
         return False
     is_plain = given is None or given.dtype == torch.bool  # numbers may be too large for bfloat16
     is_finite = bool((key.sum(dtype=call.dtype) + value.sum(dtype=call.dtype)).isfinite())  # NaN of a hidden key would reach all
     return is_plain and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.sizes.fewest_rows
 
 
-def fused(block: Block, rows: Rows, _kept: torch.Tensor | None, lse: torch.Tensor | None = None) -> None:
+def fused(block: Block, rows: Rows, _kept: torch.Tensor | None, lse: torch.Tensor | None) -> None:
     """Compute a block's rows of out by torch's fused attention; lse as of softmax()."""
     group, dtype = block.group, block.call.product_dtype
     terms = block.scores("terms of tables", dtype).zero_()
@@ -244,17 +225,6 @@ def fused(block: Block, rows: Rows, _kept: torch.Tensor | None, lse: torch.Tenso
             lse.masked_fill_((terms.amax(-1, keepdim=True) == -math.inf).view(lse.shape), -math.inf)
 
 
-class Whole(NamedTuple):
-    """All keys that the queries see, where a call has a part of them: dS = P (dP - delta) is then that of the part.
-
-    P = exp(logits - largest - log_sum): in one number, lse, a large logit would leave no digits for the logarithm.
-    """
-
-    largest: torch.Tensor  # (B, Hq, Nq), the largest logit; 0 if a query sees nothing
-    log_sum: torch.Tensor  # (B, Hq, Nq), the logarithm of the sum of exp(logits - largest)
-    delta: torch.Tensor  # (B, Hq, Nq): rowsum(out * d_out) - d_lse
-
-
 def backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
@@ -262,13 +232,10 @@ def backward(
     spec: AttentionSpec,
     wanted: Iterable[bool] = (True,) * len(DIFFERENTIABLE),
     kept: torch.Tensor | None = None,
-    whole: Whole | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
 
-    Args:
-        kept: the probabilities that the forward has kept; None: they are computed again.
-        whole: given if the keys are a part of those that the queries see; d_lse, which it stands for, is None then.
+    kept: the probabilities that the forward has kept; None: they are computed again.
     """
     call = Call(tensors, spec)
     named = wanted_by_name(tensors, wanted)
@@ -277,7 +244,7 @@ def backward(
         if call.unseeing or (name in ("key", "value") and not call.has_all_keys):
             total.zero_()
     for group in call.groups():
-        sums = Sums(group, call.gradients, named.keys(), d_out, d_lse, whole)
+        sums = Sums(group, call.gradients, named.keys(), d_out, d_lse)
         for block in group.blocks():
             if block.num_seen > 0:
                 add_block(sums, block, kept)
@@ -318,13 +285,10 @@ class Sums:
         wanted: Set[str],
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        whole: Whole | None,
     ) -> None:
         self.group, self.gradients, self.wanted = group, gradients, wanted
         self.d_out = Rows(group, group.rows(d_out))
-        per_row = (d_lse, *(whole or (None, None, None)))
-        found = (None if each is None else Rows(group, group.rows(each[..., None])) for each in per_row)
-        self.d_lse, self.largest, self.log_sum, self.delta = found
+        self.d_lse = None if d_lse is None else Rows(group, group.rows(d_lse[..., None]))
         self.key, self.value = (group.new_columns(gradients[n], n) if n in wanted else None for n in ("key", "value"))
         self.query = Rows(group, group.new_rows(gradients["query"])) if "query" in wanted else None
         self.rel_query = None
@@ -371,11 +335,7 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         probs = read_kept(block, kept)
     else:
         scores, slope = logits(block)
-        if sums.largest is None or sums.log_sum is None:
-            probs = softmax(scores, block.may_be_blind)
-        else:  # Logits that are rounded in another way than the forward's may be larger: by 1 if they are 1e7.
-            largest, log_sum = sums.largest.operand(number), sums.log_sum.operand(number)
-            probs = torch.minimum(scores, largest, out=scores).sub_(largest).sub_(log_sum).exp_()
+        probs = softmax(scores, block.may_be_blind)
         clear_rows(block, probs)
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
@@ -394,10 +354,7 @@ def add_block(sums: Sums, block: Block, kept: torch.Tensor | None) -> None:
         tables["rel_value"].add_terms(group.setting, pairs, block.base, sums.d_out.vectors(number))
     if factors is not None:
         d_scores.mul_(factors)
-    if sums.delta is None:  # dS = P (dP - delta)
-        softmax_backward(probs, d_scores)
-    else:
-        d_scores.sub_(sums.delta.operand(number)).mul_(probs)
+    softmax_backward(probs, d_scores)  # dS = P (dP - delta)
     if sums.d_lse is not None:
         d_scores.addcmul_(probs, sums.d_lse.operand(number))
     if slope is not None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 
-def new_like(query: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def new_like(query: torch.Tensor, width: int) -> torch.Tensor:
     """Allocate a (B, H, N, width) tensor in query's memory order, which is (B, N, H, width) if query is such a view."""
     batch, heads, length, _ = query.shape
     if query.stride(1) < query.stride(2):
-        return query.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
-    return query.new_empty(batch, heads, length, width, dtype=dtype)
+        return query.new_empty(batch, length, heads, width).transpose(1, 2)
+    return query.new_empty(batch, heads, length, width)
 
 
 def gradient_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,7 @@ from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from .._implementations import Implementation
 from .._operators.sharding import keeps_groups
 from .collectives import gathered
-from .exchange import check_heads
-from .methods import attend
+from .exchange import attend, check_heads
 
 DIMS: dict[str, tuple[int | None, int | None, int | None]] = {
     **dict.fromkeys(("query", "key", "value", "rel_query"), (0, 1, 2)),
@@ -38,7 +37,7 @@ def attend_dtensors(
     spec: AttentionSpec,
     implementation: Implementation,
     *,
-    method: str = "ring",
+    method: str = "gather",
     layout: str = "contiguous",
     return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:

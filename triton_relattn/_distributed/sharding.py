@@ -1,8 +1,8 @@
-"""Which positions of a sequence each rank has, and what a call is for some queries of one rank and some keys of another."""
+"""Which positions of a sequence each rank has, and what a call is for some of its queries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -73,93 +73,66 @@ def zigzag(total: int, ranks: int) -> list[tuple[Piece, Piece]]:
     return [(Piece(0, parts[rank]), Piece(len(parts[rank]), parts[-1 - rank])) for rank in range(ranks)]
 
 
-class Meeting(NamedTuple):
-    """Some queries of a rank, and some keys that may be another's."""
+def visible_keys(tensors: AttentionTensors, spec: AttentionSpec, queries: range) -> range:
+    """Return the keys, of all of a call, that any of these queries may see, as far as that is known without reading tensors."""
+    first, stop = 0, tensors.key.shape[2]
+    starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if starts_q is not None and starts_k is not None and starts_q.data_ptr() == starts_k.data_ptr():
+        # Alike, so that positions differ in the pack as they do in their sequence.
+        first, stop = queries.start - spec.max_seqlen_q + 1, min(stop, queries.stop - 1 + spec.max_seqlen_k)
+    if tensors.query_offsets is None and starts_q is None:
+        if spec.window_left >= 0:
+            first = queries.start + spec.query_offset - spec.window_left
+        if spec.window_right >= 0:
+            stop = min(stop, queries.stop + spec.query_offset + spec.window_right)
+    first = min(max(first, 0), tensors.key.shape[2])
+    return range(first, max(first, stop))
 
-    queries: Piece
-    keys: Piece
 
-    def is_visible(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-        """Whether any of the queries may see any of the keys, as far as that is known without reading tensors."""
-        queries, keys = self.queries.positions, self.keys.positions
-        if not queries or not keys:
-            return False
-        lowest, highest = keys[0] - queries[-1], keys[-1] - queries[0]
-        starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-        if starts_q is not None and starts_k is not None:
-            if starts_q.data_ptr() != starts_k.data_ptr():
-                return True
-            # Alike, so that positions differ in the pack as they do in their sequence.
-            if lowest >= spec.max_seqlen_k or highest <= -spec.max_seqlen_q:
-                return False
-        if tensors.query_offsets is not None:
-            return True
-        left, right = spec.window_left, spec.window_right
-        return not (0 <= left < spec.query_offset - highest or 0 <= right < lowest - spec.query_offset)
+def call_of_piece(tensors: AttentionTensors, spec: AttentionSpec, piece: Piece) -> tuple[AttentionTensors, AttentionSpec]:
+    """Return the call of some of a rank's queries.
 
-    def call(
-        self, tensors: AttentionTensors, spec: AttentionSpec, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[AttentionTensors, AttentionSpec]:
-        """Return the call for these queries and keys.
-
-        Args:
-            tensors: of the rank that has the queries. attn_mask has its queries and the keys of all; lengths, offsets and starts
-                are those of the whole call.
-            key, value: those of the rank that has the keys.
-        """
-        queries, keys = self.queries.positions, self.keys.positions
-        between = queries.start - keys.start
-        offsets, mask = tensors.query_offsets, tensors.attn_mask
-        parts = AttentionTensors(
-            query=self.queries.of(tensors.query),
-            key=self.keys.of(key),
-            value=self.keys.of(value),
-            rel_query=None if tensors.rel_query is None else self.queries.of(tensors.rel_query),
-            rel_key=tensors.rel_key,
-            rel_value=tensors.rel_value,
-            rel_bias=tensors.rel_bias,
-            rel_p2c=tensors.rel_p2c,
-            dropout_seed=tensors.dropout_seed,
+    tensors: of the rank that has the queries, but keys and values are those of all ranks, and lengths, offsets and starts those
+    of the whole call. attn_mask has the rank's queries and all keys.
+    """
+    queries = piece.positions
+    keys = visible_keys(tensors, spec, queries)
+    between = queries.start - keys.start
+    offsets, mask = tensors.query_offsets, tensors.attn_mask
+    own = tensors._replace(
+        query=piece.of(tensors.query),
+        key=tensors.key.narrow(2, keys.start, len(keys)),
+        value=tensors.value.narrow(2, keys.start, len(keys)),
+        rel_query=None if tensors.rel_query is None else piece.of(tensors.rel_query),
+    )
+    spec = spec._replace(max_seqlen_q=min(spec.max_seqlen_q, len(queries)), max_seqlen_k=min(spec.max_seqlen_k, len(keys)))
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        if mask is not None and mask.shape[2] > 1:
+            mask = piece.of(mask)
+        if mask is not None and mask.shape[3] > 1:
+            mask = mask.narrow(3, keys.start, len(keys))
+        lengths = tensors.key_lengths
+        own = own._replace(
+            attn_mask=mask,
+            key_lengths=None if lengths is None else (lengths - keys.start).clamp(0, len(keys)),
+            query_offsets=None if offsets is None else offsets + between,
         )
-        spec = spec._replace(max_seqlen_q=min(spec.max_seqlen_q, len(queries)), max_seqlen_k=min(spec.max_seqlen_k, len(keys)))
-        if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-            if mask is not None and mask.shape[2] > 1:
-                mask = self.queries.of(mask)
-            if mask is not None and mask.shape[3] > 1:
-                mask = mask.narrow(3, keys.start, len(keys))
-            lengths = tensors.key_lengths
-            parts = parts._replace(
-                attn_mask=mask,
-                key_lengths=None if lengths is None else (lengths - keys.start).clamp(0, len(keys)),
-                query_offsets=None if offsets is None else offsets + between,
-            )
-            spec = spec._replace(query_offset=spec.query_offset + between if offsets is None else 0)
-            first_query, first_key = (torch.full((), each.start, device=key.device) for each in (queries, keys))
-        else:
-            starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-            # A sequence that starts before the piece is entered in its middle, at piece.start - start.
-            first_query, first_key = (
-                (piece.start - starts[:-1]).clamp_min(0).minimum(starts.diff())
-                for piece, starts in ((queries, starts_q), (keys, starts_k))
-            )
-            parts = parts._replace(
-                query_offsets=(spec.query_offset if offsets is None else offsets) + first_query - first_key,
-                cu_seqlens_q=starts_q.clamp(queries.start, queries.stop) - queries.start,
-                cu_seqlens_k=starts_k.clamp(keys.start, keys.stop) - keys.start,
-            )
-            spec = spec._replace(query_offset=0)
-        if tensors.dropout_origins is not None:
-            firsts = torch.nn.functional.pad(torch.stack((first_query, first_key), -1), (2, 0))
-            parts = parts._replace(dropout_origins=tensors.dropout_origins + firsts.unsqueeze(-2))
-        return parts, spec
-
-
-def meetings(
-    tensors: AttentionTensors, spec: AttentionSpec, queries: Sequence[Piece], keys: Sequence[Piece]
-) -> Iterator[Meeting]:
-    """The pairs of pieces in which some query may see some key."""
-    for of_queries in queries:
-        for of_keys in keys:
-            meeting = Meeting(of_queries, of_keys)
-            if meeting.is_visible(tensors, spec):
-                yield meeting
+        spec = spec._replace(query_offset=spec.query_offset + between if offsets is None else 0)
+        first_query, first_key = (torch.full((), each.start, device=own.key.device) for each in (queries, keys))
+    else:
+        starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+        # A sequence that starts before the piece is entered in its middle, at range.start - start.
+        first_query, first_key = (
+            (each.start - starts[:-1]).clamp_min(0).minimum(starts.diff())
+            for each, starts in ((queries, starts_q), (keys, starts_k))
+        )
+        own = own._replace(
+            query_offsets=(spec.query_offset if offsets is None else offsets) + first_query - first_key,
+            cu_seqlens_q=starts_q.clamp(queries.start, queries.stop) - queries.start,
+            cu_seqlens_k=starts_k.clamp(keys.start, keys.stop) - keys.start,
+        )
+        spec = spec._replace(query_offset=0)
+    if tensors.dropout_origins is not None:
+        firsts = torch.nn.functional.pad(torch.stack((first_query, first_key), -1), (2, 0))
+        own = own._replace(dropout_origins=tensors.dropout_origins + firsts.unsqueeze(-2))
+    return own, spec

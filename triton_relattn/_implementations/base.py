@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .._blockwise.attention import Whole
 from .._core.grids import GridTensors
 from .._core.spec import AttentionSpec, AttentionTensors
 
@@ -30,14 +29,6 @@ class Saved(NamedTuple):
     out: torch.Tensor | None
     softmax_stats: torch.Tensor | None
     kept: torch.Tensor | None
-
-
-class Part(NamedTuple):
-    """Results of attention over some of the keys, in the compute dtype."""
-
-    out: torch.Tensor  # (B, Hq, Nq, Dv)
-    largest: torch.Tensor  # (B, Hq, Nq): the largest logit, divided by unit_of_largest; -inf: no key was seen
-    log_sum: torch.Tensor  # (B, Hq, Nq): logarithm of the sum of exp(logits - the largest one)
 
 
 class Implementation:
@@ -82,20 +73,6 @@ class Implementation:
         spec: AttentionSpec,
         wanted: Sequence[bool],
     ) -> Gradients:
-        raise NotImplementedError
-
-    def unit_of_largest(self, tensors: AttentionTensors, spec: AttentionSpec) -> float:
-        """Return the factor that turns Part.largest into logits."""
-        return 1.0
-
-    def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
-        """Attend over a part of the keys, to be merged with others."""
-        raise NotImplementedError
-
-    def backward_of_part(
-        self, d_out: torch.Tensor, whole: Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
-    ) -> Gradients:
-        """Return the share of a part of the keys in all gradients."""
         raise NotImplementedError
 
     def empty_grid_results(self, tensors: GridTensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from .._blockwise import attention, grids, short
 from .._core.dtypes import compute_dtype, new_like, without_autocast
 from .._core.grids import GridTensors
 from .._core.spec import AttentionSpec, AttentionTensors
-from .base import Gradients, Implementation, Part, Results, Saved
+from .base import Gradients, Implementation, Results, Saved
 
 
 class Blockwise(Implementation):
@@ -47,19 +47,6 @@ class Blockwise(Implementation):
         with without_autocast(tensors.query.device):
             method = short if short.serves(tensors, spec) else attention
             return method.backward(d_out, d_lse, tensors, spec, wanted, saved.kept)
-
-    def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
-        query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
-        largest = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
-        with without_autocast(query.device):
-            out, log_sum = attention.forward(tensors, spec, dtype=dtype, largest_logits=largest)
-        return Part(out, largest, log_sum)
-
-    def backward_of_part(
-        self, d_out: torch.Tensor, whole: attention.Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
-    ) -> Gradients:
-        with without_autocast(tensors.query.device):
-            return attention.backward(d_out, None, tensors, spec, wanted, whole=whole)
 
     def empty_grid_results(self, tensors: GridTensors) -> tuple[torch.Tensor, torch.Tensor]:
         return grids.new_out(tensors), tensors.query.new_empty(0, dtype=torch.float32)

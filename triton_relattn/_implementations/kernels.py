@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 
 import torch
 
-from .._blockwise.attention import Whole
 from .._core.dtypes import compute_dtype, new_like
 from .._core.grids import GridTensors
 from .._core.residual import keeps_residual
 from .._core.spec import AttentionSpec, AttentionTensors
 from .._core.untraced import untraced
 from .._core.warn import warn_once
-from .base import Gradients, Implementation, Part, Results, Saved
+from .base import Gradients, Implementation, Results, Saved
 
-LN_2 = math.log(2)
 MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_TRITON = (
@@ -146,28 +143,6 @@ class Kernels(Implementation):
 
         with torch.cuda.device_of(tensors.query):
             return backward(d_out, d_lse, saved.out, saved.softmax_stats, tensors, spec, wanted, residual=saved.kept)
-
-    def unit_of_largest(self, tensors: AttentionTensors, spec: AttentionSpec) -> float:
-        from ..kernels.backward import unit_of_maxima
-
-        return unit_of_maxima(tensors, spec)
-
-    def forward_of_part(self, tensors: AttentionTensors, spec: AttentionSpec) -> Part:
-        from ..kernels.forward import forward
-
-        with torch.cuda.device_of(tensors.query):
-            out, lse, softmax_stats, _ = forward(tensors, spec, dtype=compute_dtype(tensors.query.dtype))
-        largest, log_sum = softmax_stats.unbind(2)
-        return Part(out, largest.masked_fill(lse == -torch.inf, -torch.inf), log_sum * LN_2)
-
-    def backward_of_part(
-        self, d_out: torch.Tensor, whole: Whole, tensors: AttentionTensors, spec: AttentionSpec, wanted: Sequence[bool]
-    ) -> Gradients:
-        from ..kernels.backward import backward
-
-        softmax_stats = torch.stack((whole.largest, whole.log_sum / LN_2), 2)
-        with torch.cuda.device_of(tensors.query):
-            return backward(d_out, None, None, softmax_stats, tensors, spec, wanted, delta=whole.delta)
 
     def empty_grid_results(self, tensors: GridTensors) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads, length, _ = tensors.query.shape

@@ -14,7 +14,6 @@ from .bwd_dq import launch_dq
 from .bwd_dq_from_ds import launch_dq_from_ds
 from .bwd_dtable import launch_dtable
 from .call import (
-    SMALLEST_SCALE,
     Call,
     PerQuery,
     aligned,
@@ -39,7 +38,6 @@ def backward(
     spec: AttentionSpec,
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
     tiles: Mapping[str, selection.TileConfig] | None = None,
-    delta: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
@@ -57,8 +55,6 @@ def backward(
         d_lse: None for zeros.
         softmax_stats: as the forward returns them.
         tiles: configurations by the names of kernels, in place of the selected ones.
-        delta: for keys that are only a part of those behind softmax_stats (ring attention): ``rowsum(out * d_out) - d_lse`` over
-            all keys. out and d_lse are None then.
         residual: as the forward returns it with keeps_residual.
     """
     query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
@@ -71,7 +67,7 @@ def backward(
     has_two_roles = given_rel_query is None and tensors.rel_query is not None
     if has_two_roles:
         wants["rel_query"] = wants["query"]
-    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, delta, residual)
+    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual)
     gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
     if (d_query := gradients["query"]) is not None:
         if scale_is_negative:
@@ -93,7 +89,6 @@ def _backward(
     spec: AttentionSpec,
     wants: Mapping[str, bool],
     tiles: Mapping[str, selection.TileConfig] | None,
-    delta: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
@@ -113,14 +108,13 @@ def _backward(
     launch_far_keys(call, tensors.key)
     kernels = ("dq", "dkv", "dtable", "dq_from_ds", *["dp2c"] * (tensors.rel_p2c is not None))
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
-    is_part = delta is not None
     wants = {name: gradient is not None for name, gradient in gradients.items()}
     (plan, query_from_ds), ds, probs = planning.allocated(
-        call, tensors, spec, tiles, selection.multiprocessors(query.device), is_part or residual is not None, wants
+        call, tensors, spec, tiles, selection.multiprocessors(query.device), residual is not None, wants
     )
 
     far = _far_sums(call, tensors)
-    deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32) if delta is None else delta.contiguous()
+    deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32)
     far_key_sums = None
     if call.inputs.far_keys is not None and gradients["rel_p2c"] is not None:
         far_key_sums = query.new_zeros(entries, heads, 2, tensors.key.shape[2], dtype=torch.float32)
@@ -133,13 +127,12 @@ def _backward(
     wants_query = d_query is not None or d_rel_query is not None
     if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
         if query_from_ds:
-            if not is_part:
-                launch_delta(out, residual, d_out, d_lse, deltas, call.shape.block_dv)
-        elif spec.exact_query_grad and not is_part and wants_query:
+            launch_delta(out, residual, d_out, d_lse, deltas, call.shape.block_dv)
+        elif spec.exact_query_grad and wants_query:
             launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, None, None)
             launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)
         else:
-            launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query, is_part)
+            launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query)
 
     sums = None
     if plan is not None and any(gradients[name] is not None for name in TABLES):
@@ -173,9 +166,3 @@ def _far_sums(call: Call, tensors: AttentionTensors) -> list[torch.Tensor | None
     exist = (of_scores, tensors.rel_value is not None, of_scores, tensors.rel_value is not None)
     shape = (*query.shape[:2], 2, query.shape[2])
     return [new(shape, dtype=torch.float32) if call.coverage == "clamp" and each else None for each in exist]
-
-
-def unit_of_maxima(tensors: AttentionTensors, spec: AttentionSpec) -> float:
-    """Return the factor that turns the maxima of the statistics into logits; see scores.py."""
-    is_linear = spec.softcap is None and (tensors.attn_mask is None or tensors.attn_mask.dtype == torch.bool)
-    return max(abs(spec.scale), SMALLEST_SCALE) if is_linear else 1.0

@@ -74,16 +74,14 @@ def dq_kernel(
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    IS_PART: tl.constexpr = False,
 ):
     """Compute d_query, d_rel_query and per_query for BLOCK_M queries of one head. d_queries, d_rel_queries and d_lses (zeros) may
     be None.
 
-    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; if outs is None, it has the delta to start from already. IS_PART: the
-    call has a part of the keys (ring attention); that delta is of all of them, and stays. The far_* tensors of per_query, [B,
-    H, 2, Nq], are about keys in tiles wholly beyond a clamped table, past and future: far_scores and far_values are the terms
-    that the tables' end rows add to scores and dP; far_sums are the sums of dS, far_kept those of the probabilities that
-    dropout keeps.
+    per_query.deltas [B, H, Nq] gets ``sum_j P dP - d_lse``; if outs is None, it has the delta to start from already. The far_*
+    tensors of per_query, [B, H, 2, Nq], are about keys in tiles wholly beyond a clamped table, past and future: far_scores and
+    far_values are the terms that the tables' end rows add to scores and dP; far_sums are the sums of dS, far_kept those of the
+    probabilities that dropout keeps.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
@@ -216,12 +214,9 @@ def dq_kernel(
                         d_scores *= tl.cast(call.scaling.rel_scale, tl.float32)
                     acc = add_tile(acc, d_scores, reached, relative, TILE)
 
-    if IS_PART:
-        correction = tl.full([TILE.block_m], 0.0, tl.float32)
-    else:
-        correction = lane_consistent(total, TILE.block_n)  # exact delta - delta
-        if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
-            correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
+    correction = lane_consistent(total, TILE.block_n)  # exact delta - delta
+    if d_lses is not None:  # loaded again, which is cheaper than to keep it in registers all the way
+        correction -= tl.load(d_lses + offs_m, mask=valid_m, other=0.0)
     tl.store(deltas + offs_m, delta + correction, mask=valid_m)
     if HAS_TERM and TILE.coverage == "clamp":
         past = lane_consistent(past - correction * past_sum, TILE.block_n)
@@ -256,7 +251,6 @@ def launch_dq(
     d_lse: torch.Tensor | None,
     d_query: torch.Tensor | None,
     d_rel_query: torch.Tensor | None,
-    is_part: bool = False,
 ) -> None:
     """Launch dq_kernel for all queries; see there."""
     programs = cdiv(call.common.sequences.max_seqlen_q, tile.block_m) * call.num_sequences * call.heads
@@ -271,5 +265,4 @@ def launch_dq(
         d_rel_queries=strided(d_rel_query),
         d_lses=strided(d_lse),
         per_query=per_query,
-        IS_PART=is_part,
     )

@@ -169,11 +169,10 @@ def forward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     config: TileConfig | None = None,
-    dtype: torch.dtype | None = None,
     keeps_residual: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return out (B, H, Nq, Dv) in query's memory order and dtype, or the one given, lse (B, H, Nq) float32, and for the backward
-    statistics and the residual of out.
+    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward statistics
+    and the residual of out.
 
     The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
     lse, which is both in one number, has no digits left for the sum where logits are large. The residual is like out, and None
@@ -181,7 +180,7 @@ def forward(
     """
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
-    out = new_like(query, tensors.value.shape[-1], dtype)
+    out = new_like(query, tensors.value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     softmax_stats = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
     residual = torch.empty_like(out) if keeps_residual else None
