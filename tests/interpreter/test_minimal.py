@@ -1,29 +1,63 @@
-"""The kernel on one page, triton_relattn/kernels/minimal.py, computes what the operator computes."""
+"""The kernels for reading, kernels/minimal.py and minimal_backward.py, compute what the operator computes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from triton_relattn import fused_relative_attention
-from triton_relattn.kernels.minimal import minimal_attention
+from triton_relattn.kernels.minimal import dense_attention, example, minimal_attention
+from triton_relattn.kernels.minimal_backward import minimal_backward
 from triton_relattn.testing import assert_within_budget
 
 
-def reference(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    query, key, value, table = (each.to(dtype) for each in tensors)
-    out = fused_relative_attention(query[None], key[None], value[None], table, implementation="reference", return_lse=False)
-    return out[0]
+def expected(tensors: list[torch.Tensor], d_out: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return out and the gradients of dense attention in a dtype."""
+    tensors = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    out = dense_attention(*tensors)
+    return [out.detach(), *torch.autograd.grad(out, tensors, d_out.to(dtype))]
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 200])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_is_the_operator(length: int, dtype: torch.dtype) -> None:
-    """By the error rule, for lengths that fill tiles and lengths that do not; rows beyond the ends of E are not read."""
+def test_out_and_gradients(length: int, dtype: torch.dtype) -> None:
+    """By the error rule, for lengths that fill tiles and lengths that do not; rows beyond the ends of the table are not read."""
     generator = torch.Generator().manual_seed(length)
-    query, key, value = (torch.randn(2, length, 16, generator=generator).to(dtype) for _ in range(3))
+    query, key, value, d_out = (torch.randn(2, length, 16, generator=generator).to(dtype) for _ in range(4))
     storage = torch.full((2 * length + 1, 16), torch.nan, dtype=dtype)
-    table = storage[1:-1].copy_(torch.randn(2 * length - 1, 16, generator=generator))
-    golden, plain = (reference([query, key, value, table], other) for other in (torch.float64, dtype))
-    out = minimal_attention(query, key, value, table)
-    assert_within_budget("out", out, golden, plain, factor=2, exact_reference=length == 1)
+    tensors = [query, key, value, storage[1:-1].copy_(torch.randn(2 * length - 1, 16, generator=generator))]
+    out, lse = minimal_attention(*tensors)
+    results = [out, *minimal_backward(d_out, out, lse, *tensors)]
+    names = ("out", "d_query", "d_key", "d_value", "d_rel_key")
+    budgets = zip(names, results, expected(tensors, d_out, torch.float64), expected(tensors, d_out, dtype), strict=True)
+    largest = max(float(result.abs().max()) for result in results)
+    for name, result, golden, plain in budgets:
+        if golden.abs().max() < 1e-9 * largest:  # a query that sees one key has no gradient of scores
+            assert result.abs().max() <= 4 * torch.finfo(dtype).eps * largest, name
+        else:
+            assert_within_budget(name, result, golden, plain, factor=2 if name == "out" else 3, exact_reference=length == 1)
+
+
+def test_is_the_operator_of_the_package() -> None:
+    """The dense attention that these pages are compared with is the package's reference."""
+    from triton_relattn import fused_relative_attention
+
+    query, key, value, table = (tensor.double() for tensor in example(length=37))
+    out = fused_relative_attention(query[None], key[None], value[None], table, implementation="reference", return_lse=False)
+    torch.testing.assert_close(dense_attention(query, key, value, table), out[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("width", lambda query, key, value, table: (query[..., :24], key[..., :24], value[..., :24], table[:, :24])),
+        ("rel_key", lambda query, key, value, table: (query, key, value, table[1:])),
+        ("value", lambda query, key, value, table: (query, key, value.half(), table)),
+        ("key", lambda query, key, value, table: (query, key.mT.contiguous().mT, value, table)),
+    ],
+)
+def test_what_the_page_does_not_take(name: str, change: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        minimal_attention(*change(*example(length=8)))

@@ -14,53 +14,107 @@ of the queries with that slice has every term of the tile, and more. Those of qu
     m = 2                    . 0 1 2 3 . . .
     m = 3                    0 1 2 3 . . . .
 
-That is the diagonal indexing: a gather along c. Nothing of size N x N is formed. This file is for reading, and only its test
-calls it. forward.py multiplies each row of E once where this kernel does so twice, rotates in place of the gather, and has masks,
-other tables, dropout and any strides. DERIVATION.md goes from here to there.
+That is the diagonal indexing: a gather along c. Nothing of size N x N is formed. minimal_backward.py is the other half. Both are
+for reading, and only their tests call them. forward.py multiplies each row of E once where this kernel does so twice, rotates in
+place of the gather, and has masks, other tables, dropout and any strides. DERIVATION.md goes from here to there.
+
+``python -m triton_relattn.kernels.minimal`` compares out with dense attention: on a GPU or, with TRITON_INTERPRET=1, without one.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+BLOCK = 32
+
 
 @triton.jit
-def minimal_kernel(Q, K, V, E, Out, length, scale, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out for BLOCK queries of a head; E has the rows of -(length - 1) .. length - 1."""
-    m = tl.arange(0, BLOCK)  # the place of a query in its tile, and of a key
-    d, c = tl.arange(0, D), tl.arange(0, 2 * BLOCK)
+def load(X, first_row, rows, num_rows, D: tl.constexpr):
+    """Load rows [M, D] of a matrix (num_rows, D) that begins at first_row of X; rows that it does not have are 0."""
+    pointers = X + (first_row + rows[:, None]) * D + tl.arange(0, D)
+    return tl.load(pointers, mask=(rows[:, None] >= 0) & (rows[:, None] < num_rows), other=0.0)
+
+
+@triton.jit
+def tile_logits(q, k, E, i0, j0, length, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute the logits [M, N] of queries i0 + m and keys j0 + n."""
+    m, c = tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK)
+    # The slice of E, [2N, D], its product with the queries, and the diagonals of that. Row length - 1 is that of distance 0.
+    e = load(E, 0, j0 - i0 - (BLOCK - 1) + c + (length - 1), 2 * length - 1, D)
+    band = tl.dot(q, tl.trans(e))  # [M, D] @ [D, 2N] -> [M, 2N]
+    terms = tl.gather(band, m[None, :] - m[:, None] + (BLOCK - 1), axis=1)  # [M, N]
+    # [M, D] @ [D, N] -> [M, N]
+    return tl.where(j0 + m[None, :] < length, (tl.dot(q, tl.trans(k)) + terms) * scale, -float("inf"))
+
+
+@triton.jit
+def minimal_kernel(Q, K, V, E, Out, Lse, length, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute out and lse of BLOCK queries of a head; E has the rows of -(length - 1) .. length - 1."""
+    m, d = tl.arange(0, BLOCK), tl.arange(0, D)
     i0, first_row = tl.program_id(0) * BLOCK, tl.program_id(1) * length
-    i, num_rows = i0 + m, 2 * length - 1
-    q = tl.load(Q + (first_row + i[:, None]) * D + d, mask=i[:, None] < length, other=0.0)
-    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK, D), tl.float32)
+    i = i0 + m
+    q = load(Q, first_row, i, length, D)
+    row_max = tl.full((BLOCK,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK, D), tl.float32)
     for j0 in range(0, length, BLOCK):
-        j = j0 + m
-        k = tl.load(K + (first_row + j[:, None]) * D + d, mask=j[:, None] < length, other=0.0)
-        v = tl.load(V + (first_row + j[:, None]) * D + d, mask=j[:, None] < length, other=0.0)
-        # The slice of E, its product with the queries, and the diagonals of that. Row length - 1 is that of distance 0.
-        row = j0 - i0 - (BLOCK - 1) + c + (length - 1)
-        e = tl.load(E + row[:, None] * D + d, mask=(row[:, None] >= 0) & (row[:, None] < num_rows), other=0.0)
-        band = tl.dot(q, tl.trans(e))
-        terms = tl.gather(band, m[None, :] - m[:, None] + (BLOCK - 1), axis=1)
+        k, v = load(K, first_row, j0 + m, length, D), load(V, first_row, j0 + m, length, D)
+        logits = tile_logits(q, k, E, i0, j0, length, scale, D, BLOCK)
         # From here on it is FlashAttention: softmax of the row so far, corrected when a larger logit comes.
-        logits = tl.where(j[None, :] < length, (tl.dot(q, tl.trans(k)) + terms) * scale, -float("inf"))
-        now_largest = tl.maximum(largest, tl.max(logits, axis=1))
-        correction, p = tl.exp(largest - now_largest), tl.exp(logits - now_largest[:, None])
-        total = total * correction + tl.sum(p, axis=1)
-        weighted = weighted * correction[:, None] + tl.dot(p.to(v.dtype), v)
-        largest = now_largest
-    tl.store(Out + (first_row + i[:, None]) * D + d, weighted / total[:, None], mask=i[:, None] < length)
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+        correction, p = tl.exp(row_max - new_max), tl.exp(logits - new_max[:, None])
+        row_sum = row_sum * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v)  # [M, N] @ [N, D] -> [M, D]
+        row_max = new_max
+    tl.store(Out + (first_row + i[:, None]) * D + d, acc / row_sum[:, None], mask=i[:, None] < length)
+    tl.store(Lse + first_row + i, row_max + tl.log(row_sum), mask=i < length)
 
 
-def minimal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_key: torch.Tensor) -> torch.Tensor:
-    """Return out, (H, N, D), of contiguous query, key and value, (H, N, D), and the table, (2 N - 1, D).
+def minimal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out, (H, N, D), and lse, (H, N), of query, key and value, (H, N, D), and a table, (2 N - 1, D).
 
-    D is a power of two, at least 16; all tensors are float16, bfloat16 or float32.
+    D is a power of two, at least 16; all tensors are contiguous and of one dtype: float16, bfloat16 or float32.
     """
     heads, length, width = query.shape
-    out, block = torch.empty_like(query), 32
-    grid = triton.cdiv(length, block), heads
-    minimal_kernel[grid](query, key, value, rel_key, out, length, width**-0.5, D=width, BLOCK=block, num_warps=4, num_stages=2)
-    return out
+    if width < 16 or width & (width - 1):
+        raise ValueError(f"the width must be a power of two, at least 16; got {width}")
+    for name, tensor, shape in (
+        ("key", key, query.shape),
+        ("value", value, query.shape),
+        ("rel_key", rel_key, (2 * length - 1, width)),
+        ("query", query, query.shape),
+    ):
+        if tensor.shape != shape or tensor.dtype != query.dtype or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, of shape {tuple(shape)} and dtype {query.dtype}")
+    out, lse = torch.empty_like(query), query.new_empty(heads, length, dtype=torch.float32)
+    grid = triton.cdiv(length, BLOCK), heads
+    minimal_kernel[grid](query, key, value, rel_key, out, lse, length, width**-0.5, D=width, BLOCK=BLOCK)
+    return out, lse
+
+
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_key: torch.Tensor) -> torch.Tensor:
+    """Return the same out in plain torch, by way of all N x N terms."""
+    index = torch.arange(query.shape[1], device=query.device)
+    rows = rel_key[index[None, :] - index[:, None] + len(index) - 1]  # E[j - i] of each pair: (N, N, D)
+    terms = torch.einsum("hid,ijd->hij", query, rows)
+    return torch.softmax((query @ key.mT + terms) * query.shape[-1] ** -0.5, dim=-1) @ value
+
+
+def example(length: int = 200, width: int = 32) -> list[torch.Tensor]:
+    """Return query, key, value and rel_key of 2 heads, drawn from a seed, where the kernels can run."""
+    from . import kernels_are_interpreted
+
+    if not torch.cuda.is_available() and not kernels_are_interpreted():
+        raise SystemExit("there is no GPU: set TRITON_INTERPRET=1")
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, length, width)] * 3 + [(2 * length - 1, width)]
+    device = "cpu" if kernels_are_interpreted() else "cuda"
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+if __name__ == "__main__":
+    tensors = example()
+    difference = (minimal_attention(*tensors)[0] - dense_attention(*tensors)).abs().max()
+    print(f"out: largest difference from dense attention {difference:.1e}")
