@@ -13,7 +13,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from typing import Any
 
-from triton_relattn.kernels.introspect import ARCHITECTURES, WITHOUT_BANDS, selection
+from triton_relattn.kernels.introspect import ARCHITECTURES, selection
 
 from .cases.attention import DTYPES
 from .cases.configurations import TILE_COLUMNS
@@ -33,8 +33,6 @@ COLUMNS = (
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
     "status",
 )
-MINIMAL = "minimal"
-"""kernels/minimal.py: what the rotation is measured by."""
 COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 
 
@@ -55,17 +53,12 @@ class KernelCase:
     @property
     def config(self) -> selection.TileConfig:
         """The selected one."""
-        if self.kernel == MINIMAL:
-            return selection.TileConfig(32, 32, 4, 2)
         return selected(self.kernel, self.target, *self.call)
 
     @property
     def exists(self) -> bool:
         """Whether the call can need the kernel."""
-        if self.kernel == MINIMAL:
-            return self.features == "full"
-        names = launched(self.target, *self.call)
-        return self.kernel in names or self.kernel == "dq"  # which shorter calls need
+        return self.kernel in launched(*self.call)
 
     @property
     def plain(self) -> KernelCase:
@@ -97,7 +90,7 @@ def row(case: KernelCase) -> dict[str, Any]:
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
         result |= {**counts(used), "fits": used.fits(case.target)}
-        if case.kernel not in (*WITHOUT_BANDS, "dp2c", MINIMAL):
+        if case.plain.exists:
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}
     except Exception as error:
@@ -109,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "targets", tuple(ARCHITECTURES), TARGETS)
     add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
     add_list(parser, "features", FEATURES, FEATURES)
-    add_list(parser, "kernels", (*selection.KERNELS, MINIMAL), (*selection.KERNELS, MINIMAL))
+    add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
     parser.add_argument(
         "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
     )

@@ -18,8 +18,9 @@ import torch
 from triton.compiler.compiler import CompiledKernel
 
 from tools import absent_gpu
-from tools.absent_gpu import Launch, disassembled, torch_for
+from tools.absent_gpu import Launch, disassembled
 from triton_relattn._core.grids import GridTensors
+from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionTensors
 from triton_relattn.kernels.introspect import (
     Call,
@@ -27,8 +28,8 @@ from triton_relattn.kernels.introspect import (
     architecture_of,
     backward,
     forward,
-    launchers,
-    minimal_attention,
+    grid_backward,
+    grid_forward,
     selection,
 )
 
@@ -64,14 +65,9 @@ def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, 
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
-def launched(target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> list[str]:
+def launched(tensors: AttentionTensors | GridTensors, _: Any) -> list[str]:
     """The kernels of selection.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta"."""
-    if isinstance(tensors, GridTensors):
-        return ["forward", "dq", "dkv"]
-    call = Call(tensors, spec, arch=target)
-    tiles = {kernel: call.tile(kernel) for kernel in selection.KERNELS}
-    with torch_for(target):
-        return kernels_of("forward+backward", call, tensors, spec, tiles, architecture_of(target).multiprocessors)
+    return ["forward", "dq", "dkv"] if isinstance(tensors, GridTensors) else kernels_of("forward+backward", tensors)
 
 
 def compiled(
@@ -82,7 +78,6 @@ def compiled(
     config: selection.TileConfig | None = None,
 ) -> CompiledKernel:
     """One of selection.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
-    Or "minimal", kernels/minimal.py, which has no other configuration than its own.
 
     tensors, spec: as cases.features.call returns them.
     """
@@ -90,15 +85,13 @@ def compiled(
     tiles = None if config is None else {kernel: config}
     with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches:
         out, softmax_stats = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
-        if kernel == "minimal":
-            assert isinstance(tensors, AttentionTensors)
-            minimal_attention(tensors.query[0], tensors.key[0], tensors.value[0], tensors.rel_key)
-        elif kernel == "forward":
-            launchers.forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
+        if kernel == "forward":
+            grid_forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
         elif of_grid:
-            launchers.backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
+            grid_backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
         else:
-            residual = None if kernel == "dq" else out  # the dq kernel is that of calls without one
+            assert isinstance(tensors, AttentionTensors)
+            residual = out if keeps_residual(tensors) else None
             backward(out, None, out, softmax_stats, tensors, spec, tiles=tiles, residual=residual)
     return launches[0].kernel
 

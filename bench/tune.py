@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from triton_relattn._core import residual
 from triton_relattn._core.sizes import bounded
 from triton_relattn.kernels.introspect import (
     ARCHITECTURES,
@@ -109,8 +108,7 @@ def compile_one(task: Task, config: TileConfig) -> dict[str, Any]:
 @cache
 def _small_call(task: Task, device: str) -> tuple[Any, ...]:
     """A short call of the same kind: its tensors, and the exact results of the kernel."""
-    length = residual.FEWEST_QUERIES if task.kernel == "dq_from_ds" else CHECKED_LENGTH
-    case = task.case.resized(min(length, task.case.length), batch=min(2, task.case.batch))
+    case = task.case.resized(min(CHECKED_LENGTH, task.case.length), batch=min(2, task.case.batch))
     inputs, d_out = case.inputs(device)
     tensors, spec = case.resolved(inputs, task.has_table)
     (out, *gradients), _ = timing.golden(case, inputs, d_out, device, task.has_table)
@@ -195,7 +193,7 @@ def tasks_of(chosen: Sequence[Case], kernels: Sequence[str], arch: str) -> list[
     for case in chosen:
         for has_table in (True, False):
             for kernel in kernels:
-                if kernel in launched(arch, *case.resolved(case.empty(), has_table)) or kernel == "dq":
+                if kernel in launched(*case.resolved(case.empty(), has_table)):
                     task = Task(case, has_table, kernel, arch)
                     tasks.setdefault(task.conditions, task)
     return list(tasks.values())

@@ -54,7 +54,6 @@ FEATURES = (
     "softcap",
     "enable_gqa",
     "dropout_p",
-    "exact_query_grad",
 )
 """Beyond rel_key, positions, key_lengths, is_causal, query_offset and scale."""
 ALL_FEATURES = (*FEATURES, "rel_p2c")
@@ -93,8 +92,6 @@ def random_scalars(choose: random.Random, wanted: Container[str], has_products: 
         arguments["softcap"] = choose.choice((0.5, 5.0, 50.0))
     if "dropout_p" in wanted:
         arguments["dropout_p"] = choose.choice((0.1, 0.3, 0.5, 0.9, 1.0))
-    if "exact_query_grad" in wanted:
-        arguments["exact_query_grad"] = True
     return arguments
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory, take_ds_from
+from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory
 from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, assert_within, dtype_of, expected
 from tests.samples import Sample
 from tests.way import Way
@@ -38,14 +38,14 @@ BLOCKS = ((16, 1, 4), AT_ONCE[0], (7, 1 << 11, 2), (1, 1, 1), AT_ONCE[1], (16, 1
 queries up to which a call is computed at once."""
 REGISTERS = ("scores", "registers")
 TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
-    {"forward": (32, 16), "dq": (32, 16), "dq_from_ds": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
+    {"forward": (32, 16), "dq": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
     {
-        **{"forward": (16, 16, None), "dq": (32, 32, None), "dq_from_ds": (32, 16)},
+        **{"forward": (16, 16, None), "dq": (32, 16)},
         **{"dkv": (32, 16), "dtable": (32, 16), "dp2c": (16, 16)},
     },
-    {"forward": (32, 32), "dq": (16, 16), "dq_from_ds": (16, 64), "dkv": (32, 32), "dtable": (32, 32), "dp2c": (32, 16)},
+    {"forward": (32, 32), "dq": (16, 64), "dkv": (32, 32), "dtable": (32, 32), "dp2c": (32, 16)},
     {
-        **{"forward": (32, 16, *REGISTERS), "dq": (32, 32, *REGISTERS), "dq_from_ds": (64, 32)},
+        **{"forward": (32, 16, *REGISTERS), "dq": (64, 32)},
         **{"dkv": (16, 16, *REGISTERS), "dtable": (64, 32), "dp2c": (64, 32)},
     },
 )
@@ -66,7 +66,6 @@ def environment(sample: Sample, way: Way) -> Iterator[None]:
 
             change_interpreter(patch)
             if way.small or sample.round_terms:
-                take_ds_from(patch, 30)
                 cut_tiles(patch, TILES[sample.blocks % len(TILES)] if way.small else None, sample.round_terms)
         elif way.small:
             cut_blocks(patch, *BLOCKS[sample.blocks % len(BLOCKS)])

@@ -114,13 +114,6 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Memory, "__call__", poisoned(Memory.__call__))
 
 
-def take_ds_from(patch: pytest.MonkeyPatch, queries: int) -> None:
-    """Let the gradient of query come from dS from so many queries on: calls in the interpreter are short."""
-    from triton_relattn._core import residual
-
-    patch.setattr(residual, "FEWEST_QUERIES", queries)
-
-
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
     """Let the kernels have these tiles, by their names: (block_m, block_n), where they carry, how they rotate. What was decided
     for calls before is forgotten.

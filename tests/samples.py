@@ -76,7 +76,6 @@ class Sample:
     rel_scale: float | None = None
     softcap: float | None = None
     return_lse: bool = True
-    exact_query_grad: bool = False
     sharp: bool = False
     requires_grad: tuple[str, ...] = INPUTS
     """The tensors whose gradients are asked for, if the call has them."""
@@ -188,7 +187,7 @@ class Sample:
             call[f"max_seqlen_{name}"] = self.longest(which)
         offset = self.query_offset
         call["query_offset"] = offset if isinstance(offset, int) else self.vector(offset)
-        scalars = ("is_causal", "window_size", "dropout_p", "scale", "rel_scale", "softcap", "return_lse", "exact_query_grad")
+        scalars = ("is_causal", "window_size", "dropout_p", "scale", "rel_scale", "softcap", "return_lse")
         return call | {name: getattr(self, name) for name in scalars} | {"enable_gqa": self.group > 1}
 
 
@@ -315,7 +314,6 @@ def samples(draw: st.DrawFn, kernels: bool = False) -> Sample:
     fields["scale"] = draw(rarely(None, 1.0, 0.0, -0.3, 0.05, 0.0, 1e-4, -1e-5, 2e-3, odds=2))
     fields["softcap"] = draw(rarely(None, 5.0, 0.5, 50.0, odds=4))
     fields["return_lse"] = draw(st.booleans())
-    fields["exact_query_grad"] = draw(rarely(False, True, odds=4))
     fields["sharp"] = draw(rarely(False, True, odds=4))
     fields["cotangents"] = draw(st.sampled_from(["both", "out", "lse"])) if fields["return_lse"] else "both"
     fields["mode"] = draw(rarely("grad", "no_grad", "inference_mode", odds=10))

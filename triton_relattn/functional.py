@@ -51,7 +51,6 @@ class OptionsVarlen(TypedDict, total=False):
     rel_scale: float | None
     softcap: float | None
     enable_gqa: bool
-    exact_query_grad: bool
     implementation: str | None
 
 
@@ -112,7 +111,6 @@ def fused_relative_attention(
     softcap: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    exact_query_grad: bool = False,
     implementation: str | None = None,
     **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -163,9 +161,6 @@ def fused_relative_attention(
         softcap: limit the logits smoothly to +-softcap.
         enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
-        exact_query_grad: compute the gradients of query and rel_query from a delta without the rounding of out (docs/numerics.md
-            says when to ask for it). All other gradients are computed so anyway, and with ``"blockwise"`` and ``"reference"``
-            these, too. Costs ``"triton"`` a second pass over the keys, but in long calls with a row for every pair nothing.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default "triton" on a GPU
             that can run it, else "blockwise". A GPU that gets "blockwise" warns why, once for each reason. An implementation
             that is asked for by name is used, or the call raises.
@@ -232,7 +227,6 @@ def fused_relative_attention(
             "softcap": softcap,
             "enable_gqa": enable_gqa,
             "return_lse": return_lse,
-            "exact_query_grad": exact_query_grad,
             "implementation": implementation,
         }
         return attend_jagged(fused_relative_attention_varlen, query, key, value, rel_key, **options)
@@ -250,7 +244,6 @@ def fused_relative_attention(
         scale=scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
-        exact_query_grad=exact_query_grad,
         return_lse=return_lse,
     )
     tensors, spec = validation.resolve(arguments.autocast())
@@ -324,7 +317,6 @@ def fused_relative_attention_varlen(
     softcap: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    exact_query_grad: bool = False,
     implementation: str | None = None,
     **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -374,7 +366,6 @@ def fused_relative_attention_varlen(
         scale=scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
-        exact_query_grad=exact_query_grad,
         return_lse=return_lse,
         cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
         max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},

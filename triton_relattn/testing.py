@@ -249,8 +249,7 @@ def dense_gradients(
 
     Args:
         keep: the mask of what dropout keeps, see :func:`dropout_mask`; needed if dropout_p is not 0.
-        arguments: as of the function. enable_gqa and exact_query_grad change nothing: key and value are shared if they have fewer
-            heads, and delta is exact.
+        arguments: as of the function. enable_gqa changes nothing: key and value are shared if they have fewer heads.
     """
     tensors, spec = _resolved(inputs, arguments)
     if spec.dropout_p > 0 and keep is None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
 
 from triton_relattn import can_run_triton
-from triton_relattn._core.residual import keeps_residual
-from triton_relattn._core.spec import AttentionSpec, AttentionTensors
-from triton_relattn.kernels.introspect import Call, planning, queries_apart, rows_of_program, selection, tuning
+from triton_relattn._core.spec import AttentionTensors
+from triton_relattn.kernels.introspect import Call, queries_apart, rows_of_program, selection, tuning
 
 from .attention import Case
 
@@ -31,19 +29,11 @@ def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = tor
     return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
 
 
-def kernels_of(
-    direction: str,
-    call: Call,
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    tiles: Mapping[str, selection.TileConfig],
-    multiprocessors: int,
-) -> list[str]:
+def kernels_of(direction: str, tensors: AttentionTensors) -> list[str]:
     """Return the kernels that a direction of a call launches, first to last. rel_value's gradient takes the dtable kernel once
     more, if there is a table for the scores, too."""
-    route = planning.route(call, tensors, spec, tiles, multiprocessors, keeps_residual(tensors, spec))
-    every = ["forward", *route.kernels]
-    if route.plan is not None and route.plan.has_ds and route.plan.has_probs:
+    every = tuning.kernels_of(tensors)
+    if tensors.rel_value is not None and (tensors.rel_key is not None or tensors.rel_bias is not None):
         every.insert(every.index("dtable"), "dtable")
     return [kernel for kernel in every if kernel in OF_DIRECTION[direction]]
 
@@ -56,5 +46,5 @@ def used_configurations(case: Case, direction: str, device: str, has_table: bool
     tensors, spec = case.resolved(inputs, has_table)
     call = Call(tensors, spec)
     tiles = {kernel: call.tile(kernel) for kernel in selection.KERNELS}
-    names = kernels_of(direction, call, tensors, spec, tiles, selection.multiprocessors(inputs.query.device))
+    names = kernels_of(direction, tensors)
     return ", ".join(f"{kernel} {shown(tiles[kernel])}" for kernel in names)

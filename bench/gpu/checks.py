@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from bench.cases.attention import DTYPES, Case
 from bench.cases.configurations import shown
@@ -25,7 +26,7 @@ from triton_relattn._core import residual, validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import Call, backward, forward, launching, planning, tuning
+from triton_relattn.kernels.introspect import Call, backward, forward, planning, tuning
 from triton_relattn.testing import Inputs
 
 from .report import Report, kind_of, synchronize
@@ -33,19 +34,23 @@ from .workers import Lost, spread
 
 TABLES = ("full", "clamped", "zero", "none")
 OURS: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
-LONGEST_CHECKED = 1040
-"""Queries of calls that stand for longer ones: divisible by 16, as Triton likes it, and more than FEWEST_QUERIES."""
+SHORT_CHECKED, LONGEST_CHECKED = 512, 1040
+"""Queries of calls that stand for longer ones: divisible by 16, as Triton likes it."""
 
 
 @contextmanager
 def launched() -> Iterator[set[str]]:
     """Collect the kernels that run within, by name and by all that they are compiled for."""
-    found, compiled = set[str](), dict[Any, Any]()
-    with mock.patch.object(launching, "_compiled", compiled):
-        try:
-            yield found
-        finally:
-            found |= {identity(kernel) for kernel in compiled.values()}
+    found, run = set[str](), JITFunction.run
+
+    def run_and_note(kernel: JITFunction, *arguments: Any, **options: Any) -> Any:
+        compiled = run(kernel, *arguments, **options)
+        if compiled is not None and kernel.fn.__module__.startswith("triton_relattn."):
+            found.add(identity(compiled))
+        return compiled
+
+    with mock.patch.object(JITFunction, "run", run_and_note):
+        yield found
 
 
 def identity(kernel: Any) -> str:
@@ -106,21 +111,22 @@ def checked(table: str, is_causal: bool = False, dtype: str = "bfloat16", width:
 
 
 def standing_for(case: Case, has_table: bool = True) -> Iterator[Checked]:
-    """Calls that launch every kernel that a case of bench may launch at any length, in as few numbers as that takes: below and
-    above FEWEST_QUERIES; with a workspace of all pairs, in parts of whole heads, whose sums are added up, and in parts of a
-    head; with several programs that share sums of a table, and with one."""
+    """Calls that launch every kernel that a case of bench may launch at any length, in as few numbers as that takes: with a
+    workspace of all pairs, in parts of whole heads, whose sums are added up, and in parts of a head; with several programs that
+    share sums of a table, and with one; and the forward alone, which keeps no residual."""
     case = case if has_table else case.without_table()
     group, dtype = case.heads // (case.key_heads or case.heads), DTYPES[case.dtype]
     heads = group * math.gcd(case.heads // group, 16)  # whose strides are multiples of 16 where those of all heads are
     has_bias = has_table and case.bias
     # A table that is shorter than the call by far has a workspace of its own shape.
     longest = LONGEST_CHECKED if case.rows is None else max(LONGEST_CHECKED, (case.rows + 700) // 16 * 16)
-    for length in dict.fromkeys(min(case.length, each) for each in (residual.FEWEST_QUERIES // 2, longest)):
+    for length in dict.fromkeys(min(case.length, each) for each in (SHORT_CHECKED, longest)):
         small = case.resized(length, num_queries=None)
         rows = small.num_rows if has_table else None
         arguments = {"is_causal": case.is_causal, "enable_gqa": group > 1} | ({"positions": small.positions} if has_table else {})
-        half = str(heads * dtype.itemsize * length * min(length + 256, small.num_rows + 350))  # of the stored pairs, about
+        half = str(heads * dtype.itemsize * length * length)  # of the stored pairs
         variants = [(2, heads, ""), (2, heads, half), (2, heads, "0"), (1, group, ""), (1, group, "0")]
+        every = []
         for batch, num_heads, workspace in variants if has_table else variants[:1]:
             key_heads = num_heads // group
             sizes: dict[str, Any] = {"batch": batch, "heads": num_heads, "key_heads": key_heads, "num_rows": rows}
@@ -129,7 +135,10 @@ def standing_for(case: Case, has_table: bool = True) -> Iterator[Checked]:
             sizes["rel_width"] = case.rel_dim if has_table else None
             few = small.resized(length, batch=batch, heads=num_heads, key_heads=key_heads if case.key_heads else None)
             name = f"{few}{'' if has_table else ' plain'}" + f", workspace {workspace}" * bool(workspace)
-            yield Checked(name, sizes, arguments, workspace, has_lse=False, kind=kind_of(case, has_table))
+            every.append(Checked(name, sizes, arguments, workspace, has_lse=False, kind=kind_of(case, has_table)))
+        yield from every
+        if has_table:
+            yield replace(every[0], name=f"{every[0].name}, forward alone", kernel="forward")
 
 
 def standing_for_all(cases: Iterable[Case]) -> list[Checked]:
@@ -143,7 +152,8 @@ def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tupl
     query, key, value, rel_key = inputs[:4]
     tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **inputs.terms(), **arguments))
     config = Call(tensors, spec).tile(case.kernel)
-    keeps = residual.keeps_residual(tensors, spec) and case.kernel != "dq"
+    is_forward_alone = case.kernel == "forward" and not case.has_lse
+    keeps = residual.keeps_residual(tensors) and not is_forward_alone
     out, lse, softmax_stats, kept = forward(tensors, spec, keeps_residual=keeps)
     if case.kernel == "forward":
         return shown(config), {"out": out, "lse": lse}
@@ -228,11 +238,11 @@ def further_cases() -> list[Checked]:
         *({"width": width} for width in (16, 40, 80, 256)),
         {"value_width": 96, "per_head": True},
         {"batch": 1, "heads": 1, "num_queries": 2048, "num_keys": 2048},
-        {"batch": 3, "num_queries": 1100, "num_keys": 1100, "shares": (1, 0, 1 / 3)},  # the query's gradient from the workspace
+        {"batch": 3, "num_queries": 1100, "num_keys": 1100, "shares": (1, 0, 1 / 3)},
         {"num_queries": 1030, "num_keys": 1300, "query_offset": 270, "width": 128, "per_head": True},
         {"batch": 60, "heads": 1, "num_queries": 200, "num_keys": 200, "workspace": str(4 << 20)},
         {"num_queries": 1, "num_keys": 300, "query_offset": 299},
-        {"num_queries": 1, "num_keys": 4100, "query_offset": 4099},  # several programs share the keys
+        {"num_queries": 1, "num_keys": 4100, "query_offset": 4099, "kernel": "forward", "has_lse": False},  # split among programs
         {"num_queries": 300, "num_keys": 1},
     ]
     main = [(table, causal, width) for width in (64, 128) for table in TABLES for causal in (False, True)]

@@ -22,7 +22,7 @@ from . import stub
 from .kernels import case_of, run_kernels
 from .report import Report
 
-KERNELS = ("forward", "dkv", "dtable", "dq_from_ds")
+KERNELS = ("forward", "dkv", "dq", "dtable")
 METRICS = {
     "gpu__time_duration.sum": "time",
     "lts__t_bytes.sum": "bytes of L2",

@@ -30,7 +30,7 @@ from .checks import launched, one_kernel, run_kernel
 from .report import Report
 from .workers import watch
 
-KERNELS = ("forward", "dq", "dkv", "dtable", "dq_from_ds")
+KERNELS = ("forward", "dkv", "dq", "dtable")
 WIDTHS = (64, 128)
 COVERAGES = ("full", "clamp", "zero", "no table")
 CHANGES: dict[str, dict[str, Any]] = {

@@ -80,7 +80,7 @@ def run_kernels(
     tensors: AttentionTensors, spec: AttentionSpec, d_out: torch.Tensor, tiles: Mapping[str, TileConfig]
 ) -> list[torch.Tensor]:
     """Forward and backward of a call, some kernels with other configurations; out and the gradients."""
-    keeps = keeps_residual(tensors, spec) and "dq" not in tiles
+    keeps = keeps_residual(tensors)
     out, _, softmax_stats, residual = forward(tensors, spec, tiles.get("forward"), keeps_residual=keeps)
     of_backward = {name: tile for name, tile in tiles.items() if name != "forward"}
     gradients = backward(d_out, None, out, softmax_stats, tensors, spec, tiles=of_backward, residual=residual)
@@ -215,8 +215,8 @@ VARIANTS: dict[tuple[str, int, str], list[TileConfig]] = {
     ("dkv", 128, "full"): [TileConfig(64, 64, 4, 1, "scores", Q), TileConfig(64, 32, 4, 2, "scores", Q)],
     ("dtable", 64, "full"): [TileConfig(64, 128, 4, stages) for stages in (1, 2)],
     ("dtable", 128, "full"): [TileConfig(64, 128, 4, 2), TileConfig(64, 128, 8, 3)],
-    ("dq_from_ds", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(128, 64, 8, 2)],
-    ("dq_from_ds", 128, "full"): [TileConfig(128, 64, 8, stages) for stages in (1, 2)],
+    ("dq", 64, "full"): [TileConfig(64, 64, 4, 2), TileConfig(128, 64, 8, 2)],
+    ("dq", 128, "full"): [TileConfig(128, 64, 8, stages) for stages in (1, 2)],
     ("forward", 64, "clamp"): [TileConfig(64, 64, 4, 2, "scores", Q, 168), TileConfig(128, 64, 8, 2, "scores", Q)],
     ("dkv", 64, "clamp"): [TileConfig(64, 64, 4, 2, "scores", Q), TileConfig(64, 64, 4, 1, "scores", Q, 168)],
     # The lower bound must not be a straw man: more stages hide the loads.

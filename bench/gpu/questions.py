@@ -10,25 +10,20 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
-
-from bench.cases.attention import CLIPPED, Case, CaseTensors
+from bench.cases.attention import Case
 from bench.cases.configurations import shown
 from bench.cases.methods import METHODS, OURS, Function
 from bench.measure import timing
 from bench.report.rows import in_one_line
-from triton_relattn import fused_relative_attention_varlen
-from triton_relattn._core import residual
-from triton_relattn.kernels.introspect import TileConfig, launching, selection
+from triton_relattn.kernels.introspect import TileConfig, selection
 
 from .kernels import Group, case_of, measure_groups, selected
 from .report import Report
-from .rest import host_time
 
 ROUNDS = 10
 SPLITS = "triton_relattn.kernels.forward.number_of_splits"
@@ -56,59 +51,6 @@ class Question:
     above: str
     below: str
     direction: str = "forward+backward"
-
-
-def from_ds(queries: int) -> Change:
-    """Let calls with so many queries and more have their query's gradient from stored dS."""
-    return lambda: mock.patch.object(residual, "FEWEST_QUERIES", queries)
-
-
-def written_out(case: Case) -> Function:
-    """The same with a clipped table that is written out, one row per distance, as the way from dS needs it so far."""
-    full = replace(case, rows=None)
-
-    def run(inputs: CaseTensors) -> torch.Tensor:
-        beyond = case.length - 1 - case.num_rows // 2
-        ends = [inputs.table[..., :1, :].expand(beyond, -1), inputs.table, inputs.table[..., -1:, :].expand(beyond, -1)]
-        return METHODS[OURS].make(full)(inputs._replace(table=torch.cat(ends)))
-
-    return run
-
-
-def packed(case: Case) -> Function:
-    """The same sequences one after the other, as the operator for packed ones takes them."""
-
-    def run(inputs: CaseTensors) -> torch.Tensor:
-        query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in inputs[:3])
-        starts = torch.arange(case.batch + 1, dtype=torch.int32, device=query.device) * case.length
-        sizes: dict[str, Any] = {"max_seqlen_q": case.length, "max_seqlen_k": case.length, "positions": case.positions}
-        out = fused_relative_attention_varlen(
-            query, key, value, inputs.table, cu_seqlens_q=starts, cu_seqlens_k=starts, is_causal=case.is_causal, **sizes
-        )
-        return out.unflatten(0, (case.batch, case.length)).transpose(1, 2)
-
-    return run
-
-
-def of_the_query() -> Iterator[Question]:
-    """The query's gradient by its own kernel, or from stored dS, with the residual and delta that this takes."""
-    by_kernel, by_ds = Way("dq kernel", from_ds(1 << 30)), Way("from dS", from_ds(1))
-    out_of, packs = Way("from dS, table written out", from_ds(1), written_out), Way("dq kernel, packed", make=packed)
-    kinds: dict[str, tuple[dict[str, Any], Way, Way]] = {
-        "full": ({}, by_kernel, by_ds),
-        "T5": ({"bias": True}, by_kernel, by_ds),
-        "clipped": ({"rows": CLIPPED}, Way("dq kernel"), out_of),
-        "packed": ({}, packs, by_ds),
-    }
-    for length in (4096, 1024, 200):
-        for name, (changes, first, second) in kinds.items():
-            for width in (64, 128) if name != "T5" else (64,):
-                if (name, length) != ("packed", 4096):
-                    case = Case(max(4, 16384 // length // (1 if length > 200 else 2)), 2048 // width, length, width, **changes)
-                    text = f"Does the query's gradient from dS pay? {name}, N {length}, width {width}"
-                    above = "yes: one backward, and bwd_dq.py, margins and far sums go"
-                    below = "no: bwd_dq.py stays for such calls; if for all, dq_from_ds, delta and the residual go (310 lines)"
-                    yield Question(text, case, first, second, 1.0 if name in ("clipped", "packed") else 1.06, above, below)
 
 
 def of_decoding() -> Iterator[Question]:
@@ -225,27 +167,9 @@ def answer(text: str, direction: str, what: str, ratio: float, limit: float) -> 
     }
 
 
-def ask_for_the_cache(number: int) -> dict[str, Any]:
-    """The host's time with the launch cache, and with Triton's own search for a compiled kernel."""
-    case = Case(32, 8, 200, 64)
-    inputs, d_out = case.inputs("cuda")
-    step = timing.steps(METHODS[OURS].make(case), inputs, d_out, True)["forward+backward"]
-    cached = host_time(step, number)
-    with mock.patch.object(launching, "_run", None):  # JITFunction.run seems to be another: Triton searches
-        searched = host_time(step, number)
-    saved = searched - cached
-    row = answer(
-        "Is the launch cache needed?", "forward+backward", "us of the host without it, and with", searched / cached, 15.0
-    )
-    verdict = "yes: it stays" if saved >= 15 else "no: launching.py's cache, descriptions and classes go (150 lines)"
-    return {**row, "unit": "ratio; limit 15 us", "message": f"{verdict}; {searched:.0f} and {cached:.0f} us"}
-
-
 def measure_questions(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Ask all, the ones that decide most first; one that cannot be asked has failed."""
-    asked: list[Callable[[], dict[str, Any]]] = [partial(ask, each) for each in (*of_the_query(), *of_decoding())]
-    asked = [*asked[: options.most], partial(ask_for_the_cache, options.most or 100)]
-    _ask_all(asked, report, deadline)
+    _ask_all([partial(ask, each) for each in list(of_decoding())[: options.most]], report, deadline)
     best: dict[tuple[int, str], dict[str, TileConfig]] = {}
     for group, rows in measure_groups(rotation_groups(options.arch)[: options.most], options, report, deadline):
         for rotation, tile in best_of(group, rows).items():

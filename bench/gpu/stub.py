@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITFunction
 
 from bench.cases import configurations
 from bench.cases.attention import Case, CaseTensors
@@ -28,14 +29,13 @@ from bench.measure import timing
 from tools.stub_gpu import stub_gpu
 from triton_relattn import _implementations as implementations
 from triton_relattn import grids
-from triton_relattn.kernels.introspect import launching
 
 from . import checks
 
 NAME = "no GPU: a stub of its driver"
 SAYS = "no GPU: times are not real, and results were not compared"
 FAULT = "RELATTN_STUB_FAULT"
-WRONG = {"forward": "out", "dq": "d_query", "dq_from_ds": "d_query", "dkv": "d_key", "dtable": "d_rel_key"}
+WRONG = {"forward": "out", "dq": "d_query", "dkv": "d_key", "dtable": "d_rel_key"}
 
 
 class _OnTheCPU(TorchFunctionMode):
@@ -111,10 +111,21 @@ OF_TORCH = {
 }
 
 
+_run, _ran = JITFunction.run, list[Any]()
+"""The kernels that ran since the last inputs or judgement."""
+
+
+def _run_and_note(kernel: JITFunction, *arguments: Any, **options: Any) -> Any:
+    compiled = _run(kernel, *arguments, **options)
+    _ran.append(compiled)
+    return compiled
+
+
 def _judged(results: dict[str, torch.Tensor], *_: Any) -> dict[str, Any]:
     """Results are right, but for those of a kernel that has the fault."""
     kernel, _colon, how = os.environ.get(FAULT, "").partition(":")
-    ran = [each for each in launching._compiled.values() if each.name == f"{kernel}_kernel"]
+    ran = [each for each in _ran if each.name == f"{kernel}_kernel"]
+    _ran.clear()
     row: dict[str, Any] = dict.fromkeys(results, "0")
     if kernel and WRONG[kernel] in results and any(how == "always" or each.metadata.num_stages > 1 for each in ran):
         return {**row, "status": "FAILED", "message": f"{WRONG[kernel]}: a fault that was asked for"}
@@ -139,6 +150,7 @@ def _of_others(_: Case) -> Callable[[CaseTensors], torch.Tensor]:
 
 
 def _inputs(case: Case, _: str) -> tuple[CaseTensors, torch.Tensor]:
+    _ran.clear()
     inputs = case.empty().map(torch.Tensor.requires_grad_)
     return inputs, torch.empty_like(inputs.query).detach()
 
@@ -160,7 +172,7 @@ def without_a_gpu() -> Iterator[None]:
         replaced: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in OF_TORCH.items()]
         replaced += [(torch.cuda.profiler, name, _returns(None)) for name in ("start", "stop")]
         replaced += [(implementations, "choose_implementation", chosen), (grids, "choose_implementation", chosen)]
-        replaced += [(checks, "judge", _judged), (Case, "inputs", _inputs)]
+        replaced += [(checks, "judge", _judged), (Case, "inputs", _inputs), (JITFunction, "run", _run_and_note)]
         replaced += [(timing, "distance", _returns(0.0)), (timing, "FLUSH_BYTES", 1)]
         replaced += [(timing, "expected_of_heads", _returns(timing.Expected((torch.empty(0),) * 4, "nothing")))]
         replaced += [(configurations, "can_run_triton", _returns(True)), (torch, "Generator", _Generator)]

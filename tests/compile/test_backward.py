@@ -30,7 +30,8 @@ from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 
-KERNELS = ("dq", "dkv", "dtable")
+KERNELS = ("dkv", "dq", "dtable")
+WINDOW = (20, 9)
 
 
 def launches(target: str, dtype: torch.dtype, width: int, name: str, **of_call: Any) -> list[Launch]:
@@ -51,7 +52,7 @@ def compiled(kernel: str, target: str, width: int, table: str) -> Resources:
 
 
 @on_triton_3_7
-@pytest.mark.parametrize("kernel", (*KERNELS, "dq_from_ds"))
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_loads_are_asynchronous(target: str, kernel: str) -> None:
     """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off. The dtable
@@ -77,13 +78,11 @@ def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
 @on_triton_3_7
 def test_cost_of_the_relative_term() -> None:
     """Instructions per score on sm_90, width 64, against the plain kernels: full tables, and far tiles of clamped ones."""
-    (plain_rows,), (plain_columns,) = per_score("dq", "sm_90", 64, "none"), per_score("dkv", "sm_90", 64, "none")
-    (rows,), (columns,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in KERNELS)
-    assert plain_rows < rows <= 2.5 * plain_rows
+    (plain_columns,), (plain_rows,) = (per_score(kernel, "sm_90", 64, "none") for kernel in ("dkv", "dq"))
+    (columns,), (rows,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in KERNELS)
     assert plain_columns < columns <= 2 * plain_columns
-    assert plain_rows + plain_columns < rows + columns + table <= 2.6 * (plain_rows + plain_columns)
-    assert per_score("dq_from_ds", "sm_90", 64, "full") < [plain_rows]
-    assert per_score("dq", "sm_90", 64, "clamp")[1] <= 1.5 * plain_rows
+    assert plain_rows < rows <= 2 * plain_rows  # products with the keys, and as many with the table
+    assert plain_rows + plain_columns < rows + columns + table <= 2 * (plain_rows + plain_columns)
     assert per_score("dkv", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # prefetches, as that does not
 
 
@@ -97,13 +96,12 @@ def products(kernel: str, target: str, table: str) -> float:
 
 @on_triton_3_7
 def test_products_per_tile() -> None:
-    """As few as the algorithm needs: the table adds QE and dp in the rows, two blocks of QE in the columns."""
-    assert products("dq", "sm_80", "none") == 3  # QK, dP, dQ
-    assert products("dq", "sm_80", "full") == 6  # the gradient of the rows' part of the query from two blocks of a tile
+    """As few as the algorithm needs: the table adds two blocks of QE where scores are computed, and one product with dS."""
     assert products("dkv", "sm_80", "none") == 4  # QK, dV, dP, dK
     assert 5 < products("dkv", "sm_80", "full") <= 6  # of the block behind, only what the tile uses
+    assert products("dq", "sm_80", "none") == 1  # of keys
+    assert products("dq", "sm_80", "full") == 2  # and of rows
     assert products("dtable", "sm_80", "full") == 1  # dE
-    assert products("dq_from_ds", "sm_80", "full") == 2  # of keys and of rows
 
 
 @pytest.mark.thorough
@@ -111,7 +109,7 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, heads and entries lie on axis 0, whose limit is 2**31 - 1, even with 70,000 heads. The dtable kernel's programs
     just fill the GPU."""
     recorded = {launch.name: launch.grid for launch in launches("sm_90", torch.float16, 16, "full", length=16, heads=70_000)}
-    assert recorded["dq"] == recorded["dkv"] == (70_000, 1, 1)
+    assert recorded["dkv"] == (70_000, 1, 1) and recorded["dq"] == (8 * 70_000, 1, 1)
     assert recorded["dtable"] == (1, selection.PROGRAMS_PER_MULTIPROCESSOR * architecture_of("sm_90").multiprocessors, 1)
     # As many blocks of rows as the GPU can hold at once have one program each.
     monkeypatch.setenv(planning.VARIABLE, str(2**25))
@@ -145,7 +143,7 @@ class Allocations(TorchDispatchMode):
         return sum(self.sizes.values())
 
 
-def allocated(length: int, table: str, with_every_term: bool = False) -> int:
+def allocated(length: int, table: str, with_every_term: bool = False, has_window: bool = False) -> int:
     """Bytes that forward and backward allocate, one head of width 16 in float16, all gradients, everything kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "HALF", 4)
@@ -157,6 +155,8 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
         tensors = tensors._replace(
             **terms, rel_bias=torch.empty(rows, dtype=torch.float16), attn_mask=torch.empty(1, 1, 1, length)
         )
+    if has_window:
+        spec = spec._replace(window_left=WINDOW[0], window_right=WINDOW[1])
     d_out, d_lse = torch.empty_like(tensors.query), torch.empty(1, 1, length)
     with recorded_launches("sm_90", only=""), Allocations() as allocations:
         out, _, softmax_stats, _ = forward(tensors, spec)
@@ -164,39 +164,38 @@ def allocated(length: int, table: str, with_every_term: bool = False) -> int:
     return allocations.total
 
 
-def of_results(length: int, table: str) -> int:
-    """Bytes of results and of what is kept, and what a clamped table takes beside its sums."""
+def of_results(length: int, table: str, in_parts: bool) -> int:
+    """Bytes of results and of what is kept; of sums for the query, if keys come in parts; of the vectors of a clamped table."""
     row = 16 * 2
     results = 4 * length * row + 4 * length * 4  # out, three gradients; lse, two statistics, delta
+    results += in_parts * length * 16 * 4
     if table == "full":
         return results + (2 * length - 1) * row
-    far_keys = 4 * length * 4  # scores, and sums of dS, past and future
+    beyond = 4 * length * 4  # scores, and sums of dS, past and future
     ends = length * 16 * 4 + 3 * 2 * 16 * 4  # the queries in float32; their sums, scaled, of all heads
-    return results + 9 * row + far_keys + ends + 2 * 16 * 4  # sums of the margins
+    return results + 9 * row + beyond + ends
 
 
 def of_sums(length: int, table: str, in_parts: bool) -> int:
     """Bytes of the partial sums of programs that share a block of rows, and of their total. As many programs share one as keep
     the GPU busy, whatever the length. Without any, and if all is added in one go, the gradient itself is the sum."""
-    margin = configs_margin(length) if table == "clamp" else 0
-    rows = 2 * length - 1 if table == "full" else 9 + 2 * margin
+    rows = 2 * length - 1 if table == "full" else 9
     tile = selected("dtable", "sm_90", *call(table, torch.float16, 16, length=length))
     programs = triton.cdiv(rows, own_tile("dtable", tile)[1])
     splits = max(1, min(triton.cdiv(length, 8 * tile.block_m), 4 * architecture_of("sm_90").multiprocessors // programs))
-    padding = 2 * (table == "clamp")
     if splits == 1:
-        return (in_parts or table == "clamp") * (rows + padding) * 16 * 4
-    return (splits + 1) * (rows + padding) * 16 * 4
+        return (in_parts or table == "clamp") * rows * 16 * 4
+    return (splits + 1) * rows * 16 * 4
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results, lse, statistics and delta, byte for byte; sums of the table's gradient; and the dS of one block of keys, if the
-    workspace is as small as it can be. For a clamped table two pairs of vectors more."""
+    """Results, lse, statistics and delta, byte for byte; sums of the gradients of table and query; and the dS of one block of
+    keys, if the workspace is as small as it can be. For a clamped table two pairs of vectors more."""
     monkeypatch.setenv(planning.VARIABLE, "0")
     for length in (1024, 16384):
         for table in ("full", "clamp"):
             block_n = selected("dkv", "sm_90", *call(table, torch.float16, 16, length=length)).block_n
-            expected = of_results(length, table) + of_sums(length, table, True) + 2 * length * block_n
+            expected = of_results(length, table, True) + of_sums(length, table, True) + 2 * length * block_n
             assert allocated(length, table) == expected, (length, table)
 
 
@@ -213,12 +212,13 @@ def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: p
 def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bytes for each pair as long as the limit allows it; then as many keys as it does, and no more whatever the length."""
 
-    def of_workspace(length: int, table: str, in_parts: bool) -> int:
-        return allocated(length, table) - of_results(length, table) - of_sums(length, table, in_parts)
+    def of_workspace(length: int, table: str, in_parts: bool, has_window: bool = False) -> int:
+        others = of_results(length, table, in_parts) + of_sums(length, table, in_parts)
+        return allocated(length, table, has_window=has_window) - others
 
     limit = 8 * 2**20
     monkeypatch.setenv(planning.VARIABLE, str(limit))
-    assert of_workspace(1024, "full", False) == 1024 * 1024 * 2
+    assert of_workspace(1024, "full", False) == of_workspace(1024, "clamp", False) == 1024 * 1024 * 2
     assert of_workspace(2048, "full", False) == limit == 2048 * 2048 * 2
     assert of_workspace(8192, "full", True) == limit  # sixteen parts
     monkeypatch.setenv(planning.VARIABLE, str(10 * limit))
@@ -227,11 +227,11 @@ def test_memory_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(planning.VARIABLE)
     monkeypatch.setattr(planning, "USUAL_LIMIT", 2**20)
     assert of_workspace(4096, "full", False) == 4096 * 4096 * 2
-    # Of a bounded table a band.
+    # Of keys in a window a band.
     for length in (1024, 4096, 16384):
         block_m = selected("dkv", "sm_90", *call("clamp", torch.float16, 16, length=length)).block_m
-        band = 64 * triton.cdiv(9 + 2 * configs_margin(length) + block_m - 1 + 15, 64)
-        assert of_workspace(length, "clamp", False) == length * band * 2
+        band = 64 * triton.cdiv(sum(WINDOW) + 1 + block_m - 1 + 15, 64)
+        assert of_workspace(length, "clamp", False, has_window=True) == length * band * 2
 
 
 def test_memory_of_the_residual() -> None:
@@ -248,12 +248,6 @@ def test_memory_of_the_residual() -> None:
         kept.append(of_forward.total)
         backwards.append(of_backward.total)
     assert kept[1] - kept[0] == 2 * 2048 * 49 * 2 and backwards[1] == backwards[0]
-
-
-def configs_margin(length: int) -> int:
-    """Rows on either side of a clamped table's partial sums."""
-    rows = selected("dq", "sm_90", *call("clamp", torch.float16, 16, length=length))
-    return rows.block_m + rows.block_n
 
 
 @pytest.mark.thorough

@@ -45,7 +45,7 @@ def test_a_smaller_one_takes_its_place(features: str) -> None:
         tiles = {kernel: selected(kernel, "sm_90", tensors, spec) for kernel in ("forward", "dq", "dkv")}
         grids = {launch.name: launch.grid[0] for launch in launches}
         assert grids["forward"] == 2 * triton.cdiv(LENGTH, tiles["forward"].block_m)
-        assert grids["dq"] == 2 * triton.cdiv(LENGTH, tiles["dq"].block_m)
+        assert grids["dq"] == 2 * 8 * triton.cdiv(LENGTH, 8 * tiles["dq"].block_m)
         assert grids["dkv"] == 2 * triton.cdiv(LENGTH, tiles["dkv"].block_n)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -8,7 +8,8 @@ import torch
 from bench.cases.features import on_grid
 from bench.compiled import recorded_launches
 from triton_relattn.kernels.config.architectures import architecture_of
-from triton_relattn.kernels.grid.launchers import backward, forward
+from triton_relattn.kernels.grid.backward import backward
+from triton_relattn.kernels.grid.forward import forward
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "sm_75")
 GRIDS = (((64, 64), 0), ((14, 14), 1), ((3, 70), 0))

@@ -137,7 +137,14 @@ BAD = {
     "truncated": (f"# origin\n{HEADER}{LINE}{LINE[:-8]}".encode(), "line 4: 16 cells for 18 columns"),
     "huge_cell": (changed("0.5", "x" * 10**6), "line 3: field larger than field limit"),
     "no_number": (changed(",8,", ",eight,"), "line 3: invalid literal for int() with base 10: 'eight'"),
-    "kernel": (changed("forward", "sideways"), "line 3: kernel must be one of forward, "),
+    "kernel_of_an_earlier_version": (
+        changed("forward", "dq_from_ds"),
+        "line 3: kernel must be one of forward, dkv, dq, dtable, dp2c, got 'dq_from_ds'",
+    ),
+    "dq_of_an_earlier_version": (
+        changed(LINE, LINE.replace("forward", "dq").replace("gather", "registers")),
+        'line 3: rotation must be "gather" for dq',
+    ),
     "length": (changed("512", "1000"), "line 3: length must be one of 512, 2048, 8192, 32768, got '1000'"),
     "another_gpu_s": (changed("wgmma", "mma"), "line 3: unit must be one of wgmma, got 'mma'"),
     "not_a_power_of_two": (changed("32,32,", "48,32,"), "line 3: block_m must be a power of two"),

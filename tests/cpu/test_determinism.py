@@ -76,7 +76,6 @@ def everything(dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, An
         "dropout_p": 0.3,
         "softcap": 5.0,
         "enable_gqa": True,
-        "exact_query_grad": True,
     }
     return inputs, arguments
 

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Inputs, Options]] = {
     "per_head_float16": case(2, 4, 9, 13, 16, num_rows=4, per_head=True, dtype=torch.float16, options=PAST),
     "strided": case(strided=True, value_width=4, options={"key_lengths": torch.tensor([13, 0], dtype=torch.int32)}),
     "bfloat16": case(dtype=torch.bfloat16, options={"query_offset": 1}),  # a causal call keeps probabilities that nobody writes
-    "all_terms": case(**ALL_TERMS, options={"rel_scale": 0.7, "softcap": 3.0, "window_size": (5, 6), "exact_query_grad": True}),
+    "all_terms": case(**ALL_TERMS, options={"rel_scale": 0.7, "softcap": 3.0, "window_size": (5, 6)}),
     "all_strided": case(strided=True, **ALL_TERMS, per_head=True, value_width=4, options={"query_offset": torch.tensor([2, -1])}),
     "bias_alone": case(rel_key=False, rel_bias=True, options={"softcap": 3.0}),
     "p2c_alone": case(rel_key=False, rel_p2c=True, per_head=True, options={"rel_scale": 0.4}),

@@ -182,7 +182,6 @@ WRONG: dict[str, Wrong] = {
     "softcap_zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0"),
     "softcap_tiny": ({"softcap": 1e-46}, ValueError, "softcap must be positive, got 1e-46"),  # 0 in float32
     "softcap_inf": ({"softcap": math.inf}, ValueError, "softcap must be finite, got inf"),
-    "exact_delta_int": ({"exact_query_grad": 1}, TypeError, "exact_query_grad must be a bool, got 1"),
     "lse_str": ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got 'no'"),
     "implementation": ({"implementation": "flash"}, ValueError, "('triton', 'blockwise', 'reference') | got 'flash'"),
     # Errors that name the cure, because the call is valid with it.
@@ -229,6 +228,7 @@ WRONG: dict[str, Wrong] = {
     "cu_seqlens_q": ({"cu_seqlens_q": None}, TypeError, "fused_relative_attention_varlen has it"),
     "pos_bias_u": ({"pos_bias_u": None}, TypeError, "here it is an argument of tables.fold_transformer_xl"),
     "deterministic": ({"deterministic": None}, TypeError, "there is none here: results always repeat"),
+    "exact_query_grad": ({"exact_query_grad": True}, TypeError, "0.3 removed it, as the gradient of query is always"),
     "block_table": ({"block_table": None}, TypeError, "there is none here: a paged cache"),
     "a_slip": ({"is_causl": None}, TypeError, "did you mean 'is_causal'?"),
     "a_plural": ({"rel_keys": None}, TypeError, "did you mean 'rel_key'?"),
@@ -506,7 +506,7 @@ def test_positions_that_cover(first: int, last: int, others: Changes) -> None:
 def test_values_are_checked_where_they_are_readable() -> None:
     """A fake tensor and one on "meta" have no values to check; real ones on the CPU have. Lists and integers are taken."""
     good = {"rel_bias": zeros(3, 9), "rel_value": zeros(9, 4), "rel_p2c": zeros(9, 8), "attn_mask": zeros(1, 3, 1, 7)}
-    numbers: Changes = {"dropout_p": 1, "softcap": 30, "window_size": [0, 3], "exact_query_grad": True}
+    numbers: Changes = {"dropout_p": 1, "softcap": 30, "window_size": [0, 3]}
     assert call(**good, **numbers, query_offset=lengths([1, -1])).shape == (2, 3, 5, 4)
     out = call(key_lengths=lengths([0, 7], dtype=torch.int32))
     assert not out[0].any() and out[1].all()

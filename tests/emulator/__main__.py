@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 
 
 def tile(text: str) -> tuple[str, TileConfig]:
-    """A kernel and its configuration: "dq=64x32x4x1/none", numbers as TileConfig has them, then what is not by default."""
+    """A kernel and its configuration: "forward=64x32x4x1/none", numbers as TileConfig has them, then what is not by default."""
     try:
         kernel, _, fields = text.partition("=")
         sizes, *others = fields.split("/")

@@ -16,7 +16,6 @@ from bench.compiled import selected_for
 from bench.report.rows import in_one_line
 from tools.emulator.device import Emulated, emulated
 from triton_relattn import _implementations as implementations
-from triton_relattn._core import residual
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
@@ -85,8 +84,7 @@ class Checked:
 
 @contextmanager
 def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None]:
-    """Let calls choose the kernels, and those for long sequences from 100 queries on, give some kernels other configurations,
-    limit the workspace, and fill new memory with NaN."""
+    """Let calls choose the kernels, give some kernels other configurations, limit the workspace, and fill new memory with NaN."""
     select = selection.select
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
@@ -96,7 +94,6 @@ def settings(subject: Subject, tiles: Mapping[str, TileConfig]) -> Iterator[None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(implementations, "choose_implementation", lambda *_: implementations.TRITON))
         stack.enter_context(mock.patch.object(selection, "select", selected))
-        stack.enter_context(mock.patch.object(residual, "FEWEST_QUERIES", 100))
         stack.enter_context(mock.patch.dict(os.environ, {planning.VARIABLE: "0" if SMALL_WORKSPACE in subject.name else ""}))
         stack.callback(torch.set_float32_matmul_precision, precision)
         stack.callback(torch.use_deterministic_algorithms, deterministic)

@@ -11,7 +11,8 @@ from bench.compiled import selected_for
 from tools.emulator.device import Emulated, emulated
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.grids import _reference
-from triton_relattn.kernels.grid.launchers import backward, forward
+from triton_relattn.kernels.grid.backward import backward
+from triton_relattn.kernels.grid.forward import forward
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
 
 SCALE = 0.2

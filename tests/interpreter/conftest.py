@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
-from tests.conftest import take_ds_from
 from tests.interpreter.guard import Launch, guarded
 from tests.interpreter.launch import record_plans
 from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
@@ -82,12 +81,6 @@ def change_interpreter(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def changed_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     change_interpreter(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are short here. In about half of them the query's gradient comes from dS, if it can."""
-    take_ds_from(monkeypatch, 40)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -22,6 +21,7 @@ from triton_relattn._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTe
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import call as of_launches
 from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.config.tile_config import COVERAGES
@@ -153,7 +153,7 @@ def run_backward(
     assert set(wanted) <= set(GRADIENTS)
     tensors, spec = resolve(inputs, **arguments)
     out, lse, softmax_stats, residual = forward(
-        tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps_residual(tensors, spec)
+        tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps_residual(tensors)
     )
     wants = [name in wanted for name in GRADIENTS]
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual=residual)
@@ -283,21 +283,6 @@ def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = No
     return results
 
 
-OF_BACKWARD = ("dq_kernel", "dkv_kernel", "dtable_kernel")
-"""The kernels of the backward that a call in float32 without rel_p2c has."""
-
-
-class CountedKernel:
-    """A kernel that counts its launches by name."""
-
-    def __init__(self, kernel: Any, launches: Counter[str]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches[self.kernel.__name__] += 1
-        return self.kernel[grid]
-
-
 def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[planning.Plan | None]:
     """Return a list that gets the plan of each backward's workspace, from now on."""
     plans: list[planning.Plan | None] = []
@@ -311,11 +296,28 @@ def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[planning.Plan | None]:
     return plans
 
 
-def count_launches(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the launches of all kernels of the backward by name, from now on."""
-    for kernel in selection.KERNELS[1:]:
-        module, name = importlib.import_module(f"triton_relattn.kernels.bwd_{kernel}"), f"{kernel}_kernel"
-        monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), launches))
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return a counter of the launches of the backward's kernels, from now on."""
+    launches: Counter[str] = Counter()
+    launch = Call.launch
+
+    def counted(call: Call, name: str, *others: Any, **arguments: Any) -> None:
+        launches[name] += name != "forward"
+        launch(call, name, *others, **arguments)
+
+    monkeypatch.setattr(Call, "launch", counted)
+    return launches
+
+
+def needed_launches(wanted: Collection[str], is_clamped: bool, parts: int = 1) -> Counter[str]:
+    """Return how often each kernel of the backward runs for some gradients, all of which there are. The dq kernel also sums up
+    what lies beyond a clamped table."""
+    of_query, of_rows, of_values = (
+        not set(names).isdisjoint(wanted) for names in (("d_query", "d_rel_query"), ("d_rel_key", "d_rel_bias"), ("d_rel_value",))
+    )
+    of_part = {"dkv": 1, "dq": (of_query or (is_clamped and of_rows)) + (is_clamped and of_values)}
+    of_part |= {"dtable": of_rows + of_values, "dp2c": int("d_rel_p2c" in wanted)}
+    return Counter({"delta": 1, **{kernel: parts * count for kernel, count in of_part.items()}})
 
 
 def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig:
@@ -326,16 +328,14 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
 # carries scores.
 SMALL = {
     "forward": tile(32, 16),
-    "dq": tile(32, 16),
-    "dq_from_ds": tile(16, 32),
+    "dq": tile(16, 32),
     "dkv": tile(16, 16),
     "dtable": tile(32, 16),
     "dp2c": tile(16, 16),
 }
 OTHER = {
     "forward": tile(16, 16, None),
-    "dq": tile(32, 32, None),
-    "dq_from_ds": tile(32, 16),
+    "dq": tile(32, 16),
     "dkv": tile(32, 16),
     "dtable": tile(16, 32),
     "dp2c": tile(32, 16),

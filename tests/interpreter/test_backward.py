@@ -3,8 +3,6 @@ extreme logits."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,23 +12,17 @@ import torch
 
 from tests.cases import LENGTHS, UNEVEN_LENGTHS, assert_bit_equal
 from tests.interpreter.launch import (
-    GRADIENTS,
-    OF_BACKWARD,
     all_gradients,
     assert_rounding_errors,
-    attend,
     check_backward,
     check_gradients,
-    count_launches,
     has_wide_index,
     resolve,
     rounding_budget,
-    run_backward,
     selectable,
 )
 from tests.tolerance import within
 from triton_relattn import RelativePositions
-from triton_relattn._core import residual
 from triton_relattn.kernels import bwd_dkv
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.call import SMALLEST_SCALE, PerQuery
@@ -38,7 +30,6 @@ from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import (
-    Inputs,
     assert_table_gradient,
     make_inputs,
     with_different_strides,
@@ -114,52 +105,50 @@ def test_widths(width: int, kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [(kernel, config) for kernel in ("dq", "dkv", "dtable", "dq_from_ds") for config in selectable(kernel)],
+    [(kernel, config) for kernel in ("dq", "dkv", "dtable") for config in selectable(kernel)],
     ids=str,
 )
 def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
-    """A full, a clamped and a bounded table, and none, with lengths that divide no block. In float16 with a full one the query's
-    gradient comes from dS."""
-    num_queries, num_keys = config.block_m + 21, config.block_m + 2 * config.block_n + 9
-    tables: tuple[tuple[RelativePositions | None, bool, torch.dtype], ...] = (
-        (RelativePositions(-num_queries - 30, num_keys), True, torch.float32),
+    """A full, a clamped and a bounded table, and none, with lengths that divide no block; nor do they divide the queries over
+    which a block is spread in the kernels that read dS."""
+    tables: tuple[tuple[Any, bool, torch.dtype], ...] = (
+        ("full", True, torch.float32),
         (RelativePositions(-3, 7), False, torch.float16),
         (RelativePositions(-config.block_m - 5, 2, "zero"), True, torch.float32),
         (None, False, torch.float16),
-        (RelativePositions(-num_queries - 30, num_keys), True, torch.float16),
     )
     for seed, (positions, is_causal, dtype) in enumerate(tables):
-        from_ds = dtype == torch.float16 and positions is not None and positions.num_rows > num_queries + num_keys
-        if (positions is None and kernel == "dtable") or from_ds != (kernel == "dq_from_ds"):
+        if positions is None and kernel == "dtable":
             continue
+        # With half as many or fewer the kernels that read dS take a smaller tile.
+        num_queries = 21 + config.block_m * (1 if kernel == "dkv" else 8 // dtype.itemsize)
+        num_keys = config.block_m + 2 * config.block_n + 9
+        positions = RelativePositions(-num_queries - 30, num_keys) if positions == "full" else positions
         num_rows = None if positions is None else positions.num_rows
         inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
         arguments = {"is_causal": is_causal, "query_offset": 19, "key_lengths": torch.tensor([num_keys - 5])}
         check_backward(inputs, {kernel: config}, positions=positions, **arguments)
 
 
-ROWS_TILES = ((16, 16), (32, 16), (32, 32), (64, 32))
-TABLE_TILES = ((16, 16), (32, 16), (32, 32), (64, 64))
-
-
-@pytest.mark.parametrize(
-    ("rows", "table"),
-    [
-        pytest.param(rows, table, marks=() if (m + n) % 4 == 1 else pytest.mark.slow)
-        for m, rows in enumerate(ROWS_TILES)
-        for n, table in enumerate(TABLE_TILES)
-    ],
+BORDERS = ((-3, 7, 0), (-20, -20, 17), (5, 6, -9))
+"""First and last row, and the offset: borders of the table at other places of the tiles, or close to each other."""
+TILES_AT_BORDERS = (  # of the dkv, the dq and the dtable kernel
+    ((16, 16), (32, 16), (64, 64)),
+    ((32, 16), (16, 32), (16, 16)),
+    ((64, 32), (64, 64), (32, 16)),
+    ((32, 32), (16, 16), (32, 32)),
 )
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_tiles_of_rows_and_table_kernel(rows: tuple[int, int], table: tuple[int, int], is_causal: bool) -> None:
-    """With a clamped table each pair beyond it is counted once: by the dq kernel if its tile lies beyond, else by the table's,
-    for which the dkv kernel, whatever its tiles are, has stored it.
 
-    The offsets move the borders through the tiles; with one row both borders are close, and all rows but one are margin.
-    """
-    keys = ROWS_TILES[(ROWS_TILES.index(rows) + TABLE_TILES.index(table)) % len(ROWS_TILES)]
-    tiles = {"dq": tile(*rows), "dkv": tile(*keys), "dtable": tile(*table)}
-    for seed, (first, last, offset) in enumerate(((-3, 7, 0), (-20, -20, 17), (5, 6, -9))):
+
+@pytest.mark.parametrize(("keys", "queries", "table"), TILES_AT_BORDERS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_at_the_borders_of_a_table(
+    keys: tuple[int, int], queries: tuple[int, int], table: tuple[int, int], is_causal: bool
+) -> None:
+    """With a clamped table each pair beyond it is counted once, by the dq kernel, and each within by the dtable kernel, whatever
+    tiles the dkv kernel has near the border and beyond."""
+    tiles = {"dkv": tile(*keys), "dq": tile(*queries), "dtable": tile(*table)}
+    for seed, (first, last, offset) in enumerate(BORDERS):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
         check_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
 
@@ -278,10 +267,6 @@ FULL, CLAMP, ZERO = RelativePositions(-60, 60), RelativePositions(-4, 6), Relati
 POSITIONS = {"full": FULL, "clamp": CLAMP, "zero": ZERO}
 
 
-def present(inputs: Inputs) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
-
-
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_lengths_beyond_the_keys_are_limited(outside: Any) -> None:
@@ -318,9 +303,8 @@ def test_wide_offsets(outside: Any) -> None:
 
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_wide_offsets_of_spread_queries(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
     """Tiles whose queries lie apart, to read the workspace 16 bytes at a time, have more rows than those of other kernels."""
-    monkeypatch.setattr(residual, "FEWEST_QUERIES", 1)
     inputs = make_inputs(1, 1, 300, 20, 8, num_rows=319, dtype=dtype, seed=6)
     stride = 2**23 - 1024  # times the rows of most tiles, 256 at most, it is below 2**31
     storage: Any = np.memmap("/dev/zero", dtype=inputs.query.numpy().dtype, mode="c", shape=(299 * stride + 108,))
@@ -329,52 +313,9 @@ def test_wide_offsets_of_spread_queries(dtype: torch.dtype, monkeypatch: pytest.
         for each, tensor in ((0, inputs.query), (100, inputs.d_out))
     )
     positions = RelativePositions(-299, 19)
-    tiles = {**SMALL_TILES, "dtable": tile(128, 32), "dq_from_ds": tile(64, 32)}
+    tiles = {**SMALL_TILES, "dtable": tile(128, 32), "dq": tile(64, 32)}
     expected = all_gradients(inputs, tiles, positions=positions)
     assert_bit_equal(all_gradients(inputs._replace(query=query, d_out=d_out), tiles, positions=positions), expected)
-
-
-@pytest.mark.parametrize("kind", ["full", "clamp", "zero", None])
-def test_only_the_wanted_gradients_are_computed(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are bit-equal to those of the call for all, the others are None, and no kernel runs that none of them needs."""
-    positions = None if kind is None else POSITIONS[kind]
-    num_rows = None if positions is None else positions.num_rows
-    inputs = make_inputs(1, 1, 33, 30, 16, num_rows=num_rows, dtype=torch.float32, seed=8)
-    complete = run_backward(inputs, positions=positions)
-    launches: Counter[str] = Counter()
-    count_launches(launches, monkeypatch)
-    names = ("d_query", "d_key", "d_value", "d_rel_key")
-    for wanted in [(name,) for name in names] + list(itertools.combinations(names, 2)):
-        launches.clear()
-        results = run_backward(inputs, wanted=wanted, positions=positions)
-        for name in GRADIENTS:
-            result, expected = results[name], complete[name]
-            assert (result is None) == (name not in wanted or expected is None), (wanted, name)
-            assert result is None or (expected is not None and torch.equal(result, expected)), (wanted, name)
-        query, key, value, table = (name in wanted for name in names)
-        table = table and kind is not None
-        needed = (query or key or table or kind == "clamp", key or value or table, table)
-        assert launches == Counter({name: 1 for name, need in zip(OF_BACKWARD, needed, strict=True) if need}), wanted
-
-
-def test_gradients_that_nothing_asks_for_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The public function passes on what requires a gradient: a trained table alone launches the kernels for it."""
-    launches: Counter[str] = Counter()
-    count_launches(launches, monkeypatch)
-    inputs = make_inputs(1, 1, 20, 20, 8, num_rows=39, dtype=torch.float32, seed=8)
-    for name, needed in (("rel_key", OF_BACKWARD), ("value", ("dkv_kernel",)), ("query", OF_BACKWARD[:1])):
-        launches.clear()
-        tensors = {field: tensor.clone() for field, tensor in present(inputs).items()}
-        tensors[name].requires_grad_()
-        out, _ = attend(*(tensors[field] for field in ("query", "key", "value", "rel_key")))
-        out.sum().backward()
-        gradient = tensors[name].grad
-        assert (
-            gradient is not None
-            and gradient.any()
-            and all(tensor.grad is None for field, tensor in tensors.items() if field != name)
-        )
-        assert launches == Counter(needed), name
 
 
 @pytest.mark.thorough

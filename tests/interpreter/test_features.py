@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -15,7 +14,6 @@ from tests.cases import assert_bit_equal, by_sequence
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
-    OF_BACKWARD,
     OTHER,
     SMALL,
     all_gradients,
@@ -25,10 +23,9 @@ from tests.interpreter.launch import (
     check_every_term,
     count_launches,
     kept,
-    record_plans,
+    needed_launches,
     run,
     run_backward,
-    tile,
 )
 from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions, fused_relative_attention
@@ -47,8 +44,8 @@ from triton_relattn.testing import (
     with_different_strides,
 )
 
-WORKSPACES = ("", "0", "6000", "20000")
-"""Limits in bytes: the usual one, a block of keys of one head at a time, some blocks of keys, and a head, or some."""
+WORKSPACES = ("", "0")
+"""Limits in bytes: the usual one, and a block of keys of one head at a time."""
 # Two variants, of which the normal run takes one and the other in turn.
 BOTH, BOTH_NAMES = (False, pytest.param(True, marks=pytest.mark.slow)), ("", "other")
 POSITIONS = {
@@ -222,7 +219,7 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     short |= {name: getattr(inputs, name)[:30] for name in ("key", "value")}
     short_inputs = inputs._replace(**short, d_lse=inputs.d_lse[:, :20])
     check_integers = validation._check_integers
-    for limit in WORKSPACES[:2]:
+    for limit in WORKSPACES:
         monkeypatch.setenv(planning.VARIABLE, limit)
         monkeypatch.setattr(validation, "_check_integers", check_integers)
         expected = forward_backward(attend_varlen, short_inputs, **arguments, enable_gqa=True)
@@ -248,88 +245,6 @@ def test_packed_nothing(starts: list[int]) -> None:
     assert results["out"].shape == (0, 2, 12) and results["lse"].shape == (2, 0)
     for name in set(DIFFERENTIABLE) - {"rel_p2c"}:
         assert results[f"d_{name}"].shape == getattr(inputs, name).shape and not results[f"d_{name}"].any()
-
-
-# Workspaces.
-
-OF_WORKSPACES: dict[str, dict[str, Any]] = {
-    "P": {"rel_key": False, "rel_bias": False, "rel_width": None},
-    "dS for keys": {"rel_key": False, "rel_bias": False, "rel_value": False, "rel_width": None, "rel_p2c": True},
-    "both": {"rel_p2c": True, "per_head": True},
-}
-SEQUENCES = ("padded", "padded, offsets", "packed", "packed, offsets")
-PARTS = [
-    pytest.param(sequences, tables, kind, marks=() if (row + column + number) % 3 == 0 else pytest.mark.slow)
-    for row, sequences in enumerate(SEQUENCES)
-    for column, tables in enumerate(OF_WORKSPACES)
-    for number, kind in enumerate(POSITIONS)
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("sequences", "tables", "kind"), PARTS)
-def test_parts_of_a_workspace(sequences: str, tables: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workspace for all heads, for some of them, and for some keys of one. With bounded tables the first two have a band of
-    relative positions; with a full one, all keys."""
-    tiles = {**SMALL, "dq": tile(16, 16)}
-    monkeypatch.setattr(selection, "select", lambda kernel, *_, **__: tiles[kernel])
-    plans = record_plans(monkeypatch)
-    is_full, is_packed = kind == "full", "packed" in sequences
-    num_keys, offset = (45, 9) if is_full else (200, 90)
-    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "query_offset": offset, "enable_gqa": True}
-    if is_full and "offsets" in sequences:
-        arguments["window_size"] = (40, 45)  # so that the table has a row for all that is visible
-    options = {"key_heads": 1, "num_rows": POSITIONS[kind].num_rows, **OF_WORKSPACES[tables]}
-    if is_packed:
-        queries, keys = (0, 18, 6), (5, num_keys, num_keys - 17)
-        for which, lengths in (("q", queries), ("k", keys)):
-            arguments[f"cu_seqlens_{which}"] = torch.tensor([0, *itertools.accumulate(lengths)])
-            arguments[f"max_seqlen_{which}"] = max(lengths)
-        inputs = packed_inputs(sum(queries), sum(keys), **options)
-        offsets = [0, offset, offset - 20]
-    else:
-        arguments["key_lengths"] = torch.tensor([num_keys, num_keys - 10])
-        inputs = all_terms((2, 2, 18, num_keys), **options)
-        offsets = [offset, offset - 20]
-    if "offsets" in sequences:
-        arguments["query_offset"] = torch.tensor(offsets)
-    units, size = len(offsets), 0
-    for name in ("all heads", "some heads", "some keys"):
-        if size:
-            monkeypatch.setenv(planning.VARIABLE, str(size // 2 if name == "some heads" else size // units - 1))
-        if is_packed:
-            check_packed(inputs, arguments)
-        else:
-            check_every_term(inputs, **arguments)
-        plan = plans[-1]
-        assert plan is not None
-        parts = {"all heads": (1,), "some heads": range(2, units + 1), "some keys": range(2 * units, units * plan.blocks + 1)}
-        assert len(plan.parts) in parts[name]
-        assert plan.layout.is_band == (not is_full and name != "some keys")
-        assert plan.has_all_keys == (is_full and name != "some keys")
-        assert (plan.has_ds, plan.has_probs) == (tables != "P", tables != "dS for keys")
-        size = size or plan.pairs * inputs.query.element_size()
-
-
-BANDS: dict[str, tuple[RelativePositions, dict[str, Any]]] = {
-    "zero": (RelativePositions(-4, 6, "zero"), {}),
-    "window": (RelativePositions(-300, 300), {"window_size": (9, 3)}),
-    "window of a clamped table": (RelativePositions(-4, 6), {"window_size": (20, 30)}),
-}
-
-
-@pytest.mark.usefixtures("guarded_kernels")
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("case", BANDS)
-def test_what_is_accessed_of_a_band(case: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing beside it, also of tiles that are wider than the band, at its first and last query."""
-    positions, arguments = BANDS[case]
-    plans = record_plans(monkeypatch)
-    tiles = {**SMALL, "dq": tile(16, 16), **({"dtable": tile(16, 128), "dp2c": tile(64, 64)} if large else {})}
-    inputs = all_terms((1, 1, 20, 200), positions.num_rows, rel_p2c=True)
-    for offset in (70, 64):  # multiples of 16 and others
-        all_gradients(inputs, tiles, positions=positions, query_offset=offset, **arguments)
-        assert plans[-1] is not None and plans[-1].layout.is_band
 
 
 # Dropout.
@@ -382,7 +297,7 @@ def test_every_kernel_drops_the_same(kind: str, tiles: Any) -> None:
 def test_dropout_does_not_depend_on_the_tiles(kind: str) -> None:
     """All results are the same but for rounding."""
     inputs = all_terms((1, 1, 45, 38), POSITIONS[kind].num_rows)
-    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.3, "exact_query_grad": True}
+    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.3}
     assert_close(all_gradients(inputs, SMALL, **arguments), all_gradients(inputs, OTHER, **arguments))
 
 
@@ -479,7 +394,7 @@ def test_nan_behind_a_mask(kind: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("limit", WORKSPACES[:2])
+@pytest.mark.parametrize("limit", WORKSPACES)
 @pytest.mark.parametrize(
     ("name", "options"), [("query", {"softcap": 5.0, "window_size": (20, 9)}), ("rel_query", {})], ids=["query", "rel_query"]
 )
@@ -507,7 +422,7 @@ def test_nan_in_one_query_stays_in_its_row(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("limit", WORKSPACES[:2])
+@pytest.mark.parametrize("limit", WORKSPACES)
 def test_nan_in_one_sequence_stays_there(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other sequences of a packed batch are bit-equal, but for the gradients that all share."""
     monkeypatch.setenv(planning.VARIABLE, limit)
@@ -547,82 +462,60 @@ def test_windows_skip_tiles(kind: str | None) -> None:
         return counted
 
     short, middle, long, unbounded = (loads(*call) for call in ((32, (9, 5)), (64, (9, 5)), (96, (9, 5)), (96, (-1, -1))))
-    assert set(short) == {"forward_kernel", *OF_BACKWARD} - {None if kind else "dtable_kernel"}
-    for kernel in short:
+    assert set(short) == {"forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel", *["dtable_kernel"] * (kind is not None)}
+    for kernel in set(short) - {"delta_kernel"}:  # which sees no keys
         assert 0 < long[kernel] - middle[kernel] <= 1.05 * (middle[kernel] - short[kernel]), kernel
     assert unbounded["forward_kernel"] > 1.2 * long["forward_kernel"]
     assert unbounded["dkv_kernel"] > 1.2 * long["dkv_kernel"]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches of the backward by kernel."""
-    launches: Counter[str] = Counter()
-    count_launches(launches, monkeypatch)
-    return launches
-
-
-@pytest.mark.parametrize("limit", WORKSPACES[:2])
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_only_the_wanted_gradients_are_computed(
-    kind: str, limit: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("limit", WORKSPACES)
+@pytest.mark.parametrize("kind", [*POSITIONS, None])
+def test_only_the_wanted_gradients_are_computed(kind: str | None, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit-equal to those of the call for all, the others None, and no kernel runs that none of them needs."""
     monkeypatch.setenv(planning.VARIABLE, limit)
-    plans = record_plans(monkeypatch)
-    inputs = all_terms((1, 1, 17, 18), POSITIONS[kind].num_rows)
-    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "dropout_p": 0.2}
+    counted = count_launches(monkeypatch)
+    arguments: dict[str, Any] = {}
+    inputs = make_inputs(1, 1, 17, 18, 16, num_rows=None, dtype=torch.float32, seed=8)
+    if kind is not None:
+        inputs, arguments = all_terms((1, 1, 17, 18), POSITIONS[kind].num_rows), {"positions": POSITIONS[kind], "dropout_p": 0.2}
     complete = run_backward(inputs, SMALL, **arguments)
-    parts = len(plans[0].parts) if plans[0] is not None else 0
-    assert parts == (2 if limit else 1)
-    tables = ("d_rel_key", "d_rel_value", "d_rel_bias")
-    for wanted in (*((name,) for name in OF_ALL_TERMS), *itertools.combinations(tables, 2), ("d_query", "d_rel_value")):
+    there = [name for name in GRADIENTS if complete[name] is not None]
+    parts, is_clamped = (2 if limit else 1), kind == "clamp"
+    assert counted == needed_launches(there, is_clamped, parts)
+    pairs = ("d_rel_key", "d_rel_value"), ("d_rel_value", "d_rel_bias"), ("d_query", "d_rel_value"), ("d_key", "d_query")
+    for wanted in (*((name,) for name in there), *(pair for pair in pairs if set(pair) <= set(there))):
         counted.clear()
         results = run_backward(inputs, SMALL, wanted, **arguments)
-        for name in OF_ALL_TERMS:
+        for name in GRADIENTS:
             result, expected = results[name], complete[name]
             assert (result is None) == (name not in wanted), (wanted, name)
             assert result is None or (expected is not None and torch.equal(result, expected)), (wanted, name)
-        needed = {
-            "dq_kernel": int(kind == "clamp" or not {"d_value", "d_rel_value"}.issuperset(wanted)),
-            "dkv_kernel": 0,
-            "dtable_kernel": parts * (("d_rel_value" in wanted) + (not {"d_rel_key", "d_rel_bias"}.isdisjoint(wanted))),
-        }
-        if not {"d_key", "d_value", *tables}.isdisjoint(wanted):
-            needed["dkv_kernel"] = 1 if set(tables).isdisjoint(wanted) else parts
-        assert counted == Counter(needed), wanted
+        assert counted == needed_launches(wanted, is_clamped, parts), wanted
+
+
+@pytest.mark.parametrize("name", ["query", "value", "rel_key"])
+def test_gradients_that_nothing_asks_for_are_not_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public function passes on what requires a gradient."""
+    counted = count_launches(monkeypatch)
+    inputs = make_inputs(1, 1, 20, 20, 8, num_rows=39, dtype=torch.float32, seed=8)
+    leaf = getattr(inputs, name).clone().requires_grad_()
+    out, _ = attend(*inputs._replace(**{name: leaf})[:4])
+    out.sum().backward()
+    assert leaf.grad.any() and counted == needed_launches([f"d_{name}"], False)
 
 
 @pytest.mark.parametrize("only", ["rel_bias", "rel_value"])
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_one_table_alone(only: str, kind: str, counted: Counter[str]) -> None:
+def test_one_table_alone(only: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias or a table for the values without any other; trained alone through the public function, or with everything."""
     positions = POSITIONS[kind]
     tables: dict[str, Any] = {"rel_key": False, "rel_value": False, "rel_bias": False, only: True}
     inputs = make_inputs(1, 2, 37, 33, 16, num_rows=positions.num_rows, **tables, dtype=torch.float32, seed=3)
     expected = check_every_term(inputs, positions=positions)[f"d_{only}"]
-    counted.clear()
+    counted = count_launches(monkeypatch)
     leaf = getattr(inputs, only).clone().requires_grad_()
     results = attend(*inputs[:3], positions=positions, **{only: leaf})
     (gradient,) = torch.autograd.grad(results, leaf, (inputs.d_out, inputs.d_lse))
     assert torch.equal(gradient, expected)
-    needs_dq = kind == "clamp" or only == "rel_bias"
-    assert counted == Counter(OF_BACKWARD if needs_dq else OF_BACKWARD[1:])
-
-
-@pytest.mark.parametrize("own_query", [False, True])
-def test_exact_delta(own_query: bool, counted: Counter[str]) -> None:
-    """A second walk, where the query's gradients are wanted; their error in sharp float16 attention is smaller by it."""
-    inputs = all_terms((1, 2, 64, 64), 127, torch.float16, sharp=True, rel_width=16 if own_query else None)
-    names = ("d_query", "d_rel_query") if own_query else ("d_query",)
-    golden = dense_gradients(inputs)._asdict()
-    errors = []
-    for exact in (False, True):
-        counted.clear()
-        results = all_gradients(inputs, exact_query_grad=exact)
-        assert counted["dq_kernel"] == 1 + exact
-        errors.append([float((results[name].double() - golden[name]).norm()) for name in names])
-    assert all(after < 0.7 * before for before, after in zip(*errors, strict=True)), errors
-    counted.clear()
-    run_backward(inputs, wanted=("d_key", "d_rel_bias"), exact_query_grad=True)
-    assert counted["dq_kernel"] == 1
+    assert counted == needed_launches([f"d_{only}"], kind == "clamp")

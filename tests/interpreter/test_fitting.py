@@ -26,7 +26,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     launch = Call.launch
 
     def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:
-        if config.block_m > limits[name]:
+        if config.block_m > limits.get(name, config.block_m):  # that of the delta kernel is fixed
             raise DoesNotFit(call.selected[name], OutOfResources(99, 1, "shared memory"))
         launch(call, name, kernel, config, *others, **options)
 
@@ -48,5 +48,5 @@ def test_results_in_smaller_configurations(dtype: torch.dtype, positions: Relati
     with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
         check_every_term(inputs, None, **arguments)
     replaced = {place.kernel for place in fitting._replacements}
-    # With so few queries the dtable kernel may have a smaller tile than its configuration says; see bwd_dtable.fitted.
-    assert replaced | {"dtable"} == set(largest) | {"dtable"}
+    # With so few queries those that read dS may have smaller tiles than their configurations say; see bwd_dq.fitted.
+    assert replaced | {"dq", "dtable"} == set(largest)

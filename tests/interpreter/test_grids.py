@@ -17,10 +17,9 @@ from triton_relattn._core.dropout import origins_of
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.grid import launchers
-from triton_relattn.kernels.grid.bwd_dkv import launch_grid_dkv
+from triton_relattn.kernels.grid.backward import backward
 from triton_relattn.kernels.grid.call import GridCall, cut_of
-from triton_relattn.kernels.grid.launchers import backward, forward
+from triton_relattn.kernels.grid.forward import forward
 from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
 
 call: Any = decomposed_relative_attention
@@ -169,13 +168,14 @@ def test_table_gradients_in_float16(name: str, sharp: int) -> None:
 
 def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dkv kernel gets sums of P dP that have float32's precision, which those of out, rounded to float16, have not."""
-    case, stored = CASES["class tokens and strips"], []
+    case, stored, launch = CASES["class tokens and strips"], [], GridCall.launch
 
-    def launch(call: Any, tile: Any, per_query: Any, *others: Any) -> None:
-        stored.append(per_query.deltas[0].double())
-        launch_grid_dkv(call, tile, per_query, *others)
+    def launch_and_note(call: GridCall, name: str, *others: Any, **arguments: Any) -> None:
+        if name == "dkv":
+            stored.append(arguments["per_query"].deltas[0].double())
+        launch(call, name, *others, **arguments)
 
-    monkeypatch.setattr(launchers, "launch_grid_dkv", launch)
+    monkeypatch.setattr(GridCall, "launch", launch_and_note)
     given = tensors(case, torch.float16)
     out, *_ = results(case, given)
     probs, d_probs, _, _ = dense_backward(case, given)

@@ -27,6 +27,7 @@ from tests.interpreter.guard import (
     recorded,
 )
 from tests.interpreter.launch import GRADIENTS, resolved, tile
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
@@ -37,14 +38,6 @@ from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs, make_inputs
 
 SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(16, 16), "dtable": tile(32, 16), "dp2c": tile(16, 16)}
-OTHER = {
-    "forward": tile(16, 16, None),
-    "dq": TileConfig(16, 16, 1, 1, None, "registers"),
-    "dkv": TileConfig(32, 16, 2, 1, rotation="registers"),
-    "dtable": TileConfig(16, 32, 1, 1),
-    "dp2c": tile(32, 16),
-    "dq_from_ds": tile(32, 16),
-}
 POSITIONS = {
     "none": None,
     "full": RelativePositions(-60, 60),
@@ -60,7 +53,6 @@ EVERYTHING: dict[str, Any] = {
     "dropout_p": 0.2,
     "softcap": 9.0,
     "enable_gqa": True,
-    "exact_query_grad": True,
 }
 FLOAT_MASK = torch.randn(2, 1, 20, 27, generator=torch.Generator().manual_seed(0)).masked_fill(torch.arange(27) == 20, -torch.inf)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -80,9 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "softcap": ("none", {}, {"softcap": 5.0}),
     "query_offset": ("zero", {"rel_bias": True}, {"query_offset": -6, "is_causal": True}),
     "query_offsets": ("zero", {"batch": 2, "heads": 1, "rel_value": True}, {"query_offset": torch.tensor([3, -5])}),
-    "rel_p2c": ("clamp", {"rel_p2c": True}, {"query_offset": 40}),
-    "query_from_ds": ("full", {"dtype": torch.float16, "num_queries": 45, "num_keys": 40}, {"is_causal": True}),
-    "exact_query_grad": ("clamp", {"rel_value": True}, {"exact_query_grad": True}),
+    "rel_p2c": ("clamp", {"rel_p2c": True}, {"query_offset": 10}),
+    "float16_causal": ("full", {"dtype": torch.float16, "num_queries": 45, "num_keys": 40}, {"is_causal": True}),
     "odd_widths": ("full", {"width": 5, "value_width": 3, "rel_width": 21}, {}),
     "float16": ("clamp", {"dtype": torch.float16}, {}),
     "ratio_of_scales": ("zero", {"dtype": torch.float16}, {"scale": 0.1, "rel_scale": 0.3}),
@@ -97,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-NEED_A_TABLE = {"rel_query", "rel_value", "rel_bias", "rel_p2c", "query_offset", "query_offsets", "exact_query_grad"}
+NEED_A_TABLE = {"rel_query", "rel_value", "rel_bias", "rel_p2c", "query_offset", "query_offsets"}
 NEED_A_TABLE |= {"odd_widths", "ratio_of_scales", "everything", "packed_everything"}
 PACKING: dict[str, Any] = {
     "cu_seqlens_q": torch.tensor([0, 0, 7, 25, 25, 30]),
@@ -134,7 +125,7 @@ def case_of(name: str, kind: str) -> tuple[Inputs, dict[str, Any]]:
 def results_of(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
     """out, lse, softmax_stats, the residual and the gradients of all tensors that there are."""
     inputs, tensors, spec = resolved(inputs, arguments)
-    keeps = keeps_residual(tensors, spec)
+    keeps = keeps_residual(tensors)
     out, lse, softmax_stats, residual = forward(tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps)
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles, residual=residual)
     named = {"out": out, "lse": lse, "softmax_stats": softmax_stats, "residual": residual}
@@ -147,7 +138,8 @@ def check_guarded(
 ) -> tuple[list[Launch], dict[str, torch.Tensor]]:
     """Run the call guarded, its programs in another order, and with NaN around all inputs.
 
-    It gives, bit for bit, the results of contiguous inputs without any guard.
+    It gives, bit for bit, the results of contiguous inputs without any guard. To the end rows of a clamped table torch adds what
+    lies beyond, a product whose last bits depend on strides: they are close.
     """
     choose = random.Random(seed)
     poisoned = Inputs(*(None if tensor is None else in_poisoned_storage(tensor, choose) for tensor in inputs))  # type: ignore[arg-type]
@@ -160,8 +152,14 @@ def check_guarded(
     contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
     expected = results_of(contiguous, arguments, tiles)
     assert results.keys() == expected.keys()
-    for name, result in expected.items():
-        assert not result.isnan().any() and torch.equal(results[name], result), name
+    _, tensors, spec = resolved(inputs, arguments)
+    is_clamped = spec.coverage(tensors.query_offsets is None) == "clamp"
+    for name, exact in expected.items():
+        result = results[name]
+        if is_clamped and name in ("d_rel_key", "d_rel_value", "d_rel_p2c"):
+            assert_near(name, result, exact)
+            result, exact = (each[..., 1:-1, :] for each in (result, exact))
+        assert not exact.isnan().any() and torch.equal(result, exact), name
     return launches, results
 
 
@@ -176,13 +174,12 @@ def runs(cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> list[A
 
 
 def kernels_of(tensors: AttentionTensors, spec: AttentionSpec) -> list[str]:
-    """The kernels that a call runs. The gradients of tables take a launch for dS and one for P."""
-    has_p2c, has_values = tensors.rel_p2c is not None, tensors.rel_value is not None
-    before = ["far_keys"] * (has_p2c and spec.coverage(tensors.query_offsets is None) == "clamp")
-    of_tables = ["dtable"] * ((tensors.rel_key is not None or tensors.rel_bias is not None) + has_values) + ["dp2c"] * has_p2c
-    if keeps_residual(tensors, spec):
-        return [*before, "forward", *before, "delta", "dkv", *of_tables, "dq_from_ds"]
-    return [*before, "forward", *before, *["dq"] * (1 + spec.exact_query_grad), "dkv", *of_tables]
+    """The kernels that a call runs. What is from dS takes a launch, and what is from P."""
+    has_rows, has_values = tensors.rel_key is not None or tensors.rel_bias is not None, tensors.rel_value is not None
+    is_clamped, has_p2c = spec.coverage(tensors.query_offsets is None) == "clamp", tensors.rel_p2c is not None
+    before = ["far_keys"] * (has_p2c and is_clamped)
+    of_pairs = [*["dq"] * (1 + (has_values and is_clamped)), *["dtable"] * (has_rows + has_values), *["dp2c"] * has_p2c]
+    return [*before, "forward", *before, "delta", "dkv", *of_pairs]
 
 
 @pytest.mark.parametrize(("name", "kind", "order"), [*runs(CASES), *runs(PACKED_CASES)])
@@ -204,7 +201,7 @@ def test_guarded(name: str, kind: str, order: Order) -> None:
         ("rel_p2c", "clamp"),
         ("packed_everything", "zero"),
         pytest.param("everything", "clamp", marks=pytest.mark.slow),
-        pytest.param("query_from_ds", "full", marks=pytest.mark.slow),
+        pytest.param("float16_causal", "full", marks=pytest.mark.slow),
     ],
 )
 def test_guarded_parts(name: str, kind: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +210,6 @@ def test_guarded_parts(name: str, kind: str, limit: str, monkeypatch: pytest.Mon
     inputs, arguments = case_of(name, kind)
     launches, _ = check_guarded(inputs, arguments, SMALL, ORDERS[len(name) % 2], seed=len(limit))
     assert [launch.kernel for launch in launches].count("dkv_kernel") > 1
-
-
-"""Bytes of the workspace: the usual ones, and those for several parts of a call that has tables."""
 
 
 # Kernels that are wrong.

@@ -44,7 +44,7 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
 """A number for each row: the rows are always next to each other."""
-SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_kept", "far_keys", "far_key_sums", "sums"}
+SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_keys", "far_key_sums"}
 """Two numbers for each row."""
 WORKSPACE = {"ds", "stored_probs", "stored"}
 """dS and P. Those of an item, a sequence and head, are so few that they are addressed in 32 bits, and nobody else makes them."""
@@ -99,7 +99,8 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
         assert not arguments
         changed, copies = {}, []
         of_kernel: set[str] = set()
-        kept[function.__name__ + " of P" * options.get("OF_VALUES", False)] = of_kernel
+        is_of_probs = options.get("OF_VALUES", "d_queries" in options and options["d_queries"] is None)
+        kept[function.__name__ + " of P" * is_of_probs] = of_kernel
         for name, argument in flat(options).items():
             if argument is not None and not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
                 continue  # not addressed by strides
@@ -166,7 +167,8 @@ def results(
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(Arguments.of(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
-    tiles["dtable"] = TileConfig(max(block // 4, 16), block, 4, 1)  # its queries lie 4 apart: as many rows as the others'
+    of_stored = TileConfig(max(block // 4, 16), block, 4, 1)  # their queries lie 4 apart: as many rows as the others'
+    tiles |= {"dq": of_stored, "dtable": of_stored}
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
@@ -193,7 +195,7 @@ SMALL = (10, 70, -4, 4, 30)
 def test_results_are_the_same(
     apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, whatever the strides. The kernel of far keys is launched only where a table is clamped."""
+    """Bit for bit, whatever the strides. Sums of P of each query, and the kernel of far keys, are only for clamped tables."""
     monkeypatch.setattr(selection, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
     block = 128 if apart is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
@@ -203,27 +205,32 @@ def test_results_are_the_same(
         assert exact.isfinite().all() and torch.equal(result, exact)
     absent = {"residuals", *(("attn_mask", "softmax_stats") if packed else ())}
     absent |= set() if p2c else {"rel_p2c", "far_keys", "far_key_sums"}
-    kernels = {"forward_kernel", "dq_kernel", "dkv_kernel", "dtable_kernel", "dtable_kernel of P"}
+    kernels = {"forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel", "dtable_kernel", "dtable_kernel of P"}
     kernels |= {"dp2c_kernel"} if p2c else set()
     kept["dtable_kernel of P"].remove("d_biases")  # which are sums of dS
-    assert set(kept) == kernels | ({"far_keys_kernel"} if p2c and apart not in (TILES, TABLE) else set())
+    if apart not in (TILES, TABLE):
+        kernels |= {"dq_kernel of P", *["far_keys_kernel"] * p2c}
+        kept["dq_kernel of P"] -= {"d_queries", "d_rel_queries"}  # as are these
+    assert set(kept) == kernels
     assert all(names <= apart.kept | absent for names in kept.values()), kept
 
 
 @contextmanager
-def only_the_last_program() -> Iterator[None]:
-    """Within, a launch runs one program, the last of its grid."""
+def only_the_last_programs() -> Iterator[None]:
+    """Within, a launch runs one program, the last of its grid; the dq kernel four, over which a block of queries is spread."""
     run = interpreter.InterpretedFunction.run
 
     def run_last(function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
         def number(of_axis: int) -> Any:
             return interpreter.TensorHandle(np.array([of_axis], dtype=np.int32), tl.int32)
 
-        with pytest.MonkeyPatch.context() as patch:
-            builder = interpreter.InterpreterBuilder
-            patch.setattr(builder, "create_get_program_id", lambda _, axis: number(grid[axis] - 1 if axis < len(grid) else 0))
-            patch.setattr(builder, "create_get_num_programs", lambda _, axis: number(grid[axis] if axis < len(grid) else 1))
-            run(function, *arguments, grid=(1,), **options)
+        for last in range(1, 5 if function.__name__ == "dq_kernel" else 2):
+            place = [grid[0] - last, *(size - 1 for size in grid[1:]), 0, 0]
+            with pytest.MonkeyPatch.context() as patch:
+                builder = interpreter.InterpreterBuilder
+                patch.setattr(builder, "create_get_program_id", lambda _, axis, place=place: number(place[axis]))
+                patch.setattr(builder, "create_get_num_programs", lambda _, axis: number(grid[axis] if axis < len(grid) else 1))
+                run(function, *arguments, grid=(1,), **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "run", run_last)
@@ -232,7 +239,7 @@ def only_the_last_program() -> Iterator[None]:
 
 @pytest.mark.parametrize("sizes", [(1, 70_000), (70_000, 1), (70, 1000)])
 def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
-    """The last program of each grid computes the last head as if there were no other."""
+    """The last programs of each grid compute the last head as if there were no other."""
     single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(16, 16, 4, 1))
     is_alone = sizes[0] == 1  # the gradient of a table that entries share is not that of the last one
@@ -253,7 +260,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         return results if d_rel_key is None else [*results, d_rel_key[-1]]
 
     expected = last(1, 1)
-    with only_the_last_program():
+    with only_the_last_programs():
         found = last(*sizes)
     assert len(found) == 5 + is_alone
     for result, exact in zip(found, expected, strict=True):

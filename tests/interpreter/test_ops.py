@@ -36,7 +36,6 @@ FEATURE_ARGUMENTS: dict[str, Any] = {
     "softcap": 3.0,
     "dropout_p": 0.3,
     "enable_gqa": True,
-    "exact_query_grad": True,
 }
 LONG = make_inputs(1, 2, 41, 20, 16, 8, num_rows=81, dtype=torch.float16, seed=0)
 LONG = LONG._replace(query=in_memory_order(LONG.query, 0, 2, 1, 3))
@@ -52,7 +51,7 @@ def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...
     """Arguments of the forward and of the backward operator."""
     inputs, of_call = CASES[case]
     tensors, spec = resolve(inputs, **of_call)
-    keeps = keeps_residual(tensors, spec)
+    keeps = keeps_residual(tensors)
     forward = (*tensors, *spec, "triton", keeps)
     out, lse, softmax_stats, kept = FORWARD(*forward)
     saved = (out, lse, softmax_stats, kept if keeps else None)

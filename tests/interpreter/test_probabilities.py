@@ -1,8 +1,8 @@
 """Probabilities that the backward computes anew are those of the forward: they sum to one, whatever the tiles and the logits.
 
-The backward kernels that compute scores, dq and dkv, have other tiles than the forward, and other ways to rotate terms. Were
-their scores rounded otherwise, or their softmax normalised otherwise, all dS of a query would be off by the same factor, an error
-that adds up in the gradient of a table and that no other test need notice.
+The dkv kernel has other tiles than the forward, and other ways to rotate terms. Were its scores rounded otherwise, or its softmax
+normalised otherwise, all dS of a query would be off by the same factor, an error that adds up in the gradient of a table and that
+no other test need notice.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from tests.cases import unlucky
 from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
 from tests.tolerance import sum_allowance, within
 from triton_relattn import RelativePositions
-from triton_relattn._core import residual
-from triton_relattn._core.residual import keeps_residual
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
@@ -35,17 +33,15 @@ from triton_relattn.testing import (
 LENGTH = 80
 MIXED = {
     "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
-    "dq": TileConfig(32, 32, 4, 1),
     "dkv": TileConfig(64, 64, 4, 1, rotation="registers"),
     "dtable": TileConfig(16, 16, 4, 1),
-    "dq_from_ds": TileConfig(16, 32, 4, 1),
+    "dq": TileConfig(16, 32, 4, 1),
 }
 OTHERWISE_MIXED = {
     "forward": TileConfig(32, 32, 4, 1, None),
-    "dq": TileConfig(64, 64, 4, 1, None, rotation="registers"),
     "dkv": TileConfig(16, 16, 4, 1),
     "dtable": TileConfig(64, 32, 4, 1),
-    "dq_from_ds": TileConfig(32, 16, 4, 1),
+    "dq": TileConfig(32, 16, 4, 1),
 }
 # A table of each kind, and clamped ones whose end rows some kernels take for a tile near the table, some for one far from it.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,10 +53,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias": ({"num_rows": 2 * LENGTH - 1, "rel_key": False, "rel_bias": True}, {}),
     "rel_query": ({"num_rows": 2 * LENGTH - 1, "rel_width": 16, "rel_bias": True}, {"rel_scale": 0.37}),
     "rel_value": ({"num_rows": 2 * LENGTH - 1, "rel_value": True}, {}),
-    "full, residual": ({"num_rows": 2 * LENGTH - 1}, {}),
-    "rel_query, residual": ({"num_rows": 2 * LENGTH - 1, "rel_width": 16, "rel_bias": True}, {"rel_scale": 0.37}),
 }
-"""Inputs and arguments. With "residual", delta and the query's gradient come without a second look at the scores."""
 VISIBLE: dict[str, tuple[dict[str, Any], dict[str, TileConfig]]] = {
     "diagonal": ({"window_size": (0, 0)}, MIXED),
     "first key": ({"key_lengths": torch.tensor([1])}, OTHERWISE_MIXED),
@@ -79,8 +72,6 @@ def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, m
     inputs = inputs._replace(key=3 * inputs.key, rel_key=None if inputs.rel_key is None else 12 * inputs.rel_key)
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
     round_terms(monkeypatch, rounded)
-    monkeypatch.setattr(residual, "FEWEST_QUERIES", 1 if "residual" in kind else LENGTH + 1)
-    assert keeps_residual(*resolve(inputs, **arguments)) == ("residual" in kind)
     results, golden = all_gradients(inputs, tiles, **arguments), dense_gradients(inputs, **arguments)._asdict()
     assert float(golden["lse"].abs().max()) > 50  # in these units rounding to float16 is visible
     for name in ("out", "d_value", "d_rel_value"):

@@ -1,18 +1,35 @@
-"""Calls whose backward takes a workspace, and limits with which it has one part or many."""
+"""Calls, padded and packed, the rules for their results, and limits with which their workspace has one part or many."""
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.interpreter.launch import resolved
-from triton_relattn import RelativePositions
+from tests.cases import by_sequence, unpacked
+from tests.interpreter.launch import GRADIENTS, check_every_term, kept, resolved, with_keep
+from tests.tolerance import within
+from triton_relattn import RelativePositions, fused_relative_attention_varlen
+from triton_relattn._core.residual import keeps_residual
+from triton_relattn._core.spec import TABLES
+from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.planning import Plan
-from triton_relattn.testing import Inputs, make_inputs
+from triton_relattn.testing import (
+    Inputs,
+    assert_gradients_close_fp32,
+    assert_table_gradient,
+    assert_within_budget,
+    dense_gradients,
+    forward_backward,
+    make_inputs,
+    table_gradient_budget,
+)
 
 POSITIONS = {
     "full": RelativePositions(-59, 59),
@@ -30,14 +47,15 @@ def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
 IN_REGISTERS: dict[str, Any] = {"rotation": "registers"}
 TILES = {
     "twice": {"dq": tile(32, 16), "dkv": tile(32, 16), "dtable": tile(32, 16), "dp2c": tile(16, 16)},
-    "square": {"dq": tile(32, 32, carry=None), "dkv": tile(16, 16), "dtable": tile(32, 32), "dp2c": tile(32, 32)},
-    "registers": {"dq": tile(16, 16), "dkv": tile(32, 32, **IN_REGISTERS), "dtable": tile(16, 16), "dp2c": tile(32, 16)},
+    "square": {"dq": tile(32, 32), "dkv": tile(16, 16), "dtable": tile(32, 32), "dp2c": tile(32, 32)},
+    "registers": {"dq": tile(16, 64), "dkv": tile(32, 32, **IN_REGISTERS), "dtable": tile(16, 16), "dp2c": tile(32, 16)},
     "long": {
-        "dq": tile(16, 16, carry=None),
+        "dq": tile(16, 16),
         "dkv": tile(32, 16, num_warps=2, **IN_REGISTERS),
         "dtable": tile(64, 32),
         "dp2c": tile(64, 32),
     },
+    "wide": {"dq": tile(16, 128), "dkv": tile(16, 16), "dtable": tile(16, 128), "dp2c": tile(64, 64)},
 }
 
 
@@ -70,7 +88,7 @@ def check_parts(plan: Plan | None, limit: str) -> None:
     elif limit == "heads":
         assert programs == [plan.blocks] * units and units > 1
     else:
-        assert not plan.has_all_keys and not plan.layout.is_band and len(programs) > units
+        assert not plan.has_whole_heads and not plan.layout.is_band and len(programs) > units
         assert limit == "keys" or set(programs) == {1}
 
 
@@ -90,7 +108,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bool_mask": ({}, {"attn_mask": torch.arange(43) % 3 != torch.arange(37)[:, None] % 4}),
     "float_mask": ({"rel_bias": True}, {"attn_mask": torch.randn(2, 1, 43, generator=torch.Generator().manual_seed(0))}),
     "dropout": ({"rel_bias": True}, {"dropout_p": 0.3}),
-    "softcap": ({"rel_width": 8}, {"softcap": 3.0, "exact_query_grad": True}),
+    "softcap": ({"rel_width": 8}, {"softcap": 3.0}),
     "negative_scale": ({}, {"scale": -0.3}),
     "p2c": ({"rel_p2c": True}, {"key_lengths": torch.tensor([43, 17]), "query_offset": -9}),
     "p2c_alone": ({"rel_p2c": True, "rel_key": False, "per_head": True}, {"is_causal": True, "query_offset": 6}),
@@ -117,3 +135,96 @@ def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
     options |= {"width": 8, "value_width": 12, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
     return make_inputs(**options), {"positions": positions, "enable_gqa": True}
+
+
+LENGTHS_OF_PACK: dict[str, tuple[int, ...]] = {"q": (13, 0, 37, 5), "k": (21, 5, 40, 0)}
+PACKED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packed": ({"rel_bias": True}, {}),
+    "packed_causal": ({"per_head": True, "rel_value": True}, {"is_causal": True, "query_offset": 5}),
+    "packed_window": ({"rel_value": True, "rel_key": False}, {"window_size": (11, 5)}),
+    "packed_p2c": ({"rel_p2c": True, "heads": 4, "key_heads": 2, "per_head": True}, {"rel_scale": -0.3}),
+    "packed_offsets": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": torch.tensor([4, 3, -12, 20])}),
+    "packed_dropout": ({"rel_value": True, "rel_bias": True}, {"dropout_p": 0.3, "softcap": 3.0}),
+}
+
+
+def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """Return what call_of does, but sequences of these lengths, packed."""
+    options: dict[str, Any] = {"batch": 1, "num_queries": sum(lengths["q"]), "num_keys": sum(lengths["k"])}
+    inputs, arguments = call_of(kind, **{**options, **others})
+    in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
+    packed: dict[str, Any] = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
+    arguments["query_offset"] = 0
+    for which, each in lengths.items():
+        arguments |= {f"cu_seqlens_{which}": torch.tensor([*itertools.accumulate(each, initial=0)])}
+        arguments |= {f"max_seqlen_{which}": max(each)}
+    return inputs._replace(**packed, d_lse=inputs.d_lse[0]), arguments
+
+
+def named_call(name: str, kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """One of CALLS or PACKED_CALLS."""
+    shape, arguments = (CALLS | PACKED_CALLS)[name]
+    inputs, of_table = (pack_of if name in PACKED_CALLS else call_of)(kind, **{**shape, **others})
+    return inputs, {**of_table, **arguments}
+
+
+# The rules for results.
+
+
+def results_of(
+    inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None, wanted: Any = GRADIENTS
+) -> dict[str, torch.Tensor]:
+    """out, lse and those gradients of a padded or packed call that are wanted and there, in the shapes of the call's tensors."""
+    by_head, tensors, spec = resolved(inputs, arguments)
+    keeps = keeps_residual(tensors)
+    out, lse, softmax_stats, kept_residual = forward(tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps)
+    wants = [name in wanted for name in GRADIENTS]
+    found = backward(by_head.d_out, by_head.d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual=kept_residual)
+    results = {"out": out, "lse": lse, **{name: each for name, each in zip(GRADIENTS, found, strict=True) if each is not None}}
+    if "cu_seqlens_q" in arguments:
+        results["lse"] = lse[0]
+        for name in {"out", "d_query", "d_key", "d_value", "d_rel_query"}.intersection(results):
+            results[name] = results[name][0].transpose(0, 1)
+    return results
+
+
+def check_packed(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
+    """The rules of check_every_term: all results are those of each sequence by itself in float64, the tables' summed."""
+    results, dropout_p = results_of(inputs, arguments, tiles), arguments.get("dropout_p", 0.0)
+    longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+    sizes = len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest
+    golden = by_sequence(inputs, arguments, kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
+    assert results.keys() == golden.keys()
+    gradients = [golden[name] for name in results if name.startswith("d_")]
+    is_exact = inputs.query.dtype == torch.float32
+    assert is_exact or not dropout_p, "the reference would drop others"
+    attend: Any = partial(fused_relative_attention_varlen, return_lse=True, implementation="reference")
+    plain = {} if is_exact else forward_backward(attend, inputs, **arguments)
+    for name, result in results.items():
+        others = gradients if name.startswith("d_") else [golden[name].masked_fill(golden[name].isinf(), 0)]
+        if not any(other.any() for other in others):
+            assert torch.equal(result, golden[name].to(result.dtype)), name
+        elif is_exact:
+            assert_gradients_close_fp32(name, result, golden[name], others)
+        else:
+            factor = 3 if name.startswith("d_") else 2
+            assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
+        table = name.removeprefix("d_")
+        if table in TABLES and not is_exact:
+            budgets = [table_gradient_budget(part.inputs, table=table, **part.arguments) for part in unpacked(inputs, arguments)]
+            exact, allowance = sum(each for each, _ in budgets), sum(each for _, each in budgets)
+            within(name, (result.double() - exact).abs(), allowance)
+    return results
+
+
+def check_call(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
+    """The error rules for out, lse and all gradients of a padded or packed call."""
+    if "cu_seqlens_q" in arguments:
+        return check_packed(inputs, arguments, tiles)
+    results = check_every_term(inputs, tiles, **arguments)
+    if inputs.rel_p2c is not None and inputs.query.dtype == torch.float16:
+        dense = with_keep(inputs, arguments)
+        golden = dense_gradients(inputs, **dense).d_rel_p2c
+        if golden is not None and golden.any():
+            assert_table_gradient("d_rel_p2c", results["d_rel_p2c"], inputs, table="rel_p2c", **dense)
+    return results

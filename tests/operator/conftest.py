@@ -9,10 +9,9 @@ from tests.way import WAYS, Way
 
 if INTERPRETED:
     from tests.interpreter.conftest import changed_interpreter as changed_interpreter
-    from tests.interpreter.conftest import short_sequences as short_sequences
 
 
-TILES = {"forward": (32, 32), "dq": (32, 16), "dq_from_ds": (16, 32), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
+TILES = {"forward": (32, 32), "dq": (16, 32), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
 """Several tiles each way in short sequences, and hardly two kernels with the same ones."""
 
 

@@ -152,7 +152,7 @@ OF_POSITIONS = of("""
 EXPRESSIONS = (
     dict.fromkeys(("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c", "attn_mask"), OF_TENSORS)
     | dict.fromkeys(("scale", "rel_scale", "softcap", "dropout_p"), OF_NUMBERS)
-    | dict.fromkeys(("is_causal", "enable_gqa", "return_lse", "exact_query_grad"), OF_FLAGS)
+    | dict.fromkeys(("is_causal", "enable_gqa", "return_lse"), OF_FLAGS)
     | dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), OF_VECTORS)
     | dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "query_offset"), OF_INTEGERS)
     | {"window_size": OF_WINDOWS, "positions": OF_POSITIONS, "implementation": of("text; 1; []; {}; torch.zeros(2); bytes(3)")}

@@ -51,7 +51,6 @@ class Arguments(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     enable_gqa: bool = False
-    exact_query_grad: bool = False
     return_lse: bool = False
     cu_seqlens: Mapping[str, torch.Tensor] | None = None  # by "q" and "k", of a packed batch
     max_seqlens: Mapping[str, int] | None = None

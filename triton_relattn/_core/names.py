@@ -1,4 +1,4 @@
-"""What the arguments of other libraries are called here."""
+"""What the arguments of other libraries, and of earlier versions, are called here."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ OTHER_NAMES = {
 NOT_NEEDED = {
     "score_mod": "the terms are rel_key, rel_bias, rel_p2c and rel_value",
     "deterministic": "results always repeat bit for bit",
+    "exact_query_grad": "0.3 removed it, as the gradient of query is always as exact as those of the tables",
     "block_table": "a paged cache has to be gathered into key and value",
 }
 ELSEWHERE = {

@@ -81,8 +81,6 @@ class AttentionSpec(NamedTuple):
     """Logits are limited smoothly to +-softcap."""
     dropout_p: float = 0.0
     """Dropout probability of the attention weights."""
-    exact_query_grad: bool = False
-    """Use the exact delta for d_query and d_rel_query, too."""
     with_lse: bool = True
     """Compute lse; else "blockwise" leaves it out, (B, Hq, 0)."""
 

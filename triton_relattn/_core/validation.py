@@ -278,7 +278,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Know
         NotImplementedError: torch.jit.trace is at work.
     """
     query, key, value, terms, attn_mask, key_lengths, is_causal, window_size, query_offset, dropout_p = arguments[:10]
-    scale, softcap, enable_gqa, exact_query_grad, return_lse, cu_seqlens, max_seqlens = arguments[10:]
+    scale, softcap, enable_gqa, return_lse, cu_seqlens, max_seqlens = arguments[10:]
     rel_key, rel_query, rel_value, rel_bias, rel_p2c, positions, rel_scale = terms
     refuse_tracing()
     if not isinstance(query, torch.Tensor):
@@ -288,7 +288,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Know
         check_operand(name, getattr(tensors, name), query)
     if rel_query is not None:
         check_operand("rel_query", rel_query, query)
-    _flags(is_causal=is_causal, enable_gqa=enable_gqa, exact_query_grad=exact_query_grad, return_lse=return_lse)
+    _flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     _check_shapes(tensors, cu_seqlens is not None, enable_gqa)
     if rel_key is None and rel_query is not None:
         raise ValueError("rel_query needs rel_key, the table that it is multiplied with")
@@ -351,7 +351,6 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Know
         max_seqlen_k=max_seqlen_k,
         softcap=softcap,
         dropout_p=dropout_p,
-        exact_query_grad=exact_query_grad,
     )
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)

@@ -113,7 +113,7 @@ class Kernels(Implementation):
         _warn_of_untested_triton(device)
 
     def keeps(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-        return keeps_residual(tensors, spec)
+        return keeps_residual(tensors)
 
     def empty_results(self, tensors: AttentionTensors, spec: AttentionSpec, keeps: bool) -> Results:
         query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
@@ -150,7 +150,7 @@ class Kernels(Implementation):
         return out, tensors.query.new_empty((batch, heads, 2, length), dtype=torch.float32)
 
     def grid_forward(self, tensors: GridTensors, scale: float, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-        from ..kernels.grid.launchers import forward
+        from ..kernels.grid.forward import forward
 
         with torch.cuda.device_of(tensors.query):
             return forward(tensors, scale, dropout_p)
@@ -165,7 +165,7 @@ class Kernels(Implementation):
         dropout_p: float,
         wanted: Sequence[bool],
     ) -> Gradients:
-        from ..kernels.grid.launchers import backward
+        from ..kernels.grid.backward import backward
 
         with torch.cuda.device_of(d_out):
             return backward(d_out, out, softmax_stats, tensors, scale, dropout_p, wanted)

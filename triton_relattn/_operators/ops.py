@@ -29,7 +29,7 @@ _GRADIENTS = ", ".join(["Tensor"] * _NUM_GRADIENTS)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 define = _library.define
-# keeps: the forward returns what saves the backward work: "triton" the residual of out, "blockwise" the probabilities.
+# keeps: the forward returns what the backward can use: "triton" the residual of out, "blockwise" the probabilities.
 define(f"attention_forward({TENSORS}, {SCALARS}, str implementation, bool keeps) -> (Tensor, Tensor, Tensor, Tensor)")
 define(
     f"attention_backward(Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? softmax_stats, Tensor? kept, {TENSORS}, "

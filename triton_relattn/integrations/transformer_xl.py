@@ -24,8 +24,7 @@ def folded(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the query and the other arguments of the operator for a rel_key (H, R, D), a row for each of the positions."""
     query, rel_bias = tables.fold_transformer_xl(query, rel_key, u, v, scale)
-    # The gradient of u is the sum of the query's gradient, whose rounding errors would add up (docs/numerics.md).
-    return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": positions, "exact_query_grad": True, "scale": scale}
+    return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": positions, "scale": scale}
 
 
 def attend(

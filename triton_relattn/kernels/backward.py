@@ -1,4 +1,10 @@
-"""Launcher of the backward: it runs those kernels that the wanted gradients need."""
+"""The backward: the order of its kernels, of which those run that the wanted gradients need.
+
+1. delta: rowsum(out * d_out) - d_lse of each query.
+2. dkv: dK and dV; with them dS = P * (dP - delta), and for rel_value P, of all pairs of some heads, to the workspace.
+3. dq: dQ from dS, its product with the keys and, along the diagonals, with the table.
+4. dtable: the gradients of the tables from dS and P along the diagonals. dp2c: that of rel_p2c.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,6 @@ from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from .bwd_dkv import launch_dkv
 from .bwd_dp2c import launch_dp2c
 from .bwd_dq import launch_dq
-from .bwd_dq_from_ds import launch_dq_from_ds
 from .bwd_dtable import launch_dtable
 from .call import (
     Call,
@@ -44,10 +49,12 @@ def backward(
 
     Memory beyond the gradients:
 
-    - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value.
+    - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value; at the end a
+      float32 copy of query for the gradient of rel_key, and of d_out for that of rel_value.
+    - float32 sums for the gradient of the query, if not all pairs of a head are in the workspace at once.
     - Each table's gradient in float32, once for each of the programs that share its sum (selection.table_splits). Not if one
       program computes all of it.
-    - With tables a workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key, and as many more with
+    - A workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key, and as many more with
       rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
       256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.limit): linear in the length.
 
@@ -57,12 +64,8 @@ def backward(
         tiles: configurations by the names of kernels, in place of the selected ones.
         residual: as the forward returns it with keeps_residual.
     """
-    query, given_rel_query, scale_is_negative = tensors.query, tensors.rel_query, spec.scale < 0
+    given_rel_query, scale_is_negative = tensors.rel_query, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
-    # With one sum for both roles of the query, dS is multiplied by the ratio of the scales, which float16 may not hold.
-    may_overflow = query.dtype == torch.float16 and abs(spec.rel_scale) > abs(spec.scale)
-    if may_overflow and tensors.rel_key is not None and tensors.rel_query is None:
-        tensors = tensors._replace(rel_query=query)
     wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
     has_two_roles = given_rel_query is None and tensors.rel_query is not None
     if has_two_roles:
@@ -106,63 +109,60 @@ def _backward(
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     call = Call(tensors, spec, (out, d_out))
     launch_far_keys(call, tensors.key)
-    kernels = ("dq", "dkv", "dtable", "dq_from_ds", *["dp2c"] * (tensors.rel_p2c is not None))
+    kernels = ("dkv", "dq", "dtable", *["dp2c"] * (tensors.rel_p2c is not None))
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
-    wants = {name: gradient is not None for name, gradient in gradients.items()}
-    (plan, query_from_ds), ds, probs = planning.allocated(
-        call, tensors, spec, tiles, selection.multiprocessors(query.device), residual is not None, wants
+    is_wanted = {name: gradient is not None for name, gradient in gradients.items()}
+    is_clamped, has_rows = call.coverage == "clamp", tensors.rel_key is not None or tensors.rel_bias is not None
+    wants_query = is_wanted["query"] or is_wanted["rel_query"]
+    wants_rows = is_wanted["rel_key"] or is_wanted["rel_bias"]
+    plan, ds, probs = planning.allocated(
+        call,
+        tensors,
+        spec,
+        tiles,
+        selection.multiprocessors(query.device),
+        wants_query or wants_rows or is_wanted["rel_p2c"],
+        is_wanted["rel_value"],
     )
+    new = query.new_empty if tensors.cu_seqlens_q is None and plan.has_whole_heads else query.new_zeros
 
-    far = _far_sums(call, tensors)
+    def sides(exist: bool, length: int) -> torch.Tensor | None:
+        """Allocate two numbers of each query or key, of the pairs before and behind a clamped table."""
+        return new((entries, heads, 2, length), dtype=torch.float32) if is_clamped and exist else None
+
+    # 1. delta, and what keys beyond a clamped table add to scores and dP
+    far_scores, far_values = sides(has_rows, seqlen_q), sides(tensors.rel_value is not None, seqlen_q)
+    far_key_sums = sides(is_wanted["rel_p2c"], tensors.key.shape[2])
     deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32)
-    far_key_sums = None
-    if call.inputs.far_keys is not None and gradients["rel_p2c"] is not None:
-        far_key_sums = query.new_zeros(entries, heads, 2, tensors.key.shape[2], dtype=torch.float32)
-    per_query = PerQuery(*map(strided, (softmax_stats, deltas, *far, far_key_sums)))
-    of_values = ("value", "rel_value")  # they need no delta, only the dq kernel's terms and sums of far keys
-    needs_far = (far[0] is not None and gradients["value"] is not None) or (
-        far[3] is not None and gradients["rel_value"] is not None
-    )
-    d_query, d_rel_query = gradients["query"], gradients["rel_query"]
-    wants_query = d_query is not None or d_rel_query is not None
-    if needs_far or any(gradient is not None for name, gradient in gradients.items() if name not in of_values):
-        if query_from_ds:
-            launch_delta(out, residual, d_out, d_lse, deltas, call.shape.block_dv)
-        elif spec.exact_query_grad and wants_query:
-            launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, None, None)
-            launch_dq(call, tiles["dq"], per_query, None, d_out, d_lse, d_query, d_rel_query)
-        else:
-            launch_dq(call, tiles["dq"], per_query, out, d_out, d_lse, d_query, d_rel_query)
+    per_query = PerQuery(*map(strided, (softmax_stats, deltas, far_scores, far_values, far_key_sums)))
+    launch_delta(call, out, residual, d_out, d_lse, per_query)
 
+    far_sums = sides(wants_rows or (tensors.rel_key is not None and wants_query), seqlen_q)
+    far_probs = sides(is_wanted["rel_value"], seqlen_q)
+    of_query = {name: gradients[name] for name in ("query", "rel_query")}
+    if not plan.has_whole_heads:  # parts of a sum
+        of_query = {n: None if each is None else torch.zeros_like(each, dtype=torch.float32) for n, each in of_query.items()}
     sums = None
-    if plan is not None and any(gradients[name] is not None for name in TABLES):
+    if any(is_wanted[name] for name in TABLES):
         sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan)
-    of_keys = (call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], plan)
-    if ds is None and probs is None:
-        if gradients["key"] is not None or gradients["value"] is not None:
-            launch_dkv(*of_keys)
-    else:
-        for part in plan.parts:  # always in this order, so that sums repeat
-            launch_dkv(*of_keys, ds, probs, part)
-            if gradients["rel_key"] is not None or gradients["rel_bias"] is not None:
-                launch_dtable(call, tiles["dtable"], call.rel_query, ds, sums, plan, part, of_values=False)
-            if probs is not None:
-                launch_dtable(call, tiles["dtable"], d_out, probs, sums, plan, part, of_values=True)
-            if query_from_ds and wants_query:
-                launch_dq_from_ds(call, tiles["dq_from_ds"], ds, d_query, d_rel_query, plan, part)
-            if gradients["rel_p2c"] is not None:
-                launch_dp2c(call, tiles["dp2c"], ds, sums, plan, part)
+    for part in plan.parts:  # always in this order, so that sums repeat
+        # 2. dK and dV; dS and P to the workspace
+        launch_dkv(call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], ds, probs, plan, part)
+        # 3. dQ
+        if wants_query or far_sums is not None:
+            launch_dq(call, tiles["dq"], ds, of_query["query"], of_query["rel_query"], far_sums, plan, part)
+        if far_probs is not None:
+            launch_dq(call, tiles["dq"], probs, None, None, far_probs, plan, part)
+        # 4. the tables
+        if wants_rows:
+            launch_dtable(call, tiles["dtable"], call.rel_query, ds, sums, plan, part, of_values=False)
+        if probs is not None:
+            launch_dtable(call, tiles["dtable"], d_out, probs, sums, plan, part, of_values=True)
+        if is_wanted["rel_p2c"]:
+            launch_dp2c(call, tiles["dp2c"], ds, sums, plan, part)
     if sums is not None:
-        sums.add_far(tensors.key, d_out, far[2], far[3], far_key_sums)
-        sums.add_up()
+        sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)
+    for name, total in of_query.items():
+        if total is not None and total is not gradients[name]:
+            gradients[name].copy_(total)
     return tuple(gradients.values())
-
-
-def _far_sums(call: Call, tensors: AttentionTensors) -> list[torch.Tensor | None]:
-    """Allocate far_scores, far_values, far_sums and far_kept of PerQuery; None for those that a call does not have."""
-    query = tensors.query
-    new = query.new_empty if tensors.cu_seqlens_q is None else query.new_zeros  # rows outside all sequences are summed, too
-    of_scores = tensors.rel_key is not None or tensors.rel_bias is not None
-    exist = (of_scores, tensors.rel_value is not None, of_scores, tensors.rel_value is not None)
-    shape = (*query.shape[:2], 2, query.shape[2])
-    return [new(shape, dtype=torch.float32) if call.coverage == "clamp" and each else None for each in exist]

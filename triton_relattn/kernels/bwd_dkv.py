@@ -1,12 +1,18 @@
-"""Backward, second kernel: a program owns a block of keys and loops over the queries that see them."""
+"""Backward, second kernel: dK and dV, and for the other kernels dS.
+
+    P = exp(logits - lse)     dP = dO V^T     dS = P (dP - delta)     dV = P^T dO     dK = scale dS^T Q
+
+A program owns a block of keys and loops over the queries that see them, of all heads that share these keys. It stores dS, and P
+if there is a rel_value, in the workspace.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from .call import Call, PerQuery, cdiv, strided
+from .call import Call, PerQuery, strided
 from .config.selection import TileConfig
-from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
+from .logits import Keys, Queries, relative_terms, tables_of_scores, tile_logits, value_table
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.dropout import keep_mask
@@ -24,7 +30,7 @@ from .tile.masking import FAR, NEAR, exists, first_part, locate, loop_position, 
 from .tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .tile.table import reached_table
 from .workspace.planning import Part, Plan
-from .workspace.stored import key_of_column, near_limits, store_tile, stored_positions
+from .workspace.stored import key_of_column, store_tile
 
 
 @triton.jit(do_not_specialize=["first_program", "first", "last", "num_heads"])
@@ -45,22 +51,19 @@ def dkv_kernel(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Compute d_key and d_value of BLOCK_N keys of one head. d_keys or d_values may be None; per_query is as dq_kernel left it.
+    """Compute d_key and d_value of BLOCK_N keys of one head; either may be None. per_query is as delta_kernel left it.
 
     ds and stored_probs, [1, items, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps; see
-    stored.py. LAYOUT is None without tables. With a clamped table, pairs that the workspace has count as near. They do so even if
-    nothing is stored, so that d_key has the same bits.
+    stored.py.
 
-    Grid: (key blocks * batch * key heads,), key blocks fastest; with a causal mask the first have the longest loops. If
-    something is stored, the grid is a part of that, from first_program on: whole heads, or some blocks of one head.
+    Grid: a part of (key blocks * batch * key heads,), key blocks fastest, from first_program on: whole heads, or some blocks of
+    one head. With a causal mask the first blocks have the longest loops.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
     KEY_TILE: tl.constexpr = TILE.key_tile
     num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
-    program = tl.program_id(0)
+    program = tl.program_id(0) + first_program
     STORES: tl.constexpr = ds is not None or stored_probs is not None
-    if STORES:
-        program += first_program
     block = program % num_blocks
     key_head = program // num_blocks % (num_heads // SHAPE.group)
     place = locate(call.sequences, call.window, program // num_blocks // (num_heads // SHAPE.group))
@@ -85,12 +88,7 @@ def dkv_kernel(
         d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
 
     # Along the queries the relative position falls: keys in the future of the table come first.
-    near_first, near_last = first, last
-    if LAYOUT is not None:
-        lowest, highest = stored_positions(first, last, call.window, LAYOUT, TILE)
-        if TILE.coverage == "clamp":  # far tiles are not stored
-            near_first, near_last = near_limits(first, last, lowest, highest, LAYOUT)
-    row_first, row_stop, near_start, near_stop = query_range(key_start, near_first, near_last, place, call.window, TILE)
+    row_first, row_stop, near_start, near_stop = query_range(key_start, first, last, place, call.window, TILE)
 
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
     natural_key = key
@@ -104,10 +102,9 @@ def dkv_kernel(
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         if inputs.rel_query is not None:
             head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        table = score_table(inputs, call, head, first, last, SHAPE, TILE)
-        keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
+        tables = tables_of_scores(inputs, call, head, first, last, SHAPE, TILE)
         if inputs.rel_p2c is not None:
-            reached = reached_table(keys_table, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
+            reached = reached_table(tables.keys, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
             far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         if inputs.rel_value is not None:
             values_table = value_table(inputs, head, first, last, SHAPE)
@@ -121,7 +118,7 @@ def dkv_kernel(
             carried, keys_carried = 0, 0
             if PART == NEAR and inputs.rel_p2c is not None and KEY_TILE.carry is not None:
                 relative = key_start - start - place.query_offset
-                keys_carried = blocks_before(natural_key, keys_table, -relative, KEY_TILE)
+                keys_carried = blocks_before(natural_key, tables.keys, -relative, KEY_TILE)
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
                 row_start = loop_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
@@ -133,32 +130,21 @@ def dkv_kernel(
                 rel_query, far_term = query, 0
                 if PART == NEAR and inputs.rel_query is not None and HAS_TERM:
                     rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+                # P, from the logits and the forward's statistics
                 row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
-                queries, of_keys = Vectors(rel_query, offs_m, valid_m), Vectors(natural_key, offs_n, valid_n)
+                queries, of_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural_key, offs_n, valid_n)
                 terms, carried, keys_carried = relative_terms(
-                    queries,
-                    of_keys,
-                    table,
-                    keys_table,
-                    carried,
-                    keys_carried,
-                    far_term,
-                    is_past,
-                    relative,
-                    place,
-                    head,
-                    inputs,
-                    PART,
-                    TILE,
+                    queries, of_keys, tables, carried, keys_carried, relative, is_past, place, head, PART, TILE
                 )
                 scores, seen, slope = tile_logits(query, key, terms, queries, of_keys, mask, place, call, True, TILE)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
                 keep = None
                 if call.dropout.seed is not None:
                     keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                # dP = dO V^T, and dO times the rows of rel_value
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
                 if WANTS_SCORES:
                     if PART == NEAR and inputs.rel_value is not None:
@@ -170,16 +156,17 @@ def dkv_kernel(
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
-                if STORES and PART == NEAR:
-                    column = key_start - key_of_column(row_start, place.query_offset, part_start, lowest, LAYOUT)
+                if STORES:
+                    column = key_start - key_of_column(row_start, place.query_offset, part_start, call.window, LAYOUT)
                 kept_probs = (probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
-                if stored_probs is not None and PART == NEAR:
+                if stored_probs is not None:
                     matrix_of_probs = head_matrix(stored_probs, 0, item, 0, False)
                     store_tile(matrix_of_probs, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
-                # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
+                # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
                 if d_values is not None:
                     # [N, M] @ [M, Dv] -> [N, Dv]
                     d_value = tl.dot(tl.trans(kept_probs), d_out, d_value, input_precision=TILE.precision)
+                # dS, P times dP less delta
                 if WANTS_SCORES:
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
@@ -187,12 +174,13 @@ def dkv_kernel(
                     if call.scaling.softcap is not None:
                         d_scores *= slope
                     d_scores = d_scores.to(query.dtype)
-                    if ds is not None and PART == NEAR:
+                    if ds is not None:
                         store_tile(head_matrix(ds, 0, item, 0, False), d_scores, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                     if inputs.rel_p2c is not None:
                         d_scores = in_natural_order(d_scores, TILE)
                     if PART == FAR and inputs.far_keys is not None:
                         far_sums = add_far_queries(far_sums, d_scores, is_past, TILE)
+                    # dK += dS^T Q, and dS^T along the diagonals times the rows of rel_p2c
                     if d_keys is not None:
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
@@ -203,7 +191,7 @@ def dkv_kernel(
             if per_query.far_key_sums is not None:
                 store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
             if d_keys is not None:
-                d_key = add_end_rows_of_keys(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
+                d_key = add_end_rows_of_keys(d_key, past, future, tables.keys, key_lowest, key_highest, TILE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:
@@ -228,24 +216,23 @@ def launch_dkv(
     d_out: torch.Tensor,
     d_key: torch.Tensor | None,
     d_value: torch.Tensor | None,
-    plan: Plan | None = None,
-    ds: torch.Tensor | None = None,
-    probs: torch.Tensor | None = None,
-    part: Part | None = None,
+    ds: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    plan: Plan,
+    part: Part,
 ) -> None:
-    """Launch dkv_kernel for all keys, or for a part of them, whose pairs it stores; see there."""
-    programs = cdiv(call.common.sequences.max_seqlen_k, tile.block_n) * call.num_sequences * call.key_heads
+    """Launch dkv_kernel for a part of the keys; see there."""
     call.launch(
         "dkv",
         dkv_kernel,
         tile,
-        (programs if part is None else part.stop_program - part.first_program,),
+        (part.stop_program - part.first_program,),
         d_outs=strided(d_out),
         d_keys=strided(d_key),
         d_values=strided(d_value),
         per_query=per_query,
         ds=strided(ds),
         stored_probs=strided(probs),
-        first_program=None if part is None else part.first_program,
-        LAYOUT=None if plan is None else plan.layout,
+        first_program=part.first_program,
+        LAYOUT=plan.layout,
     )

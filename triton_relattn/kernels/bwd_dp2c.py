@@ -1,4 +1,4 @@
-"""Backward, fourth kernel: the gradient of the table that meets the keys, from the dS that the dkv kernel has stored.
+"""Backward, fifth kernel: the gradient of the table that meets the keys, from the dS that the dkv kernel has stored.
 
     d_rel_p2c[r] = sum_j dS[j - r, j] k_j
 
@@ -18,7 +18,7 @@ from .tile.key_terms import keys_at, near_queries, rotate_columns
 from .tile.masking import exists, locate, visible
 from .tile.scores import rel_unit
 from .workspace.planning import Part, Plan
-from .workspace.stored import items_of, key_of_column, near_limits, stored_part, stored_positions
+from .workspace.stored import items_of, key_of_column, stored_part
 from .workspace.table_sums import TableSums
 
 
@@ -43,7 +43,7 @@ def dp2c_kernel(
     """Compute partial sums [splits, heads or 1, R, D] of BLOCK_M rows of rel_p2c's gradient; arguments are as of dtable_kernel.
 
     MARGIN: beyond a clamped table there are queries that dkv_kernel does not count as far. They are summed by distance in so many
-    more rows on either side, and there is one more for the far queries.
+    more rows on either side.
 
     Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of keys of all items that
     use its table.
@@ -56,8 +56,6 @@ def dp2c_kernel(
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
-    lowest, highest_stored = stored_positions(first, last, call.window, LAYOUT, TILE)
-    near_first, near_last = near_limits(first, last, lowest, highest_stored, LAYOUT)
 
     item_start, item_step = items_of(table_head, first_item, num_heads, PER_HEAD)
     for item in tl.range(item_start, stop_item, item_step):
@@ -74,11 +72,11 @@ def dp2c_kernel(
             seen = visible(offs_m, offs_n[None, :], place, call.window) & valid_n[None, :]
             start_m, stop_m = 0, place.num_queries
             if TILE.coverage == "clamp":
-                start_m, stop_m = near_queries(offs_n[None, :], near_first, near_last, place, LAYOUT, TILE)
+                start_m, stop_m = near_queries(offs_n[None, :], first, last, place, LAYOUT, TILE)
             seen = seen & (offs_m >= start_m) & (offs_m < stop_m)
             # Numbers of positions below those of the rows may lie before the workspace's first.
             seen = seen & (offs_n[None, :] - offs_m >= place.query_offset + first - MARGIN)
-            columns = offs_n[None, :] - key_of_column(offs_m, place.query_offset, first_key, lowest, LAYOUT)
+            columns = offs_n[None, :] - key_of_column(offs_m, place.query_offset, first_key, call.window, LAYOUT)
             # Numbers of hidden pairs may never have been stored.
             d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=seen, other=0.0)
             key = load_rows(head_keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
@@ -87,7 +85,6 @@ def dp2c_kernel(
 
     acc *= rel_unit(call.scaling)
     row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
-    row = row + 1 if TILE.coverage == "clamp" else row
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
     if ADDS:
         acc += load_rows(d_rel_p2c, row, -tile_m, valid, SHAPE.head_dim, SHAPE.block_d)
@@ -96,7 +93,7 @@ def dp2c_kernel(
 
 def launch_dp2c(call: Call, tile: TileConfig, ds: torch.Tensor, sums: TableSums, plan: Plan, part: Part) -> None:
     """Launch dp2c_kernel for a part of the workspace; see there."""
-    d_rel_p2c, margin = sums.partial("rel_p2c"), sums.margins["rel_p2c"]
+    d_rel_p2c, margin = sums.partial("rel_p2c"), sums.margin
     assert d_rel_p2c is not None
     splits, table_heads, _, _ = d_rel_p2c[0].shape
     call.launch(

@@ -1,4 +1,4 @@
-"""Backward, third kernel: the gradient of a table, from what the dkv kernel has stored of each pair.
+"""Backward, fourth kernel: the gradient of a table, from what the dkv kernel has stored of each pair.
 
     d_rel_key[r] = sum_i dS[i, i + r] q_i     d_rel_bias[r] = sum_i dS[i, i + r]     d_rel_value[r] = sum_i P[i, i + r] d_out_i
 
@@ -7,17 +7,15 @@ and the result repeats bit for bit. Where there are fewer blocks of rows than a 
 a block, each with a partial sum of its own.
 """
 
-import functools
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
+from .bwd_dq import fitted
 from .call import Call, strided
 from .config.selection import TileConfig
 from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
-from .tile.masking import clamp_margin, locate, near_keys
+from .tile.masking import locate
 from .tile.scores import rel_unit
 from .workspace.planning import Part, Plan
 from .workspace.stored import (
@@ -26,8 +24,8 @@ from .workspace.stored import (
     load_tile,
     queries_apart,
     rows_of_program,
+    seen_keys,
     stored_part,
-    stored_positions,
 )
 from .workspace.table_sums import TableSums
 
@@ -66,22 +64,19 @@ def dtable_kernel(
     vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, items, Nq, columns]. OF_VALUES: vectors are
     d_out, and stored is P. first_program, stop_program: the programs of the dkv kernel whose numbers the workspace has.
 
-    Beyond a clamped table there are keys that dq_kernel, with tiles of its own, does not count as far. They are summed by
-    distance in rows of their own: the partial sums have clamp_margin more rows on either side, and then one more for the far keys
-    (table_sums.py).
+    Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_sums.py).
 
     Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all items
     that use its table.
     """
     TABLE: tl.constexpr = TILE.value_tile if OF_VALUES else TILE
     APART: tl.constexpr = queries_apart(stored[0].dtype.element_ty.primitive_bitwidth)
-    MARGIN: tl.constexpr = clamp_margin(LAYOUT.dq_block_m, LAYOUT.dq_block_n) if TILE.coverage == "clamp" else 0
     STEP: tl.constexpr = rows_of_program(TILE.block_n, APART)
-    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, STEP)
+    num_blocks = tl.cdiv(last - first + 1, STEP)
     block = tl.program_id(0) % num_blocks
     table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
-    lowest_row = first - MARGIN + block * STEP
+    lowest_row = first + block * STEP
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     row_before = tl.maximum(tile_n - 1, 0)[:, None]
@@ -97,7 +92,6 @@ def dtable_kernel(
     stop_key = tl.minimum(stop_key, call.sequences.max_seqlen_k)
     item_start, item_step = items_of(table_head, first_item, num_heads, PER_HEAD)
     num_items = tl.cdiv(tl.maximum(stop_item - item_start, 0), item_step)
-    lowest, highest = stored_positions(first, last, call.window, LAYOUT, TILE)
     for before in tl.range(APART):  # so many rows of the tile stand for positions before lowest_row
         relative = lowest_row - before
         # In each iteration but the first, when all sums are zero, every position moves on by a row.
@@ -125,22 +119,10 @@ def dtable_kernel(
             first_query = -shift & (APART - 1)  # whose numbers at this position begin at a multiple of 16 bytes
             offs_m = row_start + first_query + tile_m * APART
             valid_m = offs_m < place.num_queries
-            # Numbers of hidden pairs may never have been stored. Those of far keys do not count: the dq kernel has summed them.
-            key_low, key_high = first_key, tl.cdiv(tl.minimum(place.num_keys, stop_key), APART) * APART
-            if TILE.coverage == "clamp":
-                rows_start = (offs_m // LAYOUT.dq_block_m * LAYOUT.dq_block_m)[:, None]
-                near_start, near_stop = near_keys(
-                    rows_start, first, last, place.query_offset, LAYOUT.dq_block_m, LAYOUT.dq_block_n, TILE
-                )
-                key_low, key_high = tl.maximum(near_start, key_low), tl.minimum(near_stop, key_high)
-            if LAYOUT.is_band:  # numbers of other positions may lie before the workspace's first or behind its last
-                first_stored = (offs_m + (place.query_offset + lowest)) // APART * APART
-                stop_stored = tl.cdiv(offs_m + (place.query_offset + highest + 1), APART) * APART
-                key_low = tl.maximum(key_low, first_stored[:, None])
-                key_high = tl.minimum(key_high, stop_stored[:, None])
-            column_keys = key_of_column(offs_m, place.query_offset, first_key, lowest, LAYOUT)
+            # Numbers of hidden pairs may never have been stored, and in a band have no place.
+            key_low, key_high = seen_keys(offs_m, place, call.window, first_key, stop_key, APART)
+            column_keys = key_of_column(offs_m, place.query_offset, first_key, call.window, LAYOUT)
             matrix = head_matrix(stored, 0, item - first_item, 0, False)
-            key_high = tl.where(valid_m[:, None], key_high, 0)
             band = load_tile(matrix, offs_m, offs_m + shift, column_keys, key_low, key_high, TILE.block_n)
             if d_biases is not None:
                 # [N, M] @ [M, 16] -> [N, 16]
@@ -159,9 +141,8 @@ def dtable_kernel(
         seen = seen & (position <= call.window[1])
     if call.window[0] is not None:
         seen = seen & (position >= -call.window[0])
-    row = lowest_row - (APART - 1) - first + MARGIN
-    valid = (position >= lowest_row) & (position < lowest_row + STEP) & (position <= last + MARGIN)
-    row = row + 1 if TILE.coverage == "clamp" else row
+    row = lowest_row - (APART - 1) - first
+    valid = (position >= lowest_row) & (position < lowest_row + STEP) & (position <= last)
     if d_rows is not None:
         unit = rel_unit(call.scaling)
         if OF_VALUES:
@@ -177,16 +158,6 @@ def dtable_kernel(
         if ADDS:
             bias += tl.load(pointers, mask=valid, other=0.0)
         tl.store(pointers, bias, mask=valid)
-
-
-@functools.lru_cache(maxsize=1024)
-def fitted(tile: TileConfig, num_queries: int, bits: int) -> TileConfig:
-    """Return the configuration for a call with so many queries: of a block of queries, which are spread over
-    queries_apart times as many, no half is empty."""
-    block_m, apart = tile.block_m, queries_apart(bits)
-    while block_m > 16 and block_m // 2 * apart >= num_queries:
-        block_m //= 2
-    return tile if block_m == tile.block_m else replace(tile, block_m=block_m)
 
 
 def launch_dtable(

@@ -16,15 +16,17 @@ from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .config import selection
 from .config.architectures import architecture_of
 from .config.fitting import DoesNotFit, Selection, current
-from .launching import ALIGNMENT, classes, description, has_32_bits, launch
+from .fences import compile_options
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+"""Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
 # Since 3.8, and in 3.9, it is Triton's, too, and so is a group within a group: a field Tile.values was then not what it held,
-# but the list of all fields. tests/compile/test_launching.py looks at every group.
+# but the list of all fields. tests/compile/test_groups.py looks at every group.
 
 OPERANDS = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
@@ -67,15 +69,12 @@ class Operands(NamedTuple):
 
 
 class PerQuery(NamedTuple):
-    """Numbers of each query, float32: the forward's statistics, and those that the dq kernel stores for the other kernels. At the
-    end one of each key."""
+    """Numbers of each query, float32: the forward's statistics, and those of the delta kernel. At the end one of each key."""
 
     softmax_stats: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
     deltas: Strided  # (B, H, N)
-    far_scores: Strided | None = None  # (B, H, 2, N), as those below: for keys beyond a clamped table, past and future
-    far_values: Strided | None = None
-    far_sums: Strided | None = None
-    far_kept: Strided | None = None
+    far_scores: Strided | None = None  # (B, H, 2, N): terms of keys beyond a clamped table, past and future
+    far_values: Strided | None = None  # and those that such keys add to dP
     far_key_sums: Strided | None = None  # (B, H, 2, Nk): of the dkv kernel, sums of dS over the queries beyond a clamped rel_p2c
 
 
@@ -189,22 +188,12 @@ def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | No
     return None if strides is None else (0,) * (2 + rank - len(strides)) + strides
 
 
-class Description(NamedTuple):
-    """All of a tensor that a kernel may be compiled for, and its sizes."""
-
-    dtype: torch.dtype
-    alignment: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+Layout = tuple[torch.Size, tuple[int, ...]] | None
 
 
-Descriptions = tuple[Description | None, ...]
-
-
-def described(tensor: torch.Tensor | None) -> Description | None:
-    if tensor is None:
-        return None
-    return Description(tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.shape, tensor.stride())
+def layout_of(tensor: torch.Tensor | None) -> Layout:
+    """Return the shape and the strides of a tensor."""
+    return None if tensor is None else (tensor.shape, tensor.stride())
 
 
 def cdiv(length: int, block: int) -> int:
@@ -214,9 +203,8 @@ def cdiv(length: int, block: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """Arguments that all calls with the same sizes, strides, dtypes, alignments and scalars share; ``fixed`` computes them."""
+    """Arguments that all calls with the same sizes, strides, dtype and scalars share; ``fixed`` computes them."""
 
-    cache_key: object  # the same for calls whose kernels are, and for no others
     kind: selection.Kind
     shape: Shape
     window: tuple[int | None, int | None]
@@ -231,20 +219,27 @@ class Fixed:
 
 @functools.lru_cache(maxsize=1024)
 def fixed(
-    spec: AttentionSpec, arch: str, input_precision: str, operands: Descriptions, vectors: Descriptions, others: Descriptions
+    spec: AttentionSpec,
+    arch: str,
+    input_precision: str,
+    dtype: torch.dtype,
+    has_one_offset: bool,
+    operands: tuple[Layout, ...],
+    others: tuple[Layout, ...],
 ) -> Fixed:
     """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
 
     Args:
-        operands: ``described`` tensors, in the order of Operands.
-        vectors: those of the sequences and of dropout, described, too.
-        others: further tensors that kernels address by batch entry, head and row, described, too.
+        operands: in the order of Operands.
+        others: further tensors that kernels address by batch entry, head and row.
     """
     query, key, value, rel_query, rel_key, rel_value, rel_bias, _, rel_p2c = operands
-    num_heads, key_heads = query.shape[1], key.shape[1]
-    head_dim, _, rel_dim = widths = query.shape[-1], value.shape[-1], (rel_query or query).shape[-1]
+    assert query is not None and key is not None and value is not None
+    (_, num_heads, _, head_dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
+    rel_dim = (rel_query or query)[0][-1]
+    widths = head_dim, value_dim, rel_dim
     tables = {name: each for name, each in zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True) if each is not None}
-    coverage = spec.coverage(vectors[0] is None) if tables else "no table"
+    coverage = spec.coverage(has_one_offset) if tables else "no table"
     term_set = None
     if rel_value is not None:
         term_set = "rel_value"
@@ -258,40 +253,22 @@ def fixed(
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
-    blocks = map(selection.padded_width, widths)
-    kind = selection.Kind(arch, query.dtype, max(widths), coverage, spec.window_right >= 0, term_set)
+    kind = selection.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
     rows_apart = [(each, selection.MOST_QUERIES) for each in (query, rel_query, *others)]
     rows_apart += [(key, selection.MAX_BLOCK), (value, selection.MAX_BLOCK)]
-    rows_apart += [(table, table.shape[-2] + selection.MAX_BLOCK) for name, table in tables.items() if name != "rel_bias"]
-    wide_index = any(each is not None and selection.needs_wide_index(each.shape, each.strides, rows) for each, rows in rows_apart)
+    rows_apart += [(table, table[0][-2] + selection.MAX_BLOCK) for name, table in tables.items() if name != "rel_bias"]
+    wide_index = any(each is not None and selection.needs_wide_index(*each, rows) for each, rows in rows_apart)
     wide_index |= num_heads * max(widths) * selection.MOST_QUERIES >= 2**31  # of what is allocated for the results
-    shape = Shape(num_heads // max(key_heads, 1), *widths, *blocks, wide_index)
+    shape = Shape(num_heads // max(key_heads, 1), *widths, *map(selection.padded_width, widths), wide_index)
     window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
-    dropout = largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p)
     is_scaled = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
     scaling = Scaling(scale / math.log(2), rel_scale if is_scaled else None, 1 / scale, spec.softcap)
-    rounds = selection.rounds_terms(arch, query.dtype) and selection.float16_holds_terms(scale)
-    strides = [None if each is None else each.strides for each in operands]
+    rounds = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
+    strides = [None if each is None else each[1] for each in operands]
     for index, rank in ((4, 2), (5, 2), (6, 1), (8, 2)):
         strides[index] = per_head(strides[index], rank)
-    numbers = (spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *window, *dropout, *scaling, *strides)
-    of_tensors = [None if each is None else (each.dtype, each.alignment) for each in (*operands, *vectors)]
-    same = shared_key(
-        kind,
-        shape,
-        rounds,
-        input_precision,
-        classes(numbers),
-        tuple(of_tensors),
-        *map(has_32_bits, (spec.first, spec.last, num_heads)),
-    )
-    return Fixed(same, kind, shape, window, *dropout, scaling, rounds, input_precision, tuple(strides))
-
-
-@functools.cache
-def shared_key(*of_calls: Any) -> object:
-    """Return an object that stands for calls with these properties. Comparing it takes no time."""
-    return object()
+    dropout = largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p)
+    return Fixed(kind, shape, window, *dropout, scaling, rounds, input_precision, tuple(strides))
 
 
 class Call:
@@ -330,9 +307,10 @@ class Call:
             spec,
             self.arch,
             selection.input_precision(query.dtype, self.arch),
-            tuple([described(each) for each in operands]),
-            tuple([described(each) for each in (*of_sequences, *of_dropout)]),
-            tuple([described(each) for each in others]),
+            query.dtype,
+            tensors.query_offsets is None,
+            tuple(map(layout_of, operands)),
+            tuple(map(layout_of, others)),
         )
         pairs = zip(operands, of_call.strides, strict=True)
         self.inputs = Operands(*[None if tensor is None else (tensor, strides) for tensor, strides in pairs])
@@ -344,12 +322,10 @@ class Call:
             dropout = Dropout(of_dropout[0], of_call.largest_dropped, of_call.keep_scale, of_dropout[1])
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
-        self.cache_key: tuple[Any, ...] = (of_call.cache_key,)
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
         self.inputs = self.inputs._replace(far_keys=strided(far_keys))
-        self.cache_key += classes(description((self.inputs.far_keys,)))
 
     def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
@@ -358,36 +334,41 @@ class Call:
             DoesNotFit: a selected configuration does not fit the GPU.
             OutOfResources: a configuration that was asked for does not fit the GPU.
         """
-        of_call = {
-            "inputs": self.inputs,
-            "call": self.common,
-            **self.limits,
-            "num_heads": self.heads,
-            "SHAPE": self.shape,
-            "TILE": self.compiled_tile(config, loops_over_keys=name in ("forward", "dq")),
-        }
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, **compile_options(kernel)}
         if config.max_registers is not None:
             options["maxnreg"] = config.max_registers
         try:
-            launch(kernel, programs, arguments, options, of_call, (*self.cache_key, config))
+            kernel[programs](
+                inputs=self.inputs,
+                call=self.common,
+                num_heads=self.heads,
+                SHAPE=self.shape,
+                TILE=self.compiled_tile(config, name),
+                **self.limits,
+                **arguments,
+                **options,
+                **LAUNCH_OPTIONS,
+            )
         except OutOfResources as error:
             if name not in self.selected:
                 raise
             raise DoesNotFit(self.selected[name], error) from None
 
-    def compiled_tile(self, config: selection.TileConfig, *, loops_over_keys: bool) -> Tile:
-        """Return the constants that a kernel is compiled with. Only kernels that loop over the keys can carry anything."""
-        derived, key = self.fixed.derived, ("tile", config, loops_over_keys)
+    def compiled_tile(self, config: selection.TileConfig, kernel: str) -> Tile:
+        """Return the constants that a kernel is compiled with."""
+        derived, key = self.fixed.derived, ("tile", config, kernel)
         if key not in derived:
-            derived[key] = self._compiled_tile(config, loops_over_keys)
+            derived[key] = self._compiled_tile(config, kernel)
         found: Tile = derived[key]
         return found
 
-    def _compiled_tile(self, config: selection.TileConfig, loops_over_keys: bool) -> Tile:
+    def _compiled_tile(self, config: selection.TileConfig, kernel: str) -> Tile:
+        loops_over_keys = kernel == "forward"  # only then can anything be carried
         fixed, shape, carry = self.fixed, self.shape, config.carry if loops_over_keys else None
+        # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
+        coverage = "zero" if self.coverage == "clamp" and kernel in ("dq", "dtable") else self.coverage
         of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
-        of_call = (carry, self.coverage, fixed.precision)
+        of_call = (carry, coverage, fixed.precision)
         inputs, has_scale = self.inputs, fixed.scaling.rel_scale is not None
         values = Tile(*of_config, False, *of_call, shape.value_dim, shape.block_dv, has_matrix=True)
         keys = None

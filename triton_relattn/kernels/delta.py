@@ -1,13 +1,15 @@
-"""delta, rowsum(out * d_out) - d_lse, of each query, from out and its residual: what rounding to 16 bits took from it.
+"""Backward, first kernel: numbers of each query that the other kernels need.
 
-The gradient of a score is dS = P * (dP - delta). If delta is off, all dS of a query are off by P times the same number. In the
-gradient of a table that adds up. The dq kernel finds delta as the sum of P * dP. A backward that does not begin with that kernel
-takes it from out, which two roundings have changed:
+delta is rowsum(out * d_out) - d_lse, from out and its residual: what rounding took from it. The gradient of a score is
+dS = P * (dP - delta). If delta is off, all dS of a query are off by P times the same number. In the gradient of a table that adds
+up. Two roundings have changed out:
 
 * out was rounded. The forward keeps the residual in a tensor of its own.
-* P was rounded, to P', for the product with the values. So the residual is that of sum P' v / sum P', whose delta is off by
-  sum (P - P') * (dP - delta) / sum P', no more than rounding dS changes its sum. Division by sum P, as for out,
-  would make that error |delta| / |dP - delta| times as large: 17 times in a call with sharp attention.
+* P was rounded, to P', for the product with the values: to 16 bits, or to tf32. So the residual is that of sum P' v / sum P',
+  whose delta is off by sum (P - P') * (dP - delta) / sum P', no more than rounding dS changes its sum. Division by sum P, as for
+  out, would make that error |delta| / |dP - delta| times as large: 17 times in a call with sharp attention.
+
+With a clamped table there are also the terms that keys beyond its ends add to scores and to dP: those of its first and last row.
 """
 
 from __future__ import annotations
@@ -16,65 +18,120 @@ import torch
 import triton
 import triton.language as tl
 
-from .call import cdiv, strided
-from .launching import launch
-from .tile.addressing import head_matrix, load_rows, row_vector
+from .call import Call, PerQuery, cdiv, strided
+from .config.selection import TileConfig
+from .logits import score_table, value_table
+from .tile.addressing import head_matrix, load_rows, row_vector, side_vector
+from .tile.scores import lane_consistent
+from .tile.table import far_terms
 
-BLOCK_M = 64
+CONFIG = TileConfig(64, 64, 4, 1)
 RESIDUAL_SCALE = tl.constexpr(2048.0)
 """Residuals are stored times this, which is at most out itself. Else those of small outs would be below float16's range."""
 
 
-@triton.jit(do_not_specialize=["num_queries"])
+@triton.jit
+def row_products(out, d_out, tile_m, TILE: tl.constexpr):
+    """Compute rowsum(out * d_out) [M] of a float32 out [M, Dv]."""
+    if d_out.dtype == tl.float32:
+        # As dP is computed: if a query sees one key, out is that key's value, and dP - delta is 0, not rounding noise.
+        if TILE.precision == "tf32":  # which rounds d_out as for dP, but must not round out
+            high = (out.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        else:
+            high = out
+        # [M, Dv] @ [Dv, M] -> [M, M]
+        products = tl.dot(d_out, tl.trans(high), input_precision=TILE.precision)
+        if TILE.precision == "tf32":
+            products = tl.dot(d_out, tl.trans(out - high), products, input_precision=TILE.precision)
+        delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
+    else:
+        # The sum along axis 0 of the transposed: a sum along axis 1 has a layout that took up to 20 more registers in the loop.
+        delta = tl.sum(tl.trans(out * d_out.to(tl.float32)), axis=0)
+    return delta
+
+
+@triton.jit
+def store_far_terms(tensor, entry, head, offs_m, valid_m, vectors, table, TILE: tl.constexpr):
+    """Store the terms of vectors [M, D] with the first and the last row of a table, as sides 0 and 1 of a (B, H, 2, N) tensor."""
+    past, future = far_terms(vectors, table, TILE)
+    tl.store(side_vector(tensor, entry, head, 0, 0) + offs_m, past, mask=valid_m)
+    tl.store(side_vector(tensor, entry, head, 1, 0) + offs_m, future, mask=valid_m)
+
+
+@triton.jit(do_not_specialize=["num_queries", "first", "last", "num_heads"])
 def delta_kernel(
+    inputs,
     outs,
     residuals,
     d_outs,
     d_lses,
-    deltas,
+    per_query,
     num_queries,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    call,
+    first,
+    last,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Compute deltas [B, H, Nq] of BLOCK_M queries of a head. d_lses, zeros, may be None.
+    """Compute per_query.deltas [B, H, Nq], far_scores and far_values [B, H, 2, Nq] of BLOCK_M queries of a head.
 
-    Grid: (batch * query blocks, heads): a GPU takes 2**31 programs in the first dimension, and 65,535 in others.
+    residuals may be None, and d_lses, zeros. Queries are counted in the tensors: those of a pack follow one another.
+    Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    blocks = tl.cdiv(num_queries, BLOCK_M)
-    row_start, head, entry = tl.program_id(0) % blocks * BLOCK_M, tl.program_id(1), tl.program_id(0) // blocks
-    tile_m = tl.arange(0, BLOCK_M)
+    blocks = tl.cdiv(num_queries, TILE.block_m)
+    row_start, item = tl.program_id(0) % blocks * TILE.block_m, tl.program_id(0) // blocks
+    head, entry = item % num_heads, item // num_heads
+    tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
     valid_m = offs_m < num_queries
-    out = load_rows(head_matrix(outs, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
-    residual = load_rows(head_matrix(residuals, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
-    d_out = load_rows(head_matrix(d_outs, entry, head, 0, True), row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
-    exact = out.to(tl.float32) + residual.to(tl.float32) * (1.0 / RESIDUAL_SCALE)
-    delta = tl.sum(exact * d_out.to(tl.float32), axis=1)
+    outs = head_matrix(outs, entry, head, 0, SHAPE.wide_index)
+    out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    d_outs = head_matrix(d_outs, entry, head, 0, SHAPE.wide_index)
+    d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    exact = out.to(tl.float32)
+    if residuals is not None:
+        residuals = head_matrix(residuals, entry, head, 0, SHAPE.wide_index)
+        residual = load_rows(residuals, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+        exact += residual.to(tl.float32) * (1.0 / RESIDUAL_SCALE)
+    delta = row_products(exact, d_out, tile_m, TILE)
     if d_lses is not None:
         delta -= tl.load(row_vector(d_lses, entry, head, 0) + offs_m, mask=valid_m, other=0.0)
-    tl.store(row_vector(deltas, entry, head, 0) + offs_m, delta, mask=valid_m)
+    delta = lane_consistent(delta, SHAPE.block_dv)
+    tl.store(row_vector(per_query.deltas, entry, head, 0) + offs_m, delta, mask=valid_m)
+
+    if per_query.far_scores is not None:
+        if inputs.rel_query is not None:
+            queries = head_matrix(inputs.rel_query, entry, head, 0, SHAPE.wide_index)
+        else:
+            queries = head_matrix(inputs.query, entry, head, 0, SHAPE.wide_index)
+        query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+        table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+        store_far_terms(per_query.far_scores, entry, head, offs_m, valid_m, query, table, TILE)
+    if per_query.far_values is not None:
+        table = value_table(inputs, head, first, last, SHAPE)
+        store_far_terms(per_query.far_values, entry, head, offs_m, valid_m, d_out, table, TILE.value_tile)
 
 
 def launch_delta(
+    call: Call,
     out: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
-    deltas: torch.Tensor,
-    block_width: int,
+    per_query: PerQuery,
 ) -> None:
     """Launch delta_kernel; see there."""
-    batch, heads, num_queries, width = out.shape
-    arguments = {
-        "outs": strided(out),
-        "residuals": strided(residual),
-        "d_outs": strided(d_out),
-        "d_lses": strided(d_lse),
-        "deltas": strided(deltas),
-        "num_queries": num_queries,
-        "WIDTH": width,
-        "BLOCK_WIDTH": block_width,
-        "BLOCK_M": BLOCK_M,
-    }
-    launch(delta_kernel, (batch * cdiv(num_queries, BLOCK_M), heads), arguments)
+    batch, heads, num_queries, _ = out.shape
+    call.launch(
+        "delta",
+        delta_kernel,
+        CONFIG,
+        (cdiv(num_queries, CONFIG.block_m) * batch * heads,),
+        outs=strided(out),
+        residuals=strided(residual),
+        d_outs=strided(d_out),
+        d_lses=strided(d_lse),
+        per_query=per_query,
+        num_queries=num_queries,
+    )

@@ -1,8 +1,8 @@
 """Fences that Triton before 3.7.1 leaves out on Hopper, between copies to shared memory and the products that read it.
 
 wgmma reads its operands through the async proxy, which sees what cp.async and other stores have written only after a
-fence.proxy.async. Where Triton 3.6.0 and 3.7.0 pipeline a loop, many of these fences are missing; tools/emulator finds them
-missing in all kernels but dkv. Here one is put before every wgmma.fence of a kernel's PTX, about as many as 3.7.1 has
+fence.proxy.async. Where Triton 3.6.0 and 3.7.0 pipeline a loop, many of these fences are missing, as tools/emulator finds.
+Here one is put before every wgmma.fence of a kernel's PTX, about as many as 3.7.1 has
 (triton-lang/triton#10537).
 """
 

@@ -11,7 +11,7 @@ from .config.fitting import until_it_fits
 from .config.selection import TileConfig
 from .delta import RESIDUAL_SCALE
 from .far_keys import launch_far_keys
-from .logits import Vectors, key_table, relative_terms, score_table, tile_logits, value_table
+from .logits import Keys, Queries, relative_terms, tables_of_scores, tile_logits, value_table
 from .splits import launch_merge, number_of_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .tile.band import add_tile, blocks_before
@@ -40,6 +40,8 @@ def forward_kernel(
     """Compute out and lse of BLOCK_M queries of one head, and the softmax_stats [B, H, 2, Nq] from which the backward computes
     probabilities: the maximum of a query's scores, and the base-2 logarithm of the sum of its exponentials.
 
+    For each tile of keys: its logits (logits.py), online softmax, dropout, and the product with the values.
+
     Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: program_id(1) has one share of the keys, and
     stores partial results as those of head ``head + program_id(1) * num_heads``; merge_kernel combines them. lses is None then.
     residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
@@ -67,10 +69,9 @@ def forward_kernel(
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
-    table = score_table(inputs, call, head, first, last, SHAPE, TILE)
-    keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
+    tables = tables_of_scores(inputs, call, head, first, last, SHAPE, TILE)
     if HAS_TERM and TILE.coverage == "clamp":
-        far_past, far_future = far_terms(rel_query, table, TILE)
+        far_past, far_future = far_terms(rel_query, tables.queries, TILE)
     if inputs.rel_value is not None:
         values_table = value_table(inputs, head, first, last, SHAPE)
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
@@ -85,13 +86,12 @@ def forward_kernel(
     past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, mask)
-    queries = Vectors(rel_query, offs_m, valid_m)
 
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         carried, keys_carried = 0, 0
         if PART == NEAR and TILE.has_matrix and TILE.carry is not None:
-            carried = blocks_before(rel_query, table, start - row_start - place.query_offset, TILE)
+            carried = blocks_before(rel_query, tables.queries, start - row_start - place.query_offset, TILE)
 
         for position in tl.range(start, stop, TILE.block_n):
             key_start = loop_position(PART, position, near_start, near_stop, TILE)
@@ -104,32 +104,22 @@ def forward_kernel(
                 natural = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 far_term = tl.where(is_past, far_past, far_future)
-            of_keys = Vectors(natural, offs_n, valid_n)
+            # The relative terms, and Q K^T added to them
+            queries, of_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural, offs_n, valid_n)
             terms, carried, keys_carried = relative_terms(
-                queries,
-                of_keys,
-                table,
-                keys_table,
-                carried,
-                keys_carried,
-                far_term,
-                is_past,
-                relative,
-                place,
-                head,
-                inputs,
-                PART,
-                TILE,
+                queries, of_keys, tables, carried, keys_carried, relative, is_past, place, head, PART, TILE
             )
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             scores, seen, _ = tile_logits(query, key, terms, queries, of_keys, mask, place, call, False, TILE)
+            # Online softmax: sums so far are rescaled if the maximum moves.
             scores = tl.where(seen, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if residuals is not None:
                 # [M, N] @ [N, 16] -> [M, 16]
-                rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None])
+                rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None], input_precision=TILE.precision)
             if call.dropout.seed is not None:
                 probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
+            # P V, and P times the rows of rel_value
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
@@ -141,6 +131,7 @@ def forward_kernel(
                 elif TILE.coverage == "clamp":
                     past, future = add_far_tile(past, future, probs, is_past)
 
+    # Divide by the sum, and store.
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         acc = add_end_rows(acc, past, future, values_table, lowest, highest, VALUE_TILE)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max

@@ -1,21 +1,21 @@
 """The door for benchmarks and tools: what the kernels of a call are, in which configurations, and in which parts.
 
 Call(tensors, spec) describes a call: its ``tile(kernel)`` is the configuration of one of ``selection.KERNELS``.
-``planning.route`` says which kernels its backward launches, and what the workspace has. ``selection`` and ``profiles`` are the
-tables of configurations, ARCHITECTURES the GPUs. forward and backward launch the kernels; launchers has those of attention on a
-grid. Nothing of the package imports this.
+``planning.plan`` says what the workspace of its backward has, and in which parts. ``selection`` and ``profiles`` are the
+tables of configurations, ARCHITECTURES the GPUs. forward and backward launch the kernels, grid_forward and grid_backward those of
+attention on a grid. Nothing of the package imports this.
 """
 
-from . import kernels_are_interpreted, launching, tuning
+from . import kernels_are_interpreted, tuning
 from .backward import backward
 from .call import Call
 from .config import profiles, selection
 from .config.architectures import ARCHITECTURES, architecture_of
 from .config.tile_config import WITHOUT_BANDS, TileConfig
 from .forward import forward
-from .grid import launchers
+from .grid.backward import backward as grid_backward
 from .grid.call import GridCall
-from .minimal import minimal_attention
+from .grid.forward import forward as grid_forward
 from .workspace import planning
 from .workspace.stored import queries_apart, rows_of_program
 
@@ -28,10 +28,9 @@ __all__ = [
     "architecture_of",
     "backward",
     "forward",
+    "grid_backward",
+    "grid_forward",
     "kernels_are_interpreted",
-    "launchers",
-    "launching",
-    "minimal_attention",
     "planning",
     "profiles",
     "queries_apart",

@@ -1,8 +1,7 @@
 """The logits of a tile: q.k, the relative terms, what is visible, softcap and mask. Here a new term goes.
 
-The forward, dq and dkv kernels call relative_terms, then tile_logits, so that the backward has the forward's logits. In a loop
-over tiles, terms of one tile come partly from the product of the tile before; what one iteration hands to the next is in
-``carried``.
+The forward and the dkv kernel both call relative_terms, then tile_logits: the backward has the forward's logits. In a loop over
+tiles, terms of one tile come partly from the product of the tile before; what one iteration keeps for the next is in ``carried``.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +17,29 @@ from .tile.scores import apply_softcap_and_mask, tile_scores
 from .tile.table import Table, bias_terms
 
 
-class Vectors(NamedTuple):
-    """A tile's queries, or its keys."""
+class Queries(NamedTuple):
+    """A tile's queries."""
 
-    of_term: Any  # [M, Dr], what rel_key meets; of keys [N, D] in their natural order, what rel_p2c meets
-    indices: Any  # [M], in their sequence; of keys [N], in addressing.key_order
+    of_term: Any  # [M, Dr], what rel_key meets
+    far_term: Any  # [M], their term with keys beyond a clamped table, on the side where the tile's keys are
+    indices: Any  # [M], in their sequence
     valid: Any  # [M], those that exist
+
+
+class Keys(NamedTuple):
+    """A tile's keys, in addressing.key_order."""
+
+    of_term: Any  # [N, D], what rel_p2c meets: the keys in their natural order
+    indices: Any
+    valid: Any
+
+
+class Tables(NamedTuple):
+    """The tables of one head that add to its scores."""
+
+    queries: Any  # rel_key and rel_bias
+    keys: Any  # rel_p2c as keys see it
+    far_keys: Any
 
 
 @triton.jit
@@ -58,43 +74,47 @@ def key_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
+def tables_of_scores(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Return the Tables of one head."""
+    queries = score_table(inputs, call, head, first, last, SHAPE, TILE)
+    return Tables(queries, key_table(inputs, call, head, first, last, SHAPE, TILE), inputs.far_keys)
+
+
+@triton.jit
 def relative_terms(
     queries,
     keys,
-    table,
-    keys_table,
+    tables,
     carried,
     keys_carried,
-    far_term,
-    is_past,
     relative,
+    is_past,
     place,
     head,
-    inputs,
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the relative terms of a tile's scores [M, N], and what to carry on, of the queries' terms and of the keys'.
+    """Return (the relative terms of a tile's scores [M, N], carried, keys_carried).
 
-    table, keys_table: as of score_table and key_table. carried, keys_carried: as returned for the tile before.
-    For the first, a loop over the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
-    relative: the relative position of the first key to the first query. Beyond a clamped table (PART is FAR) keys are of the past
-    or of the future, and far_term [M] is their queries' term.
+    carried, keys_carried: as returned for the tile before, of the queries' terms and of the keys'. For the first tile a loop over
+    the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
+    relative: the relative position of the first key to the first query. is_past: in the far part, on which side of the table.
     """
-    HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    # Of the queries, [M, N]
     if PART == NEAR and TILE.has_matrix:
-        terms, carried = next_terms(queries.of_term, table, carried, relative, TILE)
+        terms, carried = next_terms(queries.of_term, tables.queries, carried, relative, TILE)
     elif PART == NEAR and TILE.has_bias:
-        terms = bias_terms(table, relative, TILE)
-    elif PART == FAR and HAS_TERM and TILE.coverage == "clamp":
-        terms = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
+        terms = bias_terms(tables.queries, relative, TILE)
+    elif PART == FAR and (TILE.has_matrix or TILE.has_bias) and TILE.coverage == "clamp":
+        terms = tl.broadcast_to(queries.far_term[:, None], (TILE.block_m, TILE.block_n))
     else:
         terms = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+    # and of the keys
     if PART == NEAR and TILE.key_tile is not None:
-        terms_of_keys, keys_carried = next_key_terms(keys.of_term, keys_table, keys_carried, relative, TILE)
-        terms += terms_of_keys
-    elif inputs.far_keys is not None:
-        terms += far_key_terms(inputs.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
+        key_terms, keys_carried = next_key_terms(keys.of_term, tables.keys, keys_carried, relative, TILE)
+        terms += key_terms
+    elif tables.far_keys is not None:
+        terms += far_key_terms(tables.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
     return terms, carried, keys_carried
 
 

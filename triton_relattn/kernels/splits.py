@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from .._core.spec import AttentionSpec
-from .call import Call, cdiv, strided
+from .call import LAUNCH_OPTIONS, Call, cdiv, strided
 from .config import selection
 from .config.tile_config import TileConfig
-from .launching import launch
+from .fences import compile_options
 from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows
 from .tile.scores import LN_2, exponent_scale
 
@@ -106,19 +106,20 @@ def launch_merge(
 ) -> None:
     """Launch merge_kernel; see there."""
     entries, heads, queries, _ = out.shape
-    arguments = {
-        "parts": strided(parts),
-        "part_statistics": strided(part_statistics),
-        "outs": strided(out),
-        "lses": strided(lse),
-        "softmax_stats": strided(softmax_stats),
-        "scaling": call.common.scaling,
-        "mask": call.inputs.attn_mask,
-        "splits": parts.shape[1] // heads,
-        "num_heads": heads,
-        "num_queries": queries,
-        "WIDTH": call.shape.value_dim,
-        "BLOCK_WIDTH": call.shape.block_dv,
-        "BLOCK_M": BLOCK_M,
-    }
-    launch(merge_kernel, (entries * cdiv(queries, BLOCK_M), heads), arguments)
+    merge_kernel[entries * cdiv(queries, BLOCK_M), heads](
+        parts=strided(parts),
+        part_statistics=strided(part_statistics),
+        outs=strided(out),
+        lses=strided(lse),
+        softmax_stats=strided(softmax_stats),
+        scaling=call.common.scaling,
+        mask=call.inputs.attn_mask,
+        splits=parts.shape[1] // heads,
+        num_heads=heads,
+        num_queries=queries,
+        WIDTH=call.shape.value_dim,
+        BLOCK_WIDTH=call.shape.block_dv,
+        BLOCK_M=BLOCK_M,
+        **compile_options(merge_kernel),
+        **LAUNCH_OPTIONS,
+    )

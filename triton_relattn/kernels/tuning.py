@@ -26,14 +26,12 @@ from .call import Call
 from .config import profiles, selection
 from .config.tile_config import TileConfig
 from .forward import forward
-from .workspace import planning
 
 GRADIENTS = {
     "forward": (),
-    "dq": ("query", "rel_query"),
     "dkv": ("key", "value"),
+    "dq": ("query", "rel_query"),
     "dtable": ("rel_key", "rel_value", "rel_bias"),
-    "dq_from_ds": ("query", "rel_query"),
     "dp2c": ("rel_p2c",),
 }
 """The gradients for which the backward launches a kernel, after those that have to come first."""
@@ -99,7 +97,7 @@ def tune(
     found = []
     with torch.no_grad():
         tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **arguments))
-        for kernel in kernels_of(tensors, spec):
+        for kernel in kernels_of(tensors):
             found.append(_tune(kernel, tensors, spec, most, path))
             if report is not None:
                 report(found[-1])
@@ -118,12 +116,10 @@ def profile_of(device: torch.device) -> Path:
     return path
 
 
-def kernels_of(tensors: AttentionTensors, spec: AttentionSpec) -> list[str]:
+def kernels_of(tensors: AttentionTensors) -> list[str]:
     """Return the kernels of selection.KERNELS that a call and its backward launch, first to last."""
-    call = Call(tensors, spec)
-    tiles = {kernel: call.tile(kernel) for kernel in selection.KERNELS}
-    multiprocessors, keeps = selection.multiprocessors(tensors.query.device), residual.keeps_residual(tensors, spec)
-    return ["forward", *planning.route(call, tensors, spec, tiles, multiprocessors, keeps).kernels]
+    given = {"dtable": (tensors.rel_key, tensors.rel_bias, tensors.rel_value), "dp2c": (tensors.rel_p2c,)}
+    return [kernel for kernel in selection.KERNELS if any(each is not None for each in given.get(kernel, (tensors.query,)))]
 
 
 def _tune(kernel: str, tensors: AttentionTensors, spec: AttentionSpec, most: int, path: Path) -> Tuned:
@@ -163,7 +159,7 @@ def nearest(kernel: str, arch: str, has_table: bool, default: TileConfig) -> lis
 
 def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out, softmax_stats and the residual of out."""
-    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors, spec))
+    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors))
     return out, softmax_stats, kept
 
 
@@ -180,7 +176,6 @@ def run_kernel(
         return list(forward(tensors, spec, config)[:2])
     wanted = [name in GRADIENTS[kernel] for name in DIFFERENTIABLE]
     *of_forward, kept = saved
-    kept = None if kernel == "dq" else kept
     gradients = backward(d_out, None, *of_forward, tensors, spec, wanted, {kernel: config}, residual=kept)
     return [gradient for gradient in gradients if gradient is not None]
 

@@ -1,7 +1,7 @@
 """The choice of a launch configuration for a call: the first row that fits it, of the profiles and then of defaults.csv.
 
-profiles.py reads these tables. The defaults were chosen by compiling: few spilled registers, few instructions
-for a score, some by an estimate of cycles that nobody has verified. None was timed.
+profiles.py reads these tables. The defaults were chosen by what the compiler reports: spilled registers, shared memory,
+instructions for a score. None was timed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def float16_holds_terms(scale: float) -> bool:
 
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
-    carries = {"forward": ("scores", None), "dq": ("scores", None)} if has_table else {}
+    carries = {"forward": ("scores", None)} if has_table else {}
     rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
     # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
     limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from .architectures import architecture_of
 
-KERNELS = ("forward", "dq", "dq_from_ds", "dkv", "dtable", "dp2c")
-WITHOUT_BANDS = ("dtable", "dq_from_ds")
+KERNELS = ("forward", "dkv", "dq", "dtable", "dp2c")
+WITHOUT_BANDS = ("dq", "dtable")
 """Kernels whose block_m need not be block_n or twice that."""
 OF_STORED = (*WITHOUT_BANDS, "dp2c")
 """Kernels that read what the dkv kernel has stored, and so rotate nothing in registers."""
@@ -23,7 +23,7 @@ REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: the state that kernels that loop over the keys, forward and dq, keep for the next tile. "scores": rotated table
+    carry: the state that the forward keeps for the next tile. "scores": rotated table
     blocks; None: nothing, which takes more products and fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
     registers.py).

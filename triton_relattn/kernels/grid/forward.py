@@ -1,10 +1,12 @@
-"""The forward kernel of attention on a grid: online softmax over tiles of keys, whose scores begin with their terms."""
+"""Attention on a grid, forward: online softmax over tiles of keys, whose scores begin with their terms."""
 
 import torch
 import triton
 import triton.language as tl
 
+from ..._core.grids import GridTensors
 from ..call import cdiv, strided
+from ..config.fitting import until_it_fits
 from ..config.selection import TileConfig
 from ..tile.addressing import head_matrix, load_rows, store_rows, store_sides
 from ..tile.dropout import keep_mask
@@ -72,7 +74,17 @@ def grid_forward_kernel(
     store_sides(softmax_stats, place, head, offs_m, valid_m, row_max, tl.log2(row_sum))
 
 
-def launch_grid_forward(call: GridCall, tile: TileConfig, out: torch.Tensor, softmax_stats: torch.Tensor) -> None:
-    """Launch grid_forward_kernel for all queries; see there."""
-    programs = cdiv(call.common.sequences.max_seqlen_q, tile.block_m) * call.num_sequences * call.heads
-    call.launch("forward", grid_forward_kernel, tile, (programs,), outs=strided(out), softmax_stats=strided(softmax_stats))
+@until_it_fits
+def forward(
+    tensors: GridTensors, scale: float, dropout_p: float, config: TileConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out (B, H, Nq, Dv) in query's dtype, and statistics for the backward as forward.forward has them."""
+    query = tensors.query
+    out = query.new_empty(*query.shape[:3], tensors.value.shape[3])
+    softmax_stats = query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
+    if out.numel() > 0:
+        call = GridCall(tensors, scale, dropout_p, (out,))
+        tile = call.tile("forward", config)
+        programs = cdiv(query.shape[2], tile.block_m) * call.num_sequences * call.heads
+        call.launch("forward", grid_forward_kernel, tile, (programs,), outs=strided(out), softmax_stats=strided(softmax_stats))
+    return out, softmax_stats

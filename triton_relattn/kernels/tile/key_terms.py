@@ -184,9 +184,8 @@ def rotate_columns(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def near_queries(offs_n, near_first, near_last, place, LAYOUT: tl.constexpr, TILE: tl.constexpr):
-    """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table from near_first to
-    near_last."""
-    key_start = offs_n // LAYOUT.dkv_block_n * LAYOUT.dkv_block_n
-    start, stop = near_keys(key_start, -near_last, -near_first, -place.query_offset, LAYOUT.dkv_block_n, LAYOUT.dkv_block_m, TILE)
+def near_queries(offs_n, first, last, place, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+    """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table."""
+    key_start = offs_n // LAYOUT.block_n * LAYOUT.block_n
+    start, stop = near_keys(key_start, -last, -first, -place.query_offset, LAYOUT.block_n, LAYOUT.block_m, TILE)
     return start, tl.minimum(stop, place.num_queries)

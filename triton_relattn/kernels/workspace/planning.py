@@ -1,8 +1,8 @@
-"""The workspace of a backward: which pairs the dkv kernel stores, and in which parts; and what follows from it for other kernels.
+"""The workspace of a backward: which pairs the dkv kernel stores, and in which parts.
 
 The dkv kernel stores dS, and with rel_value P, of each pair, rounded to the inputs' dtype as it multiplies them (stored.py). From
-these the dtable and dp2c kernels compute the gradients of tables with one product. dS takes 2 bytes a pair, so the dkv kernel's
-programs run in parts, one part after the other through the same workspace, in a fixed order.
+these the other kernels compute the gradients of query and tables, with one product each. dS takes 2 bytes a pair, so the dkv
+kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..._core.residual import keeps_residual
 from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
 from ..config.tile_config import TileConfig
-from ..tile.masking import clamp_margin
 from .stored import ALIGNMENT, Layout
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
@@ -30,8 +28,8 @@ MOST_PAIRS = 2**30
 MOST_KEPT = 256
 """Parts of a plan that is kept for later calls: with very small workspaces there may be many thousands."""
 MOST_BEYOND = 1.25
-"""All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: from these the
-gradient of the query is computed, too, and the dq kernel need not run."""
+"""All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: the gradient of
+the query need not be added up in float32 then."""
 START_COST = 6
 """What a wave of the dkv kernel's programs costs beside the programs themselves, in programs of a multiprocessor: one that runs
 alone leaves a multiprocessor idle most of the time. An estimate, which no GPU has confirmed."""
@@ -53,7 +51,6 @@ class Plan(NamedTuple):
     blocks: int  # of the dkv kernel's keys
     group: int  # heads that share one of the key
     layout: Layout
-    has_ds: bool  # there are tables for the scores
     has_probs: bool  # there is a table for the values
     parts: list[Part]
 
@@ -64,52 +61,16 @@ class Plan(NamedTuple):
     @property
     def pairs(self) -> int:
         """Return for how many pairs there is room, of dS and of P."""
-        return self.items * self.rows * self.columns * (self.has_ds + self.has_probs)
+        return self.items * self.rows * self.columns * (1 + self.has_probs)
 
     @property
-    def has_all_keys(self) -> bool:
+    def has_whole_heads(self) -> bool:
         """Return whether each part has all pairs of its items."""
-        return not self.layout.is_band and self.columns >= self.blocks * self.layout.dkv_block_n
+        return self.layout.is_band or self.columns >= self.blocks * self.layout.block_n
 
     def items_of(self, part: Part) -> int:
         """Return how many items a part has."""
         return (cdiv(part.stop_program, self.blocks) - part.first_program // self.blocks) * self.group
-
-
-class Route(NamedTuple):
-    """How a backward computes its gradients, decided once."""
-
-    plan: Plan | None  # the workspace; None without tables
-    query_from_ds: bool
-    """d_query and d_rel_query come from the workspace, and delta from out and its residual; else both from the dq kernel."""
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Return the names of the kernels, of selection.KERNELS, that run if all gradients are wanted, first to last."""
-        if self.plan is None:
-            return "dq", "dkv"
-        of_scores = ("dp2c",) if self.plan.layout.has_p2c else ()
-        return (*("dq",) * (not self.query_from_ds), "dkv", "dtable", *("dq_from_ds",) * self.query_from_ds, *of_scores)
-
-
-def route(
-    call: Call,
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    tiles: Mapping[str, TileConfig],
-    multiprocessors: int,
-    has_delta: bool,
-    most_bytes: int | None = None,
-) -> Route:
-    """Return the route of a call. It does not depend on which gradients are wanted, so that a gradient has the same bits alone.
-
-    Args:
-        has_delta: whether delta, or the residual of out, is there.
-        most_bytes: as of plan.
-    """
-    planned = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
-    from_ds = has_delta and planned is not None and planned.has_all_keys and keeps_residual(tensors, spec)
-    return Route(planned, from_ds)
 
 
 def limit(tensors: AttentionTensors, wave: int) -> int:
@@ -134,19 +95,18 @@ def plan(
     tiles: Mapping[str, TileConfig],
     multiprocessors: int,
     most_bytes: int | None = None,
-) -> Plan | None:
-    """Return the workspace of a call; None if it has no tables.
+) -> Plan:
+    """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone.
 
-    Args:
-        most_bytes: instead of ``limit``. A workspace for one block of keys of one head may have more.
+    most_bytes: instead of ``limit``. A workspace for one block of keys of one head may have more.
     """
-    key = "plan", tiles.get("dq"), tiles.get("dkv"), multiprocessors, most_bytes, os.environ.get(VARIABLE)
+    key = "plan", tiles["dkv"], multiprocessors, most_bytes, os.environ.get(VARIABLE)
     derived = call.fixed.derived
     if key in derived:
-        kept: Plan | None = derived[key]
+        kept: Plan = derived[key]
         return kept
-    found = _plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
-    if found is None or len(found.parts) <= MOST_KEPT:
+    found = _plan(call, tensors, spec, tiles["dkv"], multiprocessors, most_bytes)
+    if len(found.parts) <= MOST_KEPT:
         derived[key] = found
     return found
 
@@ -155,27 +115,24 @@ def _plan(
     call: Call,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    tiles: Mapping[str, TileConfig],
+    dkv: TileConfig,
     multiprocessors: int,
     most_bytes: int | None,
-) -> Plan | None:
-    has_ds = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
+) -> Plan:
     has_probs = tensors.rel_value is not None
-    if not has_ds and not has_probs:
-        return None
-    dq, dkv = tiles["dq"], tiles["dkv"]
-    layout = Layout(dq.block_m, dq.block_n, dkv.block_m, dkv.block_n, tensors.rel_p2c is not None)
+    layout = Layout(dkv.block_m, dkv.block_n)
     rows, block_n = spec.max_seqlen_q, dkv.block_n
     blocks = cdiv(spec.max_seqlen_k, block_n)
     units = call.num_sequences * call.key_heads
     group = call.heads // call.key_heads
 
-    # Columns: all keys, or if that is fewer a band of relative positions.
-    lowest, highest = _stored_positions(call, spec, layout)
-    band = cdiv(max(highest - lowest + 1, 1) + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64
-    columns = min(band, blocks * block_n)
+    # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries.
+    columns = blocks * block_n
+    if spec.window_left >= 0 and spec.window_right >= 0:
+        window = spec.window_left + 1 + spec.window_right
+        columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
     slots = multiprocessors * dkv.programs_at_once
-    bytes_of_pair = tensors.query.element_size() * (has_ds + has_probs)
+    bytes_of_pair = tensors.query.element_size() * (1 + has_probs)
     if most_bytes is None:
         # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
         columns_of_wave = min(slots * block_n, cdiv(slots, blocks) * columns)
@@ -199,20 +156,7 @@ def _plan(
             for unit in range(units)
             for block in range(0, blocks, step)
         ]
-    return Plan(items, rows, columns, blocks, group, layout, has_ds, has_probs, [Part(*each) for each in starts])
-
-
-def _stored_positions(call: Call, spec: AttentionSpec, layout: Layout) -> tuple[int, int]:
-    """Return the (lowest, highest) relative position that is wanted; stored.stored_positions does the same."""
-    is_clamped = call.coverage == "clamp"
-    margin = clamp_margin(layout.dq_block_m, layout.dq_block_n) if is_clamped else 0
-    lowest, highest = spec.first - margin, spec.last + margin
-    if spec.window_left >= 0:
-        lowest = max(lowest, -spec.window_left)
-    if spec.window_right >= 0:
-        highest = min(highest, spec.window_right)
-    slack = clamp_margin(layout.dkv_block_m, layout.dkv_block_n) if is_clamped and layout.has_p2c else 0
-    return lowest - slack, highest + slack
+    return Plan(items, rows, columns, blocks, group, layout, has_probs, [Part(*each) for each in starts])
 
 
 @functools.lru_cache(maxsize=256)
@@ -242,10 +186,10 @@ def allocated(
     spec: AttentionSpec,
     tiles: Mapping[str, TileConfig],
     multiprocessors: int,
-    has_delta: bool,
-    wants: Mapping[str, bool],
-) -> tuple[Route, torch.Tensor | None, torch.Tensor | None]:
-    """Return the route of a call and its workspace: dS and P, each None if no gradient that is wanted needs it.
+    wants_ds: bool,
+    wants_probs: bool,
+) -> tuple[Plan, torch.Tensor | None, torch.Tensor | None]:
+    """Return the workspace of a call, and memory for dS and P, each None if it is not wanted.
 
     Where torch has no memory for it, the workspace is made smaller, with a warning: sums of other parts have other last bits.
 
@@ -253,26 +197,21 @@ def allocated(
         OutOfMemoryError: there is no memory for one block of keys of one head.
     """
     query, most_bytes = tensors.query, None
+    if not wants_ds and not wants_probs:  # nothing is stored
+        found = plan(call, tensors, spec, tiles, multiprocessors)
+        return found._replace(parts=[Part(0, found.parts[-1].stop_program)]), None, None
     while True:
-        found = route(call, tensors, spec, tiles, multiprocessors, has_delta, most_bytes)
-        planned = found.plan
-        if planned is None:
-            return found, None, None
-        of_query = found.query_from_ds and (wants["query"] or wants["rel_query"])
-        ds, needs_ds = None, of_query or any(wants[name] for name in ("rel_key", "rel_bias", "rel_p2c"))
+        found = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
+        ds = None
         try:
-            ds = query.new_empty(planned.shape) if needs_ds else None
-            probs = query.new_empty(planned.shape) if wants["rel_value"] else None
-            return found, ds, probs
+            ds = query.new_empty(found.shape) if wants_ds else None
+            return found, ds, query.new_empty(found.shape) if wants_probs else None
         except torch.OutOfMemoryError as error:
             ds = None  # what there was room for is free again
-            size = planned.pairs * query.element_size()
+            size = found.pairs * query.element_size()
             most_bytes = size // 2
-            smaller = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
-            if smaller is None or smaller.pairs >= planned.pairs:
-                text = (
-                    f"the backward needs a workspace of {size} bytes at least, for {planned.rows} queries and one block of keys"
-                )
+            if plan(call, tensors, spec, tiles, multiprocessors, most_bytes).pairs >= found.pairs:
+                text = f"the backward needs a workspace of {size} bytes at least, for {found.rows} queries and one block of keys"
                 raise torch.OutOfMemoryError(f"{text}; {error}") from error
             warnings.warn(
                 f"no memory for a workspace of {size} bytes; a smaller one is used, with which sums may differ in their last "

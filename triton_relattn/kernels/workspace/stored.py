@@ -12,60 +12,26 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.masking import clamp_margin
-
 ALIGNMENT = tl.constexpr(16)
 """The first key of a band is rounded down to a multiple of this, so that its numbers can be stored 16 bytes at a time."""
 
 
 class Layout(NamedTuple):
-    """Constants of a workspace: the tiles of the kernels that decide which pairs it has, and where."""
+    """Constants of a workspace: the tile of the kernel that fills it, and which pairs it has."""
 
-    dq_block_m: int  # decides which keys are near to a clamped table; the dq kernel sums the others
-    dq_block_n: int
-    dkv_block_m: int
-    dkv_block_n: int
-    has_p2c: bool = False  # then all pairs of near tiles are wanted
-    is_band: bool = False  # the workspace has a band of relative positions, not all keys
-
-
-@triton.jit
-def stored_positions(first, last, window, LAYOUT: tl.constexpr, TILE: tl.constexpr):
-    """Return the (lowest, highest) relative position that the workspace has: those of the table, with the keys beyond a clamped
-    one that the dq kernel takes for near, within the window. planning.plan does the same."""
-    lowest, highest = first, last
-    if TILE.coverage == "clamp":
-        MARGIN: tl.constexpr = clamp_margin(LAYOUT.dq_block_m, LAYOUT.dq_block_n)
-        lowest, highest = first - MARGIN, last + MARGIN
-    if window[0] is not None:
-        lowest = tl.maximum(lowest, -window[0])
-    if window[1] is not None:
-        highest = tl.minimum(highest, window[1])
-    if TILE.coverage == "clamp" and LAYOUT.has_p2c:
-        SLACK: tl.constexpr = clamp_margin(LAYOUT.dkv_block_m, LAYOUT.dkv_block_n)
-        lowest, highest = lowest - SLACK, highest + SLACK
-    return lowest, highest
-
-
-@triton.jit
-def near_limits(first, last, lowest, highest, LAYOUT: tl.constexpr):
-    """Return (first, last) of a clamped table for the dkv kernel: pairs within are near. The dkv kernel stores only near pairs,
-    so every pair at a relative position from lowest to highest must count as near.
-
-    With rel_p2c, all near pairs are wanted, and near tiles reach beyond the limits. These are that much closer then.
-    """
-    SLACK: tl.constexpr = clamp_margin(LAYOUT.dkv_block_m, LAYOUT.dkv_block_n) if LAYOUT.has_p2c else 0
-    return tl.minimum(first, lowest - 1 + SLACK), tl.maximum(last, highest + 1 - SLACK)
+    block_m: int  # of the dkv kernel
+    block_n: int
+    is_band: bool = False  # a row has the keys in a query's window, not all keys
 
 
 @triton.jit
 def stored_part(first_program, stop_program, sequences, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
     """Return (first item, stop item, first key, stop key) that these programs of the dkv kernel store: all keys of some items, or
     some keys of the items of one key head. An item is a sequence and head, numbered sequence * heads + head."""
-    num_blocks = tl.cdiv(sequences.max_seqlen_k, LAYOUT.dkv_block_n)
+    num_blocks = tl.cdiv(sequences.max_seqlen_k, LAYOUT.block_n)
     first_item, stop_item = first_program // num_blocks * GROUP, tl.cdiv(stop_program, num_blocks) * GROUP
-    first_key = first_program % num_blocks * LAYOUT.dkv_block_n
-    return first_item, stop_item, first_key, ((stop_program - 1) % num_blocks + 1) * LAYOUT.dkv_block_n
+    first_key = first_program % num_blocks * LAYOUT.block_n
+    return first_item, stop_item, first_key, ((stop_program - 1) % num_blocks + 1) * LAYOUT.block_n
 
 
 @triton.jit
@@ -78,17 +44,31 @@ def items_of(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
 
 
 @triton.jit
-def key_of_column(row_start, query_offset, first_key, lowest, LAYOUT: tl.constexpr):
+def key_of_column(row_start, query_offset, first_key, window, LAYOUT: tl.constexpr):
     """Return the key of column 0 of the workspace, for a block of queries from row_start on.
 
-    It is the first key that the workspace has. If that has a band, queries are taken dkv_block_m at a time, and it is the key at
-    the relative position ``lowest`` of the first of them.
+    It is the first key that the workspace has. If that has a band, queries are taken block_m at a time, and it is the first key
+    in the window of the first of them.
     """
     if LAYOUT.is_band:
-        aligned = ((query_offset + lowest) >> 4) * ALIGNMENT  # a product, so that the compiler knows
-        return row_start // LAYOUT.dkv_block_m * LAYOUT.dkv_block_m + aligned
+        aligned = ((query_offset - window[0]) >> 4) * ALIGNMENT  # a product, so that the compiler knows
+        return row_start // LAYOUT.block_m * LAYOUT.block_m + aligned
     else:
         return first_key
+
+
+@triton.jit
+def seen_keys(offs_m, place, window, first_key, stop_key, APART: tl.constexpr):
+    """Return (low, high), each [M, 1]: the keys, of those from first_key to stop_key, whose numbers are read. They are those that
+    a query sees, and others beside them, whose numbers are 0, up to multiples of APART. A query that does not exist has none."""
+    low = tl.broadcast_to(tl.maximum(first_key, 0), offs_m.shape)
+    high = tl.broadcast_to(tl.minimum(place.num_keys, stop_key), offs_m.shape)
+    if window[0] is not None:
+        low = tl.maximum(offs_m + (place.query_offset - window[0]), low)
+    if window[1] is not None:
+        high = tl.minimum(high, offs_m + (place.query_offset + window[1] + 1))
+    high = tl.where((offs_m < place.num_queries) & (low < high), high, 0)
+    return (low // APART * APART)[:, None], (tl.cdiv(high, APART) * APART)[:, None]
 
 
 @triton.jit

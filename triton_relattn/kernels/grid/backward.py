@@ -1,0 +1,294 @@
+"""Attention on a grid, backward. Two kernels, both of which compute P and dS of a tile again:
+
+1. dq: a program owns a block of queries and loops over all keys, as the forward does. It gives d_query, and sums of dS over the
+   rows and over the columns of the grid: the gradients of the queries' terms. It stores the exact delta of each query for
+2. dkv: a program owns a tile of keys and loops over all queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..._core.grids import GridTensors
+from ..call import PerQuery, aligned, cdiv, strided
+from ..config.fitting import until_it_fits
+from ..config.selection import TileConfig
+from ..delta import row_products
+from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
+from ..tile.dropout import keep_mask
+from ..tile.masking import locate, locate_queries
+from ..tile.scores import LN_2, exponent_scale, lane_consistent, load_softmax_stats, probabilities, score_gradients, tile_scores
+from .call import GridCall, Sums
+from .tile import (
+    block_at,
+    column_mask,
+    column_pointers,
+    first_strip,
+    key_blocks,
+    load_column_terms,
+    load_row_terms,
+    on_grid,
+    row_mask,
+    row_pointers,
+    settled_columns,
+    strip_at,
+    sums_by_place,
+    tile_keys,
+    with_terms,
+)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def grid_dq_kernel(
+    inputs,
+    outs,
+    d_outs,
+    d_queries,
+    sums,
+    per_query,
+    call,
+    key_grid,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Compute d_query, sums and per_query.deltas (``sum_j P dP``) for BLOCK_M queries of one head. d_queries or sums may be None.
+
+    sums: call.Sums. Those of dS are as the rounded delta leaves them; less ``corrections`` times those of P they are exact.
+    Grid: (query blocks * batch * heads,), query blocks fastest.
+    """
+    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
+    tile_m = tl.arange(0, TILE.block_m)
+    offs_m = row_start + tile_m
+    valid_m = offs_m < place.num_queries
+    keys = head_matrix(inputs.key, place.entry, head, 0, SHAPE.wide_index)
+    values = head_matrix(inputs.value, place.entry, head, 0, SHAPE.wide_index)
+    queries = head_matrix(inputs.query, place.entry, head, 0, SHAPE.wide_index)
+    query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+    d_outs = head_matrix(d_outs, place.entry, head, 0, SHAPE.wide_index)
+    d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
+    out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    delta = row_products(out.to(tl.float32), d_out, tile_m, TILE)
+    row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
+    places, exist = on_grid(offs_m, valid_m, key_grid)
+
+    total = tl.full([TILE.block_m], 0.0, tl.float32)
+    acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+    scale = exponent_scale(call.scaling, None)
+
+    for number in range(first_strip(key_grid), key_grid.strips):
+        strip = strip_at(number, key_grid, place.num_keys, CUT)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        if sums is not None:
+            d_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
+            p_columns = tl.full([TILE.block_m, CUT.columns], 0.0, sums.p_columns[0].dtype.element_ty)
+        for line in tl.range(0, strip.lines, CUT.lines):
+            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            start, rows, valid_n = tile_keys(strip, line, CUT)
+            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores = tile_scores(query, key, nothing, TILE)
+            scores = with_terms(scores, of_rows, of_columns, CUT)
+            probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
+            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            d_probs = tile_scores(d_out, value, nothing, TILE)
+            keep = None
+            if call.dropout.seed is not None:
+                offs_n = start + rows
+                keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+            d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False)
+            d_rows, d_tile = sums_by_place(d_scores, CUT)
+            total += tl.sum(d_rows, axis=1)
+            if sums is not None:
+                p_rows, p_tile = sums_by_place(probs, CUT)
+                d_columns += d_tile
+                p_columns += p_tile.to(p_columns.dtype)
+                wanted = row_mask(strip, line, exist, CUT)
+                row = number * key_grid.height + line
+                tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, CUT), d_rows, mask=wanted)
+                tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, CUT), p_rows, mask=wanted)
+            if d_queries is not None:
+                # [M, N] @ [N, D] -> [M, D]
+                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
+
+        if sums is not None:
+            wanted = column_mask(strip, exist, CUT)
+            d_columns = settled_columns(d_columns, CUT)
+            tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, CUT), d_columns, mask=wanted)
+            tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, CUT), p_columns, mask=wanted)
+
+    correction = lane_consistent(total, TILE.block_n)  # exact delta - delta
+    tl.store(row_vector(per_query.deltas, place.entry, head, 0) + offs_m, delta + correction, mask=valid_m)
+    if sums is not None:
+        tl.store(row_vector(sums.corrections, place.entry, head, 0) + offs_m, correction, mask=valid_m)
+    if d_queries is not None:
+        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        d_queries = head_matrix(d_queries, place.entry, head, 0, SHAPE.wide_index)
+        store_rows(d_queries, row_start, tile_m, valid_m, acc * unit, SHAPE.head_dim, SHAPE.block_d)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def grid_dkv_kernel(
+    inputs,
+    d_outs,
+    d_keys,
+    d_values,
+    per_query,
+    call,
+    key_grid,
+    num_heads,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Compute d_key and d_value of a tile of keys of one head. d_keys or d_values may be None.
+
+    Grid: (tiles of keys * batch * heads,), tiles fastest.
+    """
+    num_blocks = key_blocks(key_grid, CUT)
+    head = tl.program_id(0) // num_blocks % num_heads
+    place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
+    number, line = block_at(tl.program_id(0) % num_blocks, key_grid, CUT)
+    strip = strip_at(number, key_grid, place.num_keys, CUT)
+    start, rows, valid_n = tile_keys(strip, line, CUT)
+    offs_n = start + rows
+
+    tile_m = tl.arange(0, TILE.block_m)
+    keys = head_matrix(inputs.key, place.entry, head, 0, SHAPE.wide_index)
+    key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+    queries = head_matrix(inputs.query, place.entry, head, 0, SHAPE.wide_index)
+    d_outs = head_matrix(d_outs, place.entry, head, 0, SHAPE.wide_index)
+    deltas = row_vector(per_query.deltas, place.entry, head, 0)
+    if d_keys is not None:
+        values = head_matrix(inputs.value, place.entry, head, 0, SHAPE.wide_index)
+        value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+        d_key = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
+    if d_values is not None:
+        d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
+    nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+    scale = exponent_scale(call.scaling, None)
+
+    for row_start in tl.range(0, place.num_queries, TILE.block_m):
+        offs_m = row_start + tile_m
+        valid_m = offs_m < place.num_queries
+        query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+        row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
+        scores = tile_scores(query, key, nothing, TILE)
+        scores = with_terms(scores, of_rows, of_columns, CUT)
+        probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
+        keep = None
+        if call.dropout.seed is not None:
+            keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+        d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+        if d_keys is not None:
+            d_probs = tile_scores(d_out, value, nothing, TILE)
+        # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
+        if d_values is not None:
+            kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
+            # [N, M] @ [M, Dv] -> [N, Dv]
+            d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
+        if d_keys is not None:
+            delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
+            d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False).to(query.dtype)
+            # [N, M] @ [M, D] -> [N, D]
+            d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
+
+    if d_keys is not None:
+        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        d_keys = head_matrix(d_keys, place.entry, head, 0, SHAPE.wide_index)
+        store_rows(d_keys, start, rows, valid_n, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
+    if d_values is not None:
+        if call.dropout.seed is not None:
+            d_value *= tl.cast(call.dropout.keep_scale, tl.float32)
+        d_values = head_matrix(d_values, place.entry, head, 0, SHAPE.wide_index)
+        store_rows(d_values, start, rows, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)
+
+
+@until_it_fits
+def backward(
+    d_out: torch.Tensor,
+    out: torch.Tensor,
+    softmax_stats: torch.Tensor,
+    tensors: GridTensors,
+    scale: float,
+    dropout_p: float,
+    wanted: Sequence[bool] = (True,) * 5,
+    tiles: Mapping[str, TileConfig] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted.
+
+    Memory beyond the gradients: for each query two numbers, d_query in float32, its terms, and twice as many sums.
+
+    Args:
+        softmax_stats: as the forward returns them.
+        tiles: configurations by the names of kernels, in place of the selected ones.
+    """
+    if d_out.numel() == 0:
+        return tuple(tensor.new_zeros(tensor.shape) if want else None for tensor, want in zip(tensors, wanted, strict=False))
+    query, key, value = tensors[:3]
+    d_query = query.new_empty(query.shape, dtype=torch.float32) if wanted[0] else None  # gradients of the terms are added
+    d_key = key.new_empty(key.shape) if wanted[1] else None
+    d_value = value.new_empty(value.shape) if wanted[2] else None
+    d_out = aligned(d_out)
+    call = GridCall(tensors, scale, dropout_p, (out, d_out, d_query))
+    of_dq, of_dkv = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
+    deltas = query.new_empty(query.shape[:3], dtype=torch.float32)
+    per_query = PerQuery(*map(strided, (softmax_stats, deltas)))  # type: ignore[arg-type]
+    sums = call.new_sums(of_dq.block_n) if wanted[0] or wanted[3] or wanted[4] else None
+    if sums is not None or d_key is not None:
+        call.launch(
+            "dq",
+            grid_dq_kernel,
+            of_dq,
+            (cdiv(query.shape[2], of_dq.block_m) * call.num_sequences * call.heads,),
+            outs=strided(out),
+            d_outs=strided(d_out),
+            d_queries=strided(d_query),
+            sums=None if sums is None else Sums(*map(strided, sums)),
+            per_query=per_query,
+        )
+    if d_key is not None or d_value is not None:
+        call.launch(
+            "dkv",
+            grid_dkv_kernel,
+            of_dkv,
+            (call.key_tiles(of_dkv.block_n) * call.num_sequences * call.heads,),
+            d_outs=strided(d_out),
+            d_keys=strided(d_key),
+            d_values=strided(d_value),
+            per_query=per_query,
+        )
+    if sums is None:
+        return None, d_key, d_value, None, None
+    if d_query is not None and scale < 0:  # the kernels had the query negated
+        d_query.neg_()
+    d_query, d_rel_h, d_rel_w = _of_terms(tensors, sums, d_query, wanted[3:])
+    return d_query, d_key, d_value, d_rel_h, d_rel_w
+
+
+def _of_terms(
+    tensors: GridTensors, sums: Sums, d_query: torch.Tensor | None, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return d_query with the part of the terms, which is added to it, in query's dtype, and the gradients of both tables."""
+    by_place = tensors.by_place(tensors.query).float()
+    height, corrections = tensors.rel_h.shape[1], sums.corrections[:, :, tensors.prefix :]
+    of_strips = (each.unflatten(2, (-1, height)) for each in (sums.d_rows, sums.p_rows))
+    d_rows, p_rows = (each[:, :, 0] if each.shape[2] == 1 else each.sum(2) for each in of_strips)
+    d_rows = d_rows.addcmul_(corrections[:, :, None], p_rows, value=-1).unflatten(3, by_place.shape[2:4])
+    d_columns = sums.d_columns.addcmul_(corrections[..., None], sums.p_columns, value=-1).unflatten(2, by_place.shape[2:4])
+    if d_query is not None:
+        on_grid = tensors.by_place(d_query)
+        on_grid += torch.einsum("bgkyx,ykd->bgyxd", d_rows, tensors.rel_h)
+        on_grid += torch.einsum("bgyxk,xkd->bgyxd", d_columns, tensors.rel_w)
+        d_query = d_query.to(tensors.query.dtype)
+    d_rel_h = torch.einsum("bgkyx,bgyxd->ykd", d_rows, by_place) if wanted[0] else None
+    d_rel_w = torch.einsum("bgyxk,bgyxd->xkd", d_columns, by_place) if wanted[1] else None
+    return d_query, d_rel_h, d_rel_w
