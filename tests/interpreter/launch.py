@@ -315,9 +315,10 @@ def needed_launches(wanted: Collection[str], is_clamped: bool, parts: int = 1) -
     of_query, of_rows, of_values = (
         not set(names).isdisjoint(wanted) for names in (("d_query", "d_rel_query"), ("d_rel_key", "d_rel_bias"), ("d_rel_value",))
     )
-    of_part = {"dkv": 1, "dq": (of_query or (is_clamped and of_rows)) + (is_clamped and of_values)}
+    stores = of_query or of_rows or of_values or "d_rel_p2c" in wanted
+    of_part = {"dq": (of_query or (is_clamped and of_rows)) + (is_clamped and of_values)}
     of_part |= {"dtable": of_rows + of_values, "dp2c": int("d_rel_p2c" in wanted)}
-    return Counter({"delta": 1, **{kernel: parts * count for kernel, count in of_part.items()}})
+    return Counter({"delta": 1, "dkv": parts if stores else 1, **{kernel: parts * count for kernel, count in of_part.items()}})
 
 
 def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig:

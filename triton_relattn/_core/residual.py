@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 
 from .spec import AttentionTensors
+from .untraced import untraced
+
+
+@untraced
+def rounds_float32() -> bool:
+    """Return whether products of float32 inputs may be in tf32."""
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def keeps_residual(tensors: AttentionTensors) -> bool:
@@ -14,5 +21,4 @@ def keeps_residual(tensors: AttentionTensors) -> bool:
     exact as they are.
     """
     has_scores_table = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
-    is_rounded = tensors.query.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    return has_scores_table and is_rounded
+    return has_scores_table and (tensors.query.dtype != torch.float32 or rounds_float32())
