@@ -145,6 +145,14 @@ def test_lop3() -> None:
     [
         ("mul.wide.u32 %d20, %r11, %r12", lambda a, b: a * b),
         ("mul.wide.s32 %d20, %r11, %r12", lambda a, b: signed(a) * signed(b)),
+        (
+            "cvt.u16.u32 %h0, %r11; cvt.u16.u32 %h1, %r12; mad.wide.u16 %r13, %h0, %h1, %r12; cvt.u64.u32 %d20, %r13",
+            lambda a, b: ((a % 2**16) * (b % 2**16) + b) % 2**32,
+        ),
+        (
+            "cvt.u16.u32 %h0, %r11; cvt.u16.u32 %h1, %r12; mad.wide.s16 %r13, %h0, %h1, %r12; cvt.s64.s32 %d20, %r13",
+            lambda a, b: signed(signed(a, 16) * signed(b, 16) + b),
+        ),
         ("mov.b64 %d20, {%r11, %r12}", lambda a, b: b << 32 | a),
         ("cvt.s64.s32 %d20, %r11", lambda a, b: signed(a)),
         ("cvt.u64.u32 %d20, %r11", lambda a, b: a),
