@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .call import Call, PerQuery, strided
 from .config.selection import TileConfig
-from .logits import Keys, Queries, relative_terms, tables_of_scores, tile_logits, value_table
+from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.dropout import keep_mask
@@ -102,9 +102,10 @@ def dkv_kernel(
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         if inputs.rel_query is not None:
             head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        tables = tables_of_scores(inputs, call, head, first, last, SHAPE, TILE)
+        table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+        keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
         if inputs.rel_p2c is not None:
-            reached = reached_table(tables.keys, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
+            reached = reached_table(keys_table, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
             far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         if inputs.rel_value is not None:
             values_table = value_table(inputs, head, first, last, SHAPE)
@@ -118,7 +119,7 @@ def dkv_kernel(
             carried, keys_carried = 0, 0
             if PART == NEAR and inputs.rel_p2c is not None and KEY_TILE.carry is not None:
                 relative = key_start - start - place.query_offset
-                keys_carried = blocks_before(natural_key, tables.keys, -relative, KEY_TILE)
+                keys_carried = blocks_before(natural_key, keys_table, -relative, KEY_TILE)
             for position in tl.range(start, stop, TILE.block_m, disable_licm=TILE.rotation != "gather"):
                 row_start = loop_position(PART, position, near_start, near_stop, TILE)
                 offs_m = row_start + tile_m
@@ -137,8 +138,9 @@ def dkv_kernel(
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
                 queries, of_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural_key, offs_n, valid_n)
                 terms, carried, keys_carried = relative_terms(
-                    queries, of_keys, tables, carried, keys_carried, relative, is_past, place, head, PART, TILE
-                )
+                    queries, of_keys, table, keys_table, inputs.far_keys, carried, keys_carried,
+                    relative, is_past, place, head, PART, TILE,
+                )  # fmt: skip
                 scores, seen, slope = tile_logits(query, key, terms, queries, of_keys, mask, place, call, True, TILE)
                 probs = probabilities(scores, seen, scale, row_max, log_sum)
                 keep = None
@@ -191,7 +193,7 @@ def dkv_kernel(
             if per_query.far_key_sums is not None:
                 store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
             if d_keys is not None:
-                d_key = add_end_rows_of_keys(d_key, past, future, tables.keys, key_lowest, key_highest, TILE)
+                d_key = add_end_rows_of_keys(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
     if d_keys is not None:

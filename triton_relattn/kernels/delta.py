@@ -51,9 +51,8 @@ def row_products(out, d_out, tile_m, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_far_terms(tensor, entry, head, offs_m, valid_m, vectors, table, TILE: tl.constexpr):
-    """Store the terms of vectors [M, D] with the first and the last row of a table, as sides 0 and 1 of a (B, H, 2, N) tensor."""
-    past, future = far_terms(vectors, table, TILE)
+def store_far_terms(tensor, entry, head, offs_m, valid_m, past, future):
+    """Store the terms [M] with the first and the last row of a table, as sides 0 and 1 of a (B, H, 2, N) tensor."""
     tl.store(side_vector(tensor, entry, head, 0, 0) + offs_m, past, mask=valid_m)
     tl.store(side_vector(tensor, entry, head, 1, 0) + offs_m, future, mask=valid_m)
 
@@ -107,10 +106,12 @@ def delta_kernel(
             queries = head_matrix(inputs.query, entry, head, 0, SHAPE.wide_index)
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
         table = score_table(inputs, call, head, first, last, SHAPE, TILE)
-        store_far_terms(per_query.far_scores, entry, head, offs_m, valid_m, query, table, TILE)
+        past, future = far_terms(query, table, TILE)
+        store_far_terms(per_query.far_scores, entry, head, offs_m, valid_m, past, future)
     if per_query.far_values is not None:
-        table = value_table(inputs, head, first, last, SHAPE)
-        store_far_terms(per_query.far_values, entry, head, offs_m, valid_m, d_out, table, TILE.value_tile)
+        VALUE_TILE: tl.constexpr = TILE.value_tile
+        past, future = far_terms(d_out, value_table(inputs, head, first, last, SHAPE), VALUE_TILE)
+        store_far_terms(per_query.far_values, entry, head, offs_m, valid_m, past, future)
 
 
 def launch_delta(

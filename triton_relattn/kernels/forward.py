@@ -11,7 +11,7 @@ from .config.fitting import until_it_fits
 from .config.selection import TileConfig
 from .delta import RESIDUAL_SCALE
 from .far_keys import launch_far_keys
-from .logits import Keys, Queries, relative_terms, tables_of_scores, tile_logits, value_table
+from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .splits import launch_merge, number_of_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .tile.band import add_tile, blocks_before
@@ -69,9 +69,10 @@ def forward_kernel(
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
-    tables = tables_of_scores(inputs, call, head, first, last, SHAPE, TILE)
+    table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+    keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
     if HAS_TERM and TILE.coverage == "clamp":
-        far_past, far_future = far_terms(rel_query, tables.queries, TILE)
+        far_past, far_future = far_terms(rel_query, table, TILE)
     if inputs.rel_value is not None:
         values_table = value_table(inputs, head, first, last, SHAPE)
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
@@ -91,7 +92,7 @@ def forward_kernel(
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         carried, keys_carried = 0, 0
         if PART == NEAR and TILE.has_matrix and TILE.carry is not None:
-            carried = blocks_before(rel_query, tables.queries, start - row_start - place.query_offset, TILE)
+            carried = blocks_before(rel_query, table, start - row_start - place.query_offset, TILE)
 
         for position in tl.range(start, stop, TILE.block_n):
             key_start = loop_position(PART, position, near_start, near_stop, TILE)
@@ -107,8 +108,9 @@ def forward_kernel(
             # The relative terms, and Q K^T added to them
             queries, of_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural, offs_n, valid_n)
             terms, carried, keys_carried = relative_terms(
-                queries, of_keys, tables, carried, keys_carried, relative, is_past, place, head, PART, TILE
-            )
+                queries, of_keys, table, keys_table, inputs.far_keys, carried, keys_carried,
+                relative, is_past, place, head, PART, TILE,
+            )  # fmt: skip
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             scores, seen, _ = tile_logits(query, key, terms, queries, of_keys, mask, place, call, False, TILE)
             # Online softmax: sums so far are rescaled if the maximum moves.

@@ -34,14 +34,6 @@ class Keys(NamedTuple):
     valid: Any
 
 
-class Tables(NamedTuple):
-    """The tables of one head that add to its scores."""
-
-    queries: Any  # rel_key and rel_bias
-    keys: Any  # rel_p2c as keys see it
-    far_keys: Any
-
-
 @triton.jit
 def score_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Return the table of one head whose rows, and biases, are added to the scores."""
@@ -74,17 +66,12 @@ def key_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def tables_of_scores(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Return the Tables of one head."""
-    queries = score_table(inputs, call, head, first, last, SHAPE, TILE)
-    return Tables(queries, key_table(inputs, call, head, first, last, SHAPE, TILE), inputs.far_keys)
-
-
-@triton.jit
 def relative_terms(
     queries,
     keys,
-    tables,
+    table,
+    keys_table,
+    far_keys,
     carried,
     keys_carried,
     relative,
@@ -96,25 +83,26 @@ def relative_terms(
 ):
     """Return (the relative terms of a tile's scores [M, N], carried, keys_carried).
 
+    table, keys_table: as of score_table and key_table. far_keys: of Operands.
     carried, keys_carried: as returned for the tile before, of the queries' terms and of the keys'. For the first tile a loop over
     the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
     relative: the relative position of the first key to the first query. is_past: in the far part, on which side of the table.
     """
     # Of the queries, [M, N]
     if PART == NEAR and TILE.has_matrix:
-        terms, carried = next_terms(queries.of_term, tables.queries, carried, relative, TILE)
+        terms, carried = next_terms(queries.of_term, table, carried, relative, TILE)
     elif PART == NEAR and TILE.has_bias:
-        terms = bias_terms(tables.queries, relative, TILE)
+        terms = bias_terms(table, relative, TILE)
     elif PART == FAR and (TILE.has_matrix or TILE.has_bias) and TILE.coverage == "clamp":
         terms = tl.broadcast_to(queries.far_term[:, None], (TILE.block_m, TILE.block_n))
     else:
         terms = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     # and of the keys
     if PART == NEAR and TILE.key_tile is not None:
-        key_terms, keys_carried = next_key_terms(keys.of_term, tables.keys, keys_carried, relative, TILE)
+        key_terms, keys_carried = next_key_terms(keys.of_term, keys_table, keys_carried, relative, TILE)
         terms += key_terms
-    elif tables.far_keys is not None:
-        terms += far_key_terms(tables.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
+    elif far_keys is not None:
+        terms += far_key_terms(far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
     return terms, carried, keys_carried
 
 
