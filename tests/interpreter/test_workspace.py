@@ -34,7 +34,7 @@ from tests.interpreter.workspaces import (
     planned,
     results_of,
 )
-from triton_relattn import RelativePositions
+from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.spec import TABLES
 from triton_relattn.kernels.call import cdiv
 from triton_relattn.kernels.config import selection
@@ -338,6 +338,28 @@ def test_what_is_stored(plans: list[Plan | None], guarded_kernels: list[Launch],
         assert plan is not None and plan.has_probs and shapes.count(plan.shape) == stored, wanted
         names = ("forward", "delta", *(2 if stored else 1) * kernels)
         assert [launch.kernel for launch in guarded_kernels] == [f"{each}_kernel" for each in names]
+
+
+def test_packs_that_differ_in_the_number_of_sequences() -> None:
+    """Calls that are alike in all sizes but this one share no plan."""
+    inputs = make_inputs(1, 2, 40, 40, 16, num_rows=39, dtype=torch.float32, seed=4)
+    tensors = [tensor[0].transpose(0, 1) for tensor in inputs[:3]]
+    for starts in ([0, 20, 40], [0, 10, 20, 30, 40], [0, 20, 40]):
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+        results = []
+        for implementation in ("triton", "reference"):
+            leaves = [tensor.detach().clone().requires_grad_() for tensor in (*tensors, inputs.rel_key)]
+            out: Any = fused_relative_attention_varlen(
+                *leaves,
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_k=cu_seqlens,
+                max_seqlen_q=20,
+                max_seqlen_k=20,
+                implementation=implementation,
+            )
+            results.append(torch.autograd.grad(out, leaves, torch.ones_like(out) + tensors[0]))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, msg=str(starts))
 
 
 # What nobody sees.

@@ -203,7 +203,8 @@ def cdiv(length: int, block: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """Arguments that all calls with the same sizes, strides, dtype and scalars share; ``fixed`` computes them."""
+    """Arguments that all calls with the same sizes, strides, dtype and scalars share; ``fixed`` computes them. Packs of other
+    numbers of sequences share them, too."""
 
     kind: selection.Kind
     shape: Shape

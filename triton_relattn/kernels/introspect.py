@@ -11,7 +11,7 @@ from .backward import backward
 from .call import Call
 from .config import profiles, selection
 from .config.architectures import ARCHITECTURES, architecture_of
-from .config.tile_config import WITHOUT_BANDS, TileConfig
+from .config.tile_config import TileConfig
 from .forward import forward
 from .grid.backward import backward as grid_backward
 from .grid.call import GridCall
@@ -21,7 +21,6 @@ from .workspace.stored import queries_apart, rows_of_program
 
 __all__ = [
     "ARCHITECTURES",
-    "WITHOUT_BANDS",
     "Call",
     "GridCall",
     "TileConfig",

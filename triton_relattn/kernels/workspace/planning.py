@@ -100,7 +100,7 @@ def plan(
 
     most_bytes: instead of ``limit``. A workspace for one block of keys of one head may have more.
     """
-    key = "plan", tiles["dkv"], multiprocessors, most_bytes, os.environ.get(VARIABLE)
+    key = "plan", tiles["dkv"], call.num_sequences, multiprocessors, most_bytes, os.environ.get(VARIABLE)
     derived = call.fixed.derived
     if key in derived:
         kept: Plan = derived[key]
