@@ -349,7 +349,8 @@ def test_packs_that_differ_in_the_number_of_sequences() -> None:
         results = []
         for implementation in ("triton", "reference"):
             leaves = [tensor.detach().clone().requires_grad_() for tensor in (*tensors, inputs.rel_key)]
-            out: Any = fused_relative_attention_varlen(
+            attend: Any = fused_relative_attention_varlen
+            out = attend(
                 *leaves,
                 cu_seqlens_q=cu_seqlens,
                 cu_seqlens_k=cu_seqlens,
