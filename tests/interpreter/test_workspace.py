@@ -348,7 +348,7 @@ def test_packs_that_differ_in_the_number_of_sequences() -> None:
         cu_seqlens = torch.tensor(starts, dtype=torch.int32)
         results = []
         for implementation in ("triton", "reference"):
-            leaves = [tensor.detach().clone().requires_grad_() for tensor in (*tensors, inputs.rel_key)]
+            leaves = [tensor.detach().clone().requires_grad_() for tensor in (*tensors, inputs.rel_key) if tensor is not None]
             attend: Any = fused_relative_attention_varlen
             out = attend(
                 *leaves,
