@@ -85,6 +85,8 @@ def check_packed(seed: int, dtype: torch.dtype, device: str, **sizes: Any) -> No
         ours, exact = result.double().cpu(), expected[name]
         seen = exact.isfinite()
         assert torch.equal(ours[~seen], exact[~seen]), name
+        if not seen.any():  # all sequences are empty
+            continue
         apart = float((ours[seen] - exact[seen]).norm())
         scale = max(float(exact[seen].norm()), 0.05 * exact[seen].numel() ** 0.5)
         within(name, apart, LARGEST_DISTANCE[dtype] * scale)

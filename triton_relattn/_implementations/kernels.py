@@ -98,12 +98,6 @@ class Kernels(Implementation):
         widths = {"query": query.shape[-1], "value": value.shape[-1]}
         if rel_query is not None:
             widths["rel_query"] = rel_query.shape[-1]
-        is_narrow = rel_query is not None and rel_query.shape[-1] < query.shape[-1]
-        if is_narrow and query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device)[0] == 9:
-            return (
-                "with a rel_query narrower than the query the kernels gave wrong gradients of it on an H200, and read beyond a "
-                "tensor (bench/results/h200)"
-            )
         if max(widths.values()) > MAX_TRITON_WIDTH:
             got = ", ".join(f"{width} ({name})" for name, width in widths.items())
             return f"the kernels take head widths up to {MAX_TRITON_WIDTH}, got {got}"
