@@ -87,7 +87,7 @@ def first() -> str:
         f"({len(long)} models), and {geometric_mean(short):.2f} times with 512 ({len(short)}; geometric means, one sequence). "
         "[All figures](docs/benchmarks.md)."
     )
-    return "\n".join([*lines, "", *textwrap.wrap(what, 80, break_on_hyphens=False), ""])
+    return "\n".join([*lines, "", what, ""])
 
 
 def claims() -> str:
@@ -105,7 +105,7 @@ def claims() -> str:
         f"At lengths {min(both)} to {max(both):,} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
         f"without a term, with the backward {ratios(both, OURS, 'sdpa')} times."
     )
-    return "\n".join(textwrap.wrap(what, 130, break_on_hyphens=False))
+    return what
 
 
 PEERS = {"flex_attention": "Compiled FlexAttention", "onnxruntime": "ONNX Runtime's Attention with a dense mask"}
@@ -197,9 +197,15 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
+def wrapped(text: str) -> str:
+    """Markdown whose paragraphs have lines of 80 columns; tables have one line per row."""
+    every = (line if line.startswith("|") else textwrap.fill(line, 80, break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join(every)
+
+
 def written(page: str) -> str:
     """A page with its parts as the rows have them now."""
-    return PART.sub(lambda found: f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}", (ROOT / page).read_text())
+    return PART.sub(lambda found: f"{found[1]}{wrapped(PARTS[found[2]]().strip())}\n{found[3]}", (ROOT / page).read_text())
 
 
 def draw(path: Path) -> None:
