@@ -1,17 +1,17 @@
 """Benchmarks: ``python -m bench VERB``; ``python -m bench VERB --help`` says more.
 
 list      cases, methods and configurations
-speed     time of every method, checked first, in turn
+speed     time of every method, checked first, runs interleaved
 memory    peak memory against the sequence length
-lengths   time and memory of lengths that a process has never met
-models    models of transformers, stock and on the operator: checked, time and peak memory
+lengths   time and memory of lengths that are new to a process
+models    models of transformers, stock and enabled: checked, time and peak memory
 accuracy  errors against float64, beside those of plain torch
-tune      the best configurations for this GPU, as a profile that the package reads
-compile   what the compiled kernels take, for GPUs that are not there
-host      CPU time of a call, without a GPU
-plot      figures, from CSV files alone
-readme    README's figure, table and claims, from the committed rows
-verify    run the correctness tests
+tune      fastest configurations for this GPU, as a profile that the package reads
+compile   registers, spills and instructions of the compiled kernels, without a GPU
+host      CPU overhead of a call, without a GPU
+plot      figures and tables, from CSV files alone
+readme    generated parts of the pages, from the committed rows
+verify    correctness tests of what is measured
 """
 
 from __future__ import annotations

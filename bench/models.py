@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from triton_relattn._peaks import LARGEST_MMAP_THRESHOLD, PAGE, limit_memory, map_blocks_from, peak_cpu, peak_cuda
 from triton_relattn.integrations.transformers import disable, enable
 
 from . import families
@@ -22,8 +23,8 @@ from .cases.attention import DTYPES
 from .cases.methods import OURS
 from .families import EVERY, FAMILIES, Family
 from .measure import timing
-from .measure.memory import LARGEST_MMAP_THRESHOLD, PAGE, limit_memory, map_blocks_from, peak_cpu, peak_cuda
 from .report import summary
+from .report.models import tables
 from .report.progress import progress
 from .report.rows import ROOT, Table, stamp
 from .report.text import short_bytes
@@ -55,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "methods", (*METHODS, STOCK), METHODS)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the models (%(default)s)")
-    parser.add_argument("--layers", type=positive, default=1, help="layers of each model (%(default)s)")
+    parser.add_argument("--layers", type=positive, default=1, help="layers per model (%(default)s)")
     parser.add_argument("--small", action="store_true", help="small models, to try it out")
-    parser.add_argument("--seconds", type=seconds, default=10.0, help="timing of one model at one size (%(default)s)")
-    parser.add_argument("--rounds", type=positive, default=1, help="timed at least so often (%(default)s)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks, each a further, slow pass")
+    parser.add_argument("--seconds", type=seconds, default=10.0, help="seconds to time one model at one size (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=1, help="least number of timed rounds (%(default)s)")
+    parser.add_argument("--no-memory", action="store_true", help="no peaks, each of which is a further, slow pass")
     add_machine(parser)
     add_files(parser)
-    parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
+    parser.add_argument("--append", action="store_true", help="rows are added to those that the CSV file has")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one family
 
 
@@ -294,7 +295,7 @@ def run(options: argparse.Namespace) -> int:
                 table.add({"verb": "models", "dtype": options.dtype, **row})
     except KeyboardInterrupt:
         print("interrupted; what has been measured is kept")
-    print(summary.models(table.rows) + summary.remarks(table.rows))
+    print(tables(table.rows) + summary.remarks(table.rows))
     ours = [row["status"] for row in table.rows if row["method"] == OURS]
     return 1 if any(status.startswith(("wrong", "failed")) for status in ours) else 0
 

@@ -11,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
+
 import triton_relattn  # noqa: E402
 
 project = "triton_relattn"
@@ -20,6 +22,8 @@ version = release = triton_relattn.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_use_param = False
@@ -66,6 +70,20 @@ def require_offline(app: Any, error: Exception | None) -> None:
             raise RuntimeError(f"{path} loads {found.group()} from the network; the documentation has to work without one")
 
 
+def show_implementations() -> None:
+    """Have autodoc show the signature of the implementation, with all keywords and their defaults, in place of overloads."""
+    analyzer = ModuleAnalyzer.for_module("triton_relattn.functional")
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
+def without_catchers(app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None) -> Any:
+    """Leave out of a signature the parameters that catch wrong arguments in order to say what is meant."""
+    return signature and re.sub(r"\*others: [\w.~]+", "*", re.sub(r", \*\*unknown: [\w.~]+", "", signature)), returns
+
+
 def setup(app: Any) -> None:
+    show_implementations()
+    app.connect("autodoc-process-signature", without_catchers)
     app.connect("include-read", redirect_links)
     app.connect("build-finished", require_offline)

@@ -91,14 +91,14 @@ def band() -> Any:
     axes.plot([0.5, 0.5, 7.5, 7.5], [8.25, 8.45, 8.45, 8.25], color=INK, linewidth=1.8)
     axes.text(4, 8.65, "the band of this tile", ha="center", va="top")
     axes.plot([4.5, 4.5, 9.2], [9.75, 9.95, 9.95], color=MUTED, linewidth=1.6, linestyle=(0, (3, 2)))
-    axes.text(6.9, 10.15, "next tile: N = 4 rows on", ha="center", va="top", color=MUTED)
+    axes.text(6.9, 10.15, "next tile: 4 rows further", ha="center", va="top", color=MUTED)
     return figure
 
 
 def rotation() -> Any:
-    """A block of products, by distance, becomes a tile, by key: rotate row m by m, take what went round from the tile before."""
+    """A block of products, by distance, becomes a tile, by key: rotate row m by m, take what wraps from the block before."""
     n = 4
-    figure, axes = canvas(6, 9.5, (-1.0, 10.0), (-1.3, 16.12))
+    figure, axes = canvas(6, 10.2, (-1.0, 10.0), (-1.3, 17.4))
     before = "#c9b8d9"
     now = "#4b7f52"
 
@@ -128,31 +128,35 @@ def rotation() -> Any:
     heading(5.5, "2", "rotate row m by m (a few shuffles)")
     grid(0.2, 6.2, rotated(old))
     grid(5.0, 6.2, rotated(new))
-    for x in (0.2, 5.0):  # the columns that went round
+    for x in (0.2, 5.0):  # the wrapped part
         points_x, points_y = [x], [6.2]
         for row in range(n):
             points_x += [x + row, x + row]
             points_y += [6.2 + row, 7.2 + row]
         axes.plot([*points_x, x, x], [*points_y, 10.2, 6.2], color=INK, linewidth=2.2, solid_joinstyle="miter")
-    axes.text(2.2, 10.55, "what went round stays for this tile", color=MUTED, ha="center", va="center", fontsize=11.5)
-    axes.text(7.35, 10.55, "... and for the next", color=MUTED, ha="center", va="center", fontsize=11.5)
-    heading(11.6, "3", "select")
+    axes.text(2.2, 10.55, "wrapped part: for this tile", color=MUTED, ha="center", va="center", fontsize=11.5)
+    axes.text(
+        7.0, 10.33, "the rest: for this tile\n(wrapped part: for the next)", color=MUTED, ha="center", va="top", fontsize=11.5
+    )
+    heading(12.7, "3", "select")
     tile = [[rotated(old)[row][column] if column < row else rotated(new)[row][column] for column in range(n)] for row in range(n)]
-    x, y = 2.6, 11.4
+    x, y = 2.6, 12.6
+    arrow(axes, (1.4, 10.95), (2.5, 15.4))
+    arrow(axes, (7.0, 11.4), (6.0, 12.5))
     grid(x, y, tile)
     points_x, points_y = [x], [y]
     for row in range(n):
         points_x += [x + row, x + row]
         points_y += [y + row, y + row + 1]
     axes.plot([*points_x, x, x], [*points_y, y + n, y], color=INK, linewidth=2.2, solid_joinstyle="miter")
-    axes.text(6.85, 12.4, "the tile:\ncolumns are keys,\nrow m starts m\ncolumns earlier", va="top", color=INK, fontsize=12.5)
+    axes.text(6.85, 13.6, "the tile:\ncolumns are keys,\nrow m starts m\ncolumns earlier", va="top", color=INK, fontsize=12.5)
     return figure
 
 
 def near_and_far() -> Any:
     """The tiles of a whole sequence: which touch a clamped table, and which lie beyond it."""
     size, reach = 14, 2.2
-    figure, axes = canvas(6, 6.9, (-2.0, 15.2), (-2.5, 17.28))
+    figure, axes = canvas(6, 7.3, (-2.0, 15.2), (-2.5, 18.43))
     axes.text(-1.7, -1.8, "Tiles of a clamped table", fontsize=15, weight="bold")
     axes.text(size / 2, -0.65, "keys", color=KEY, ha="center", weight="bold")
     axes.text(-0.9, size / 2, "queries", color=QUERY, va="center", ha="center", rotation=90, weight="bold")
@@ -164,24 +168,13 @@ def near_and_far() -> Any:
     for shift in (-reach, reach):
         start, stop = (0, -shift) if shift < 0 else (shift, 0), (size + shift, size) if shift < 0 else (size, size - shift)
         axes.plot([start[0], stop[0]], [start[1], stop[1]], color=TABLE, linewidth=2, linestyle=(0, (4, 2)))
-    axes.text(2.9, 11.1, "far: the first\nrow of E for all", ha="center", va="center", fontsize=13)
-    axes.text(11.0, 2.9, "far: the last\nrow of E for all", ha="center", va="center", fontsize=13)
-    axes.text(
-        7,
-        7,
-        "near: product\nand rotation",
-        ha="center",
-        va="center",
-        fontsize=13,
-        weight="bold",
-        bbox={"facecolor": NEAR, "edgecolor": "none", "pad": 2},
-        zorder=5,
-    )
-    axes.plot([0, 1.2], [15.0, 15.0], color=TABLE, linewidth=2, linestyle=(0, (4, 2)))
-    axes.text(1.5, 15.0, "ends of the table: r = first, r = last", va="center", color=TABLE)
-    axes.text(
-        0, 16.1, "Far tiles: one number for each query and side,\nnearly as cheap as no table at all.", va="center", color=MUTED
-    )
+    axes.text(2.9, 11.1, "first row of E\nfor all pairs", ha="center", va="center", fontsize=13)
+    axes.text(11.0, 2.9, "last row of E\nfor all pairs", ha="center", va="center", fontsize=13)
+    for y, color, text in ((14.7, NEAR, "near: product and rotation"), (15.95, FAR, "far: one scalar per query and side")):
+        cell(axes, 0, y, color)
+        axes.text(1.5, y + 0.5, text, va="center")
+    axes.plot([0, 1.0], [17.7, 17.7], color=TABLE, linewidth=2, linestyle=(0, (4, 2)))
+    axes.text(1.5, 17.7, "ends of the table: r = first, r = last", va="center", color=TABLE)
     return figure
 
 

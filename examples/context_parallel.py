@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,9 +87,25 @@ def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torc
     return model, loss
 
 
+class Gather(torch.autograd.Function):
+    """The tensors of all ranks, stacked. The gradient of each is the sum over the ranks that use it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        return torch.stack(every)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total)
+        return total[dist.get_rank()]
+
+
 def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
     """(B, C, N) with so many positions of the ranks before and behind on either side, zeros beyond the ends."""
-    edges = all_gather(torch.cat((states[..., :width], states[..., -width:]), -1).contiguous())
+    edges: Any = Gather.apply(torch.cat((states[..., :width], states[..., -width:]), -1))
     rank, zeros = dist.get_rank(), torch.zeros_like(states[..., :width])
     before = edges[rank - 1][..., width:] if rank > 0 else zeros
     behind = edges[rank + 1][..., :width] if rank + 1 < len(edges) else zeros
@@ -180,10 +195,15 @@ def worker(rank: int, ranks: int, length: int, folder: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=positive, default=2, help="processes (%(default)s)")
+    parser = Parser(
+        prog="python -m examples.context_parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="number of processes (%(default)s)")
     parser.add_argument(
-        "--length", type=positive, default=256, help="positions of all: a multiple of 4; of the ranks, or one less (%(default)s)"
+        "--length",
+        type=positive,
+        default=256,
+        help="positions of all ranks: a multiple of 4; of the ranks, or one less (%(default)s)",
     )
     options = parser.parse_args(arguments)
     missing = -options.length % options.ranks

@@ -46,22 +46,27 @@ CHECKPOINT = "checkpoint.pt"
 class Settings:
     """Settings that determine a run. Every field is an option of the command line; metadata has its help."""
 
-    attention: str = dataclasses.field(default="relative", metadata={"choices": ("relative", "absolute", "none"), "help": "kind"})
-    implementation: str = dataclasses.field(
-        default="auto", metadata={"choices": ("auto", "reference", "blockwise", "triton"), "help": "of the operator"}
+    attention: str = dataclasses.field(
+        default="relative", metadata={"choices": ("relative", "absolute", "none"), "help": "kind of position"}
     )
-    seed: int = dataclasses.field(default=0, metadata={"help": "of weights, dropout and order of the data"})
-    steps: int = dataclasses.field(default=1500, metadata={"help": "of the optimizer"})
+    implementation: str = dataclasses.field(
+        default="auto",
+        metadata={"choices": ("auto", "reference", "blockwise", "triton"), "help": "implementation of the operator"},
+    )
+    seed: int = dataclasses.field(default=0, metadata={"help": "seed of weights, dropout and order of the data"})
+    steps: int = dataclasses.field(default=1500, metadata={"help": "steps of the optimizer"})
     length: int = dataclasses.field(default=256, metadata={"help": "tokens of a training window, four to an eighth note"})
-    distances: int = dataclasses.field(default=128, metadata={"help": "rows of a table; all larger distances share the last one"})
-    batch: int = dataclasses.field(default=8, metadata={"help": "windows"})
-    width: int = dataclasses.field(default=128, metadata={"help": "of the model"})
-    heads: int = dataclasses.field(default=4, metadata={"help": "of each layer"})
-    layers: int = dataclasses.field(default=3, metadata={"help": "of attention and of the feed-forward network"})
-    dropout: float = dataclasses.field(default=0.1, metadata={"help": "probability"})
-    learning_rate: float = dataclasses.field(default=2e-3, metadata={"help": "its peak"})
-    transpose: int = dataclasses.field(default=1, metadata={"choices": (0, 1), "help": "training windows by -5 .. 6 semitones"})
-    chorales: int = dataclasses.field(default=0, metadata={"help": "only the first so many; 0: all"})
+    distances: int = dataclasses.field(default=128, metadata={"help": "rows of a table; larger distances share the last one"})
+    batch: int = dataclasses.field(default=8, metadata={"help": "windows per step"})
+    width: int = dataclasses.field(default=128, metadata={"help": "width of the model"})
+    heads: int = dataclasses.field(default=4, metadata={"help": "heads per layer"})
+    layers: int = dataclasses.field(default=3, metadata={"help": "layers, each attention and a feed-forward network"})
+    dropout: float = dataclasses.field(default=0.1, metadata={"help": "dropout probability"})
+    learning_rate: float = dataclasses.field(default=2e-3, metadata={"help": "peak learning rate"})
+    transpose: int = dataclasses.field(
+        default=1, metadata={"choices": (0, 1), "help": "transposition of training windows by -5 .. 6 semitones"}
+    )
+    chorales: int = dataclasses.field(default=0, metadata={"help": "number of chorales to read; 0: all"})
     every: int = dataclasses.field(default=100, metadata={"help": "steps between validations, which also save a checkpoint"})
 
     def __post_init__(self) -> None:
@@ -365,42 +370,50 @@ def folder_with(name: str) -> Callable[[str], Path]:
     return parse
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the defaults that there are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_one = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if has_one else action.help
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="python -m examples.music_transformer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(required=True)
 
-    verb = verbs.add_parser("train", help="train a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    verb = verbs.add_parser("train", help="train a model", formatter_class=Defaults)
     verb.set_defaults(run_verb=train)
     for field in dataclasses.fields(Settings):
         kind: Any = type(field.default)
         if kind is not str and "choices" not in field.metadata:
             kind = bounded(kind, 1 if kind is int and field.default else 0)
         verb.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, **field.metadata)
-    verb.add_argument("--out", type=new_folder, default=Path("out/music/run"), help="folder for all that is written")
-    verb.add_argument("--resume", action="store_true", help="go on from the checkpoint in that folder, with its settings")
-    verb.add_argument("--device", type=existing_device, help="cuda if there is one, else cpu")
+    verb.add_argument("--out", type=new_folder, default=Path("out/music/run"), help="folder to write to")
+    verb.add_argument("--resume", action="store_true", help="continue from the checkpoint in that folder, with its settings")
+    verb.add_argument("--device", type=existing_device, help="device, cpu or cuda; cuda if there is one")
 
-    verb = verbs.add_parser("generate", help="let a model write", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    verb = verbs.add_parser("generate", help="let a model write", formatter_class=Defaults)
     verb.set_defaults(run_verb=compose_more)
     verb.add_argument("run", type=folder_with(CHECKPOINT), help="folder of a run")
     verb.add_argument("--midi", type=new_file, help="file to write; by default in that folder")
-    verb.add_argument(
-        "--prompt", type=bounded(int, 0), default=64, help="tokens of a held-out chorale to begin with; 0: from nothing"
-    )
-    verb.add_argument("--chorale", type=bounded(int, 0), default=0, help="which of the held-out ones")
+    verb.add_argument("--prompt", type=bounded(int, 0), default=64, help="tokens of a held-out chorale to begin with; 0: none")
+    verb.add_argument("--chorale", type=bounded(int, 0), default=0, help="number of the held-out chorale")
     verb.add_argument("--tokens", type=positive, default=256, help="tokens in all, four to an eighth note")
-    verb.add_argument("--temperature", type=bounded(float, 0.01), default=1.0, help="below 1: likelier tokens")
+    verb.add_argument("--temperature", type=bounded(float, 0.01), default=1.0, help="temperature; below 1, likelier tokens")
     verb.add_argument(
-        "--top-p", type=bounded(float, 1e-6, 1), default=0.95, help="draw from the likeliest tokens of this probability"
+        "--top-p", type=bounded(float, 1e-6, 1), default=0.95, help="total probability of the likeliest tokens to draw from"
     )
-    verb.add_argument("--seed", type=int, default=0, help="seed of what is drawn")
+    verb.add_argument("--seed", type=int, default=0, help="seed of the draws")
 
     verb = verbs.add_parser("summary", help="table and figure of several runs")
     verb.set_defaults(run_verb=summarise)
     verb.add_argument("runs", type=Path, nargs="+", help="folders")
     verb.add_argument("--figure", type=new_file, default=Path("out/music/summary.png"), help="file to write (%(default)s)")
 
-    verb = verbs.add_parser("difference", help="how far the losses of two runs are apart")
+    verb = verbs.add_parser("difference", help="largest differences between the losses of two runs")
     verb.set_defaults(run_verb=lambda options: print(report.difference(*options.runs)) or 0)
     verb.add_argument("runs", type=folder_with(report.CURVE), nargs=2, help="folders")
 

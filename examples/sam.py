@@ -40,9 +40,9 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"sides of the images in pixels, multiples of {PATCH} (%(default)s)",
     )
     parser.add_argument("--out", type=new_folder, default=Path("out"), help="folder for sam.csv and sam.png (default: out)")
-    parser.add_argument("--seconds", type=seconds, default=20.0, help="timing of one size (%(default)s)")
-    parser.add_argument("--processor-time", action="store_true", help="only that, which other processes change little")
-    parser.add_argument("--small", action="store_true", help="a small model, to try it out")
+    parser.add_argument("--seconds", type=seconds, default=20.0, help="seconds to time one size (%(default)s)")
+    parser.add_argument("--processor-time", action="store_true", help="processor time alone, which other processes change little")
+    parser.add_argument("--small", action="store_true", help="small model, to try it out")
     return parser.parse_args(argv)
 
 

@@ -1,16 +1,14 @@
 """Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled.
 
-``enable`` shows what :func:`triton_relattn.enable` does to a model. ``check`` checks the Triton kernels on this machine's GPU.
-``tune`` finds their fastest configurations for a call.
+``enable`` shows what :func:`triton_relattn.enable` does to a model, ``measure`` time, memory and output before and after it.
+``check`` checks the Triton kernels on this machine's GPU. ``tune`` finds their fastest configurations for a call.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import platform
-import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from ._core.sizes import Parser, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.every import enable
 from .integrations.transformers import families
+from .measure import Work, made, measure
 from .positions import RelativePositions
 
 
@@ -66,24 +65,6 @@ def _device_name(device: str) -> str:
         return torch.cuda.get_device_name()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"CPU, {platform.machine()} ({capability}), {torch.get_num_threads()} threads"
-
-
-def made(place: str) -> object:
-    """Return the model that ``package.module:factory`` makes, called without arguments.
-
-    Raises:
-        SystemExit: there is no such factory.
-    """
-    module, _, name = place.partition(":")
-    sys.path.insert(0, "")
-    try:
-        found = importlib.import_module(module)
-        for each in name.split("."):
-            found = getattr(found, each)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SystemExit(f"--model {place}: {error}; it is package.module:factory, a function that returns a model") from error
-    model: object = found() if callable(found) and not isinstance(found, torch.nn.Module) else found
-    return model
 
 
 TERMS = ("rel_key", "rel_bias", "none")
@@ -129,16 +110,30 @@ def tune(options: argparse.Namespace, device: str = "cuda") -> int:
     return 0
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="PACKAGE:FACTORY", help="function without arguments that returns a model"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
-    verbs = parser.add_subparsers(dest="verb", metavar="enable, check, tune")
+    verbs = parser.add_subparsers(dest="verb", metavar="enable, measure, check, tune")
     verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, compared and saved")
-    verb.add_argument(
-        "--model", required=True, metavar="PACKAGE:FACTORY", help="a function without arguments that returns a model"
-    )
+    add_model(verb)
     verb.add_argument(
         "--lengths", type=bounded(int, 1), nargs="+", default=[4096], help="positions to count memory for (%(default)s)"
+    )
+    verb = verbs.add_parser("measure", help="measure time, memory and output of a model before and after enable")
+    add_model(verb)
+    verb.add_argument("--length", type=bounded(int, 1), default=4096, help="positions of the input (%(default)s)")
+    verb.add_argument("--batch", type=bounded(int, 1), default=1, help="sequences of the input (%(default)s)")
+    verb.add_argument("--seconds", type=bounded(float, 0), default=3.0, help="time of all steps of a model (%(default)s)")
+    verb.add_argument("--backward", action="store_true", help="forward and backward, in place of the forward alone")
+    verb.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of weights and inputs (%(default)s)")
+    verb.add_argument(
+        "--inputs", metavar="PACKAGE:FUNCTION", help="function of a length that returns the inputs (known for transformers)"
     )
     verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a minute")
     verb = verbs.add_parser("tune", help="time configurations of the kernels on this machine's GPU, and keep the fastest ones")
@@ -158,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check.main()
     if options.verb == "tune":
         return tune(options)
+    if options.verb == "measure":
+        given = (options.model, options.inputs, options.length, options.batch)
+        return measure(Work(*given, DTYPES[options.dtype], available_device(), options.backward, options.seconds))
     if options.verb == "enable":
         try:
             with warnings.catch_warnings():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ._core import validation
+from ._core import removed, validation
 from ._core.arguments import Arguments
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.collectives import SummedGradients, gathered, name_of
@@ -198,7 +198,7 @@ def _sizes(
     queries, keys = list(given), list(given if given_keys is None else given_keys)
     for name, sizes, has in (("shard_sizes", queries, rank_has[0]), ("key_shard_sizes", keys, rank_has[1])):
         if len(sizes) != size or sizes[rank] != has:
-            raise ValueError(f"{name} must have a number for each of {size} ranks, {has} for rank {rank}, got {sizes}")
+            raise ValueError(f"{name} must have one number per rank ({size} ranks), {has} for rank {rank}, got {sizes}")
     return queries, keys
 
 
@@ -221,7 +221,7 @@ def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[
         num_queries = given["query"].shape[2]
         if own.shape[-2] != num_queries:
             raise ValueError(
-                f"attn_mask must have a row for each of the rank's {num_queries} queries, or one, got {own.shape[-2]}"
+                f"attn_mask must have one row per query of the rank ({num_queries}), or one row, got {own.shape[-2]}"
             )
         stand_in = own.new_ones(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
         whole["attn_mask"] = stand_in.requires_grad_(own.requires_grad)
@@ -244,8 +244,9 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a call by its arguments. others: method, layout and return_lse."""
     if others["method"] not in METHODS:
-        hint = "; the ring of 0.2 is gone, 'gather' takes all of its calls" if others["method"] == "ring" else ""
-        raise ValueError(f"method must be one of {tuple(METHODS)}, got {others['method']!r}{hint}")
+        name = others["method"]
+        hint = f"; {removed.removed('it', removed.METHODS[name])}" if name in removed.METHODS else ""
+        raise ValueError(f"method must be one of {tuple(METHODS)}, got {name!r}{hint}")
     arguments = arguments.autocast().replaced(return_lse=others["return_lse"])
     is_spread = isinstance(arguments.query, DTensor)
     if is_spread:

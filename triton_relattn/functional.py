@@ -94,7 +94,7 @@ def fused_relative_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
-    *,
+    *others: Any,
     rel_query: torch.Tensor | None = None,
     rel_value: torch.Tensor | None = None,
     rel_bias: torch.Tensor | None = None,
@@ -191,12 +191,13 @@ def fused_relative_attention(
         RuntimeWarning: once, a GPU gets "blockwise" by default, or kernels by default that nobody has checked there
             (``python -m triton_relattn check``).
         UserWarning: once for each reason, the call is probably a mistake. A causal call has fewer queries than keys, but no
-            query_offset. A table does not cover the call (see positions), or is_causal hides all of its rows but the first. A
-            mask of three dimensions has the batch's size, too (or one of two dimensions that is not square): four say what is
-            meant. No query sees a key, by query_offset or by attn_mask (whose values are looked at on the CPU only);
-            ``return_lse=True`` says that this is meant. Dimensions seem to be in the order (B, N, H,
-            D): there are more heads than positions, and either more than 256 heads, or as many as the positions that the
-            table covers, or at least 32, more than twice the positions, with a table that heads share.
+            query_offset. A table does not cover the call (see positions), or is_causal hides all of its rows but the first, or
+            all of its rows are of the past and nothing hides the future (``window_size=(-1, -1)`` says that this is meant). A
+            mask of three dimensions also has the batch's size (or one of two dimensions that is not square): four say what is
+            meant. No query sees a key, by query_offset or by attn_mask, or attn_mask seems to be True for what it hides (its
+            values are read on the CPU only); ``return_lse=True`` says that this is meant. Dimensions seem to be in the order
+            (B, N, H, D): there are more heads than positions, and either more than 256 heads, or as many as the positions that
+            the table covers, or at least 32, more than twice the positions, with a table that heads share.
 
     Sources: Shaw et al., "Self-Attention with Relative Position Representations", 2018 (E, A, clipping); Huang et al., "Music
     Transformer", 2018 (one row per distance); Dai et al., "Transformer-XL", 2019 (E and b from one table); Raffel et al., "T5",
@@ -208,7 +209,8 @@ def fused_relative_attention(
         >>> fused_relative_attention(q, k, v, table).shape
         torch.Size([1, 2, 10, 16])
     """
-    refuse_unknown(fused_relative_attention, unknown)
+    if others or unknown:
+        refuse_unknown(fused_relative_attention, others, unknown)
     if is_jagged(query):
         options = {
             "rel_query": rel_query,
@@ -298,7 +300,7 @@ def fused_relative_attention_varlen(
     key: torch.Tensor,
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
-    *,
+    *others: Any,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
@@ -353,7 +355,8 @@ def fused_relative_attention_varlen(
         >>> fused_relative_attention_varlen(q, k, v, torch.randn(13, 16), **packing).shape
         torch.Size([12, 2, 16])
     """
-    refuse_unknown(fused_relative_attention_varlen, unknown)
+    if others or unknown:
+        refuse_unknown(fused_relative_attention_varlen, others, unknown)
     arguments = Arguments(
         query,
         key,

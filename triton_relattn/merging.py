@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 
 from ._core.dtypes import compute_dtype
+from ._core.removed import refuse
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse, __name__)
 
 
 def merge_attention(
@@ -52,7 +59,8 @@ def merge_attention(
     """
     if out1.shape != out2.shape or lse1.shape != lse2.shape or out1.shape[:-1] != lse1.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (out1, lse1, out2, lse2))
-        raise ValueError(f"out1 and out2 must have shape (..., Nq, Dv), lse1 and lse2 (..., Nq), got {shapes}")
+        order = "; the order is out1, lse1, out2, lse2" if lse1.shape == out1.shape else ""
+        raise ValueError(f"out1 and out2 must have shape (..., Nq, Dv), lse1 and lse2 (..., Nq), got {shapes}{order}")
     dtype = compute_dtype(torch.promote_types(out1.dtype, lse1.dtype))
     lses = torch.stack((lse1.to(dtype), lse2.to(dtype)))
     top = lses.detach().amax(0)

@@ -112,8 +112,8 @@ def attention_terms(
         positions = None
     identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
     terms = Terms(rel_key, rel_query, None, rel_bias, rel_p2c, positions, rel_scale)
-    arguments = Arguments(query, key, identity, terms, query_offset=query_offset, scale=scale)
-    tensors, spec = validation.resolve(arguments.replaced(**others))
+    arguments = Arguments.of(query, key, identity, **terms._asdict(), query_offset=query_offset, scale=scale, **others)
+    tensors, spec = validation.resolve(arguments)
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     moved: dict[str, Any] = {

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 LARGEST_POSITION = 2**29
 """Largest position or distance. Sums of a few of them fit the 32 bits in which kernels count."""
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an integer of any library as Python's."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,7 @@ class RelativePositions:
         for name in ("first", "last"):
             value = getattr(self, name)
             if not isinstance(value, (int, torch.SymInt)):  # operator.index would fix the value of a symbolic one
-                try:
-                    object.__setattr__(self, name, operator.index(value))
-                except TypeError:
-                    raise TypeError(f"{name} must be an int, got {value!r}") from None
+                object.__setattr__(self, name, integer(name, value))
             elif isinstance(value, bool):
                 raise TypeError(f"{name} must be an int, got {value!r}")
             if abs(getattr(self, name)) > LARGEST_POSITION:
@@ -64,6 +69,8 @@ class RelativePositions:
     @classmethod
     def centred(cls, num_rows: int, outside: Literal["clamp", "zero", "error"] = "clamp") -> RelativePositions:
         """Return positions from ``-(num_rows - 1) / 2`` to ``(num_rows - 1) / 2``, as in Shaw et al.; num_rows must be odd."""
+        if not isinstance(num_rows, (int, torch.SymInt)):
+            num_rows = integer("num_rows", num_rows)
         if num_rows % 2 == 0:
             raise ValueError(
                 f"a table with an even number of rows ({num_rows}) has no middle row; say which relative positions "

@@ -8,13 +8,13 @@ autograd sums the gradients of the rows into the weight (:func:`t5_buckets` has 
 from __future__ import annotations
 
 import math
-import operator
 from typing import Literal
 
 import torch
 
+from ._core.doubts import other_layouts
 from ._core.dtypes import without_autocast
-from .positions import RelativePositions
+from .positions import RelativePositions, integer
 
 
 def from_general_layout(table: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def t5_buckets(
         torch.Size([1, 8, 10, 16])
     """
     _require_integers(relative_position)
-    num_buckets, max_distance = operator.index(num_buckets), operator.index(max_distance)
+    num_buckets, max_distance = integer("num_buckets", num_buckets), integer("max_distance", max_distance)
     size = num_buckets // 2 if bidirectional else num_buckets
     exact = size // 2
     if exact < 1:
@@ -138,7 +138,7 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
         int64, the shape of relative_position.
 
     Raises:
-        TypeError: relative_position is no tensor of integers.
+        TypeError: relative_position is no tensor of integers, or bucket_size or max_position is not an integer.
         ValueError: bucket_size < 2, or max_position - 1 <= m.
 
     Source: He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2020, and its code.
@@ -153,6 +153,7 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
         torch.Size([4, 199, 16])
     """
     _require_integers(relative_position)
+    bucket_size, max_position = integer("bucket_size", bucket_size), integer("max_position", max_position)
     middle = bucket_size // 2
     if middle < 1:
         raise ValueError(f"bucket_size must be at least 2, got {bucket_size}")
@@ -181,7 +182,7 @@ def alibi_slopes(num_heads: int, *, dtype: torch.dtype = torch.float32, device: 
         >>> alibi_slopes(3).tolist()
         [0.0625, 0.00390625, 0.25]
     """
-    num_heads = operator.index(num_heads)
+    num_heads = integer("num_heads", num_heads)
     if num_heads < 1:
         raise ValueError(f"num_heads must be positive, got {num_heads}")
     power = 1 << (num_heads.bit_length() - 1)
@@ -307,12 +308,22 @@ def fold_transformer_xl(
     if query.dim() not in (3, 4):
         raise ValueError(f"query must have shape (B, H, N, D) or (total, H, D), got {tuple(query.shape)}")
     shape = (query.shape[1], query.shape[-1])
-    fits = rel_key.dim() == 2 or (rel_key.dim() == 3 and rel_key.shape[0] == shape[0])
-    if not fits or rel_key.shape[-1] != shape[1]:
-        raise ValueError(f"rel_key must have shape (R, {shape[1]}) or ({shape[0]}, R, {shape[1]}), got {tuple(rel_key.shape)}")
+
+    def fits(table: torch.Tensor) -> bool:
+        return table.shape[-1:] == shape[1:] and (table.dim() == 2 or (table.dim() == 3 and table.shape[0] == shape[0]))
+
+    if not fits(rel_key):
+        cure = next((f"; {text}" for text, other in other_layouts("rel_key", rel_key, shape[0]) if fits(other)), "")
+        wanted = f"(R, {shape[1]}) or ({shape[0]}, R, {shape[1]})"
+        raise ValueError(f"rel_key must have shape {wanted}, got {tuple(rel_key.shape)}{cure}")
     for name, bias in (("u", u), ("v", v)):
         if tuple(bias.shape) != shape:
-            raise ValueError(f"{name} must have shape (heads, width) = {shape}, got {tuple(bias.shape)}")
+            cure = ""
+            if tuple(bias.squeeze().shape) in (shape, (math.prod(shape),)):
+                cure = f"; {name}.reshape{shape} has it"
+            elif tuple(rel_key.shape) == shape and fits(bias):
+                cure = "; the order is query, rel_key, u, v"
+            raise ValueError(f"{name} must have shape (heads, width) = {shape}, got {tuple(bias.shape)}{cure}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query.device):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from triton_relattn._peaks import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
+
 from ..cases.attention import DTYPES, Case, CaseTensors
 from ..cases.methods import METHODS, OURS, Function, ours
 from ..report.rows import in_one_line
-from .memory import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}

@@ -1,21 +1,23 @@
-"""Figures: lines against the sequence length, from rows of results alone; their styles, legend and caption."""
+"""Figures: lines against the sequence length, from rows of results alone; their styles, labels and caption."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triton_relattn._peaks import OUT_OF_MEMORY
+
 from ..cases.methods import METHODS, OURS
-from ..measure.memory import OUT_OF_MEMORY
 from . import summary
 from .text import short_bytes, short_time
 
 Row = dict[str, Any]
 Points = Sequence[tuple[int, float]]
 """Length and value."""
+Looks = Mapping[str, dict[str, Any]]
 KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
 """Rows that agree in these are points of the same lines."""
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
@@ -38,8 +40,18 @@ STYLES: dict[str, dict[str, Any]] = {
     "disentangled_flash": {"color": "#8d5a97", "marker": "X"},
     "flashdeberta": {"color": "#5b8e7d", "marker": "h"},
 }
+BEST_DENSE = "dense"
+"""The best of the dense methods at each length."""
+LEADING = {OURS: "triton_relattn", BEST_DENSE: "best dense PyTorch", "sdpa": "SDPA without positions"}
+"""What figures show unless methods are named, and how it is called there."""
+LEADING_STYLES: dict[str, dict[str, Any]] = {
+    OURS: STYLES[OURS],
+    BEST_DENSE: STYLES["shaw_gather"],
+    "sdpa": STYLES["sdpa"] | {"markersize": 7},
+}
 BASELINE_STYLE = {"linewidth": 1.6, "markersize": 5.5, "zorder": 3}
-PANEL_HEIGHT, PANEL_WIDTH = 3.9, 5.2  # inches
+PANEL_HEIGHT, WIDTH, DPI = 3.1, 8.0, 160  # inches; pages show figures at 620 pixels or more
+FONT, SMALL = 10.5, 9.5
 
 
 def _powers(low: float, high: float, base: float, unit: float) -> list[float]:
@@ -55,7 +67,7 @@ def _powers(low: float, high: float, base: float, unit: float) -> list[float]:
     return ticks
 
 
-def _length(value: float) -> str:
+def short_length(value: float) -> str:
     """256, 512, 1k, 2k ..."""
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
@@ -76,9 +88,12 @@ def ticks_of(values: Sequence[float], quantity: str) -> tuple[list[float], list[
     return ticks, [show(tick) for tick in ticks]
 
 
-def style(axes: Any, title: str, xlabel: str) -> None:
-    """Title, label, grid and spines of a panel."""
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=12)
+def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
+    """Title, label, grid and spines of a panel; with a subtitle, both begin above the labels of the ticks."""
+    left = -0.14 if subtitle else 0
+    axes.set_title(title, loc="left", x=left, fontsize=FONT + 0.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
+    above = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    axes.annotate(subtitle, (left, 1), (0, 8), fontsize=SMALL, color=MUTED, **above)
     axes.set_xlabel(xlabel, color=MUTED)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -87,54 +102,163 @@ def style(axes: Any, title: str, xlabel: str) -> None:
     axes.spines["bottom"].set_color(MUTED)
 
 
-def draw_panel(axes: Any, points: Mapping[str, Points], styles: Mapping[str, dict[str, Any]], quantity: str, title: str) -> None:
+def draw_panel(axes: Any, points: Mapping[str, Points], looks: Looks, quantity: str, title: str, subtitle: str = "") -> None:
     """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
     for name, values in points.items():
-        axes.plot(*zip(*values, strict=True), label=name, clip_on=False, **(BASELINE_STYLE | styles[name]))
+        label = "_" if name in LEADING and looks is LEADING_STYLES else _described(name)
+        axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | looks[name]))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     every = [value for values in points.values() for _, value in values]
     lengths = sorted({length for values in points.values() for length, _ in values})
     if every:
-        ticks, labels = ticks_of(every, quantity)
-        axes.set_yticks(ticks, labels)
-        axes.set_ylim(ticks[0], ticks[-1])
-        axes.set_xticks(lengths, [_length(length) for length in lengths])
+        _set_ticks(axes, ticks_of(every, quantity)[0], quantity)
+        axes.set_xticks(lengths, [short_length(length) for length in lengths])
     axes.minorticks_off()
-    style(axes, title, "sequence length n (tokens)")
+    style(axes, title, "sequence length (tokens)", subtitle)
 
 
-def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, title: str) -> None:
-    """Peak memory against the length, how ours grows, and a cross where a method would have taken more than the limit."""
-    measured = lines(rows, direction, "peak_bytes")
-    power = summary.exponent(measured.get(OURS, ()))
-    grows = "" if power is None else f", ours $\\sim n^{{{power:.2f}}}$"
-    draw_panel(axes, measured, STYLES, "bytes", f"{title}{grows}")
-    if not measured:
+def _described(method: str) -> str:
+    return textwrap.shorten(f"{method}: {METHODS[method].what}", 44, placeholder=" ...")
+
+
+def _set_ticks(axes: Any, ticks: Sequence[float], quantity: str) -> None:
+    axes.set_yticks(ticks, [QUANTITIES[quantity][2](tick) for tick in ticks])
+    axes.set_ylim(ticks[0], ticks[-1])
+
+
+def share_range(every: Sequence[Any], quantity: str) -> None:
+    """Give panels that are compared the same vertical range, that of all their lines."""
+    drawn = [axes.get_ylim() for axes in every if axes.lines]
+    if drawn:
+        base, unit, _ = QUANTITIES[quantity]
+        ticks = _powers(min(low for low, _ in drawn) * 1.001, max(high for _, high in drawn) / 1.001, base, unit)
+        for axes in every:
+            _set_ticks(axes, ticks, quantity)
+
+
+def finding(points: Mapping[str, Points], words: str, otherwise: str) -> str:
+    """Return a panel's title, "Dense takes 1.1 to 75 times {words}": the best of the dense methods over ours, at all lengths."""
+    found = [ratio for _, ratio in over_ours(points).get(BEST_DENSE, ())]
+    if not found:
+        return otherwise
+    least, most = (_short_ratio(each(found)) for each in (min, max))
+    return f"Dense takes {least if least == most else f'{least} to {most}'} times {words}"
+
+
+def _short_ratio(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+
+
+def over_ours(points: Mapping[str, Points]) -> dict[str, Points]:
+    """How many times ours every other method takes, where both were measured."""
+    ours = dict(points.get(OURS, ()))
+    ratios = {
+        method: [(length, value / ours[length]) for length, value in values if length in ours]
+        for method, values in points.items()
+        if method != OURS
+    }
+    return {method: values for method, values in ratios.items() if values}
+
+
+def name_lines(axes: Any, points: Mapping[str, Points], are_flat: bool = False, end_of_dense: str = "") -> None:
+    """Write the names of the leading lines beside them. end_of_dense: why the best dense one ends, a second line."""
+    for method, values in points.items():
+        look = {"color": LEADING_STYLES[method]["color"], "fontsize": SMALL, "fontweight": "bold" if method == OURS else None}
+        place = {
+            "xytext": (0, 10) if method == OURS else (-11, 8 if are_flat else 1),
+            "textcoords": "offset points",
+            "ha": "right",
+            "va": "center",
+        }
+        text, point = LEADING[method], values[-1]
+        if method == "sdpa" and are_flat:
+            place["xytext"] = (0, -13)
+        elif method == "sdpa":  # the lowest line, which rises: below an early point nothing is in the way
+            place |= {"xytext": (5, -10), "ha": "left"}
+            point = values[len(values) > 1]
+        elif method == BEST_DENSE and end_of_dense:
+            text, point, place["xytext"] = f"{text},\n{end_of_dense}", values[-2:][0], (-12, 9)
+        axes.annotate(text, point, **place, **look)
+
+
+def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> dict[str, int]:
+    """The shortest length at which each method ran out of memory; of the best dense one, where none was left."""
+    found: dict[str, int] = {}
+    for row in sorted((row for row in rows if row["direction"] == direction), key=lambda row: int(row["seqlen"])):
+        if OUT_OF_MEMORY in row["status"]:
+            found.setdefault(row["method"], int(row["seqlen"]))
+    dense = [found.get(method) for method in summary.DENSE if any(row["method"] == method for row in rows)]
+    if dense and (longest := [length for length in dense if length]) and len(longest) == len(dense):
+        found[BEST_DENSE] = max(longest)
+    return {method: length for method, length in found.items() if method in methods}
+
+
+def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str] | None, subtitle: str) -> None:
+    """Peak memory against the length, and a cross where a method would have taken more than the limit."""
+    measured = lines(rows, direction, "peak_bytes", methods)
+    looks = looks_of(methods)
+    title = finding(lines(rows, direction, "peak_bytes", LEADING), "as much", "Peak memory")
+    draw_panel(axes, measured, looks, "bytes", title, subtitle)
+    if looks is LEADING_STYLES:
+        name_lines(axes, measured)
+    failed = failures(rows, direction, measured)
+    limits = [float(found[1]) * UNITS_OF[found[2]] for row in rows if (found := LIMIT.search(row["status"]))]
+    if not (measured and failed and limits):
         return
-    failed = [row for row in rows if row["direction"] == direction and row["status"].startswith(OUT_OF_MEMORY)]
-    if not failed:
-        return
-    limits = [float(found[1]) * UNITS_OF[found[2]] for row in failed if (found := LIMIT.search(row["status"]))]
-    if not limits:
-        return
-    limit, (base, _, show) = max(limits), QUANTITIES["bytes"]
+    limit, (base, _, _) = max(limits), QUANTITIES["bytes"]
     ticks = list(axes.get_yticks())
     while ticks[-1] < 1.5 * limit:
         ticks.append(ticks[-1] * base)
-    axes.set_yticks(ticks, [show(tick) for tick in ticks])
-    axes.set_ylim(ticks[0], ticks[-1])
+    _set_ticks(axes, ticks, "bytes")
     axes.axhline(limit, color=MUTED, linewidth=0.8)
-    for row in failed:
-        mark = BASELINE_STYLE | STYLES[row["method"]] | {"linestyle": "", "marker": "x", "markersize": 9, "markeredgewidth": 2.2}
-        axes.plot(int(row["seqlen"]), limit, **mark)
-    first = min(int(row["seqlen"]) for row in failed)
+    for method, length in failed.items():
+        mark_failure(axes, length, limit, looks[method])
     where = {"textcoords": "offset points", "ha": "right", "va": "bottom"}
-    axes.annotate(f"out of memory: limit {short_bytes(limit)}", (first, limit), (-10, 4), fontsize=9, color=INK, **where)
+    first = min(failed.values())
+    axes.annotate(f"out of memory: more than {short_bytes(limit)}", (first, limit), (-8, 4), fontsize=SMALL, color=INK, **where)
 
 
+def say_failure(axes: Any, rows: Sequence[Row], direction: str, points: Mapping[str, Points]) -> None:
+    """A cross, and words, where the best dense method ran out of memory, as high as its last point."""
+    if BEST_DENSE in points and (length := failures(rows, direction, LEADING).get(BEST_DENSE)):
+        value = points[BEST_DENSE][-1][1]
+        mark_failure(axes, length, value, LEADING_STYLES[BEST_DENSE])
+        place = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL, "color": INK}
+        axes.annotate("out of\nmemory", (length, value), (0, 7), **place)
+
+
+def mark_failure(axes: Any, length: int, value: float, look: Mapping[str, Any]) -> None:
+    """A cross."""
+    cross = {"linestyle": "", "marker": "x", "markersize": 8, "markeredgewidth": 2.2}
+    axes.plot(length, value, clip_on=False, **(BASELINE_STYLE | dict(look) | cross))
+
+
+ROOM = 1.6
+"""A factor of space for words above and below ratios."""
 LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
 UNITS_OF = {"MiB": 2**20, "GiB": 2**30}
+
+
+def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str] | None, subtitle: str) -> None:
+    """Time over ours against the length; the words say which way is good."""
+    ratios, looks = over_ours(lines(rows, direction, "p50_ms", methods)), looks_of(methods)
+    title = finding(lines(rows, direction, "p50_ms", LEADING), "as long", "Time over ours")
+    draw_panel(axes, ratios, looks, "ratio", title, subtitle)
+    if not ratios:
+        return
+    every = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
+    _set_ticks(axes, ticks_of([min(every) / ROOM, max(every) * ROOM], "ratio")[0], "ratio")
+    axes.axhline(1, color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
+    for height, words in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
+        where = {"transform": axes.transAxes, "va": "top" if height > 0.5 else "bottom"}
+        axes.text(0.01, height, words, fontsize=SMALL, color=INK, **where)
+    if looks is LEADING_STYLES:
+        name_lines(axes, ratios, are_flat=True)
+        last = max(length for values in ratios.values() for length, _ in values)
+        ours = {"color": STYLES[OURS]["color"], "fontsize": SMALL, "fontweight": "bold", "ha": "right", "va": "center"}
+        axes.annotate(LEADING[OURS], (last, 1), (0, -9), textcoords="offset points", **ours)
+        say_failure(axes, rows, direction, ratios)
 
 
 def kinds(rows: Sequence[Row]) -> list[list[Row]]:
@@ -146,10 +270,21 @@ def kinds(rows: Sequence[Row]) -> list[list[Row]]:
     return several or list(found.values())
 
 
-def lines(rows: Sequence[Row], direction: str, column: str) -> dict[str, Points]:
-    """The points of every method that has any."""
+def looks_of(methods: Collection[str] | None) -> Looks:
+    """The styles of methods, all of them by default."""
+    return LEADING_STYLES if methods is not None and set(methods) == set(LEADING) else STYLES
+
+
+def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str] | None = None) -> dict[str, Points]:
+    """The points of every method that has any; methods: only these, which may include the best dense one."""
     every = {method: summary.points(rows, method, direction, column) for method in METHODS}
-    return {method: points for method, points in every.items() if points}
+    best: dict[int, float] = {}
+    for method in summary.DENSE:
+        for length, value in every[method]:
+            best[length] = min(value, best.get(length, value))
+    every[BEST_DENSE] = sorted(best.items())
+    wanted = METHODS if methods is None else methods
+    return {method: every[method] for method in wanted if every[method]}
 
 
 def title_of(row: Row) -> str:
@@ -162,41 +297,36 @@ def title_of(row: Row) -> str:
     return f"{tokens}, {heads} heads of {row['head_dim']}, {attention} attention, {table}, {row['dtype']}"
 
 
-def caption(rows: Sequence[Row], what: str, columns: int) -> str:
-    """Device, versions and commit of all rows, and what is missing; for so many panels side by side."""
+def caption(rows: Sequence[Row], what: str) -> str:
+    """Device, versions and commit of all rows."""
     origins = {
         f"{row['device']}{', ' + row['threads'] + ' threads' if row['device'].startswith('CPU') else ''}; torch {row['torch']}, "
         f"triton {row['triton']}, triton_relattn {row['package']} at commit {row['commit']}, {row['date'][:10]}"
         for row in rows
     }
-    failed = {row["method"]: row for row in rows if row["status"].startswith("out of memory")}
-    ends = ", ".join(f"{method} at {row['seqlen']}" for method, row in failed.items())
-    missing = f" Out of memory: {ends}." if ends else ""
-    return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.{missing}", 75 * columns))
+    return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.", 112))
 
 
-def draw(
-    rows: Sequence[Row], panels: Callable[[Sequence[Row], Sequence[Any]], None], columns: int, what: str, path: Path
-) -> None:
-    """A row of panels for each kind, one legend above, the conditions below."""
+def draw(rows: Sequence[Row], panels: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path) -> None:
+    """A row of two panels for each kind, a legend above if lines have labels, the conditions below."""
     import matplotlib.pyplot as plt
 
     every = kinds(rows)
-    with plt.rc_context({"font.size": 10.5, "font.family": "DejaVu Sans", "text.color": INK}):
-        size = (PANEL_WIDTH * columns, PANEL_HEIGHT * len(every) + 1.9)
-        figure, axes = plt.subplots(len(every), columns, figsize=size, squeeze=False)
+    with plt.rc_context({"font.size": FONT, "font.family": "DejaVu Sans", "text.color": INK}):
+        figure, axes = plt.subplots(len(every), 2, squeeze=False)
         for of_kind, of_row in zip(every, axes, strict=True):
             panels(of_kind, of_row)
-            heading = of_row[0].annotate(
-                title_of(of_kind[0]), (0, 1), (0, 30), xycoords="axes fraction", textcoords="offset points", color=MUTED
-            )
-            heading.set_in_layout(False)
+            above = {"xycoords": "axes fraction", "textcoords": "offset points", "color": MUTED, "fontsize": SMALL}
+            of_row[0].annotate(title_of(of_kind[0]), (-0.14, 1), (0, 46), **above).set_in_layout(False)
         handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.tight_layout(rect=(0.01, 0.75 / size[1], 0.99, 1 - 0.75 / size[1]), h_pad=4.5, w_pad=2.5)
-        ordered = [method for method in METHODS if method in handles]
-        figure.legend(
-            [handles[method] for method in ordered], ordered, loc="upper left", ncols=5, frameon=False, bbox_to_anchor=(0.01, 1.0)
-        )
-        figure.text(0.02, 0.12 / size[1], caption(rows, what, columns), fontsize=8.5, color=MUTED, linespacing=1.5, va="bottom")
-        figure.savefig(path, dpi=120, facecolor="white")
+        below = caption(rows, what)
+        foot, head = 0.16 * len(below.splitlines()) + 0.2, 0.21 * -(-len(handles) // 2) + 0.3
+        height = (PANEL_HEIGHT + 0.3) * len(every) + head + foot
+        figure.set_size_inches(WIDTH, height)
+        figure.tight_layout(rect=(0.01, foot / height, 0.99, 1 - head / height), h_pad=3.5, w_pad=1.5)
+        if handles:
+            place = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
+            figure.legend(handles.values(), handles.keys(), **place)
+        figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
+        figure.savefig(path, dpi=DPI, facecolor="white")
         plt.close(figure)

@@ -1,4 +1,4 @@
-"""Text for the terminal: columns, bytes and times."""
+"""Text for the terminal and for pages: columns, bytes and times."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
         return "  ".join(("", first, *others)).rstrip()
 
     return "\n".join((line(header), line(["-" * width for width in widths]), *map(line, body)))
+
+
+def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its first column to the left, the others to the right."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body))
+
+
+def digits(value: float) -> str:
+    """Three digits: 0.574, 12.0, 26,700."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
 
 
 def short_bytes(count: float) -> str:

@@ -11,10 +11,11 @@ import random
 import time
 from typing import Any
 
+from triton_relattn._peaks import resident
+
 from ..cases.attention import Case
 from ..cases.methods import METHODS, OF_OURS
 from ..measure import point, timing
-from ..measure.memory import resident
 from ..report.progress import progress
 from ..report.rows import Table, stamp
 from ..report.text import short_bytes, short_time

@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 
 from triton_relattn._core.sizes import bounded, rows, sizes
+from triton_relattn._peaks import SHARE, available_bytes
 
 from ..cases import attention as cases
 from ..cases.methods import METHODS
-from ..measure.memory import SHARE, available_bytes
 
 Name = TypeVar("Name", str, int)
 
@@ -38,7 +38,10 @@ def add_list(
 ) -> None:
     """An option ``--name`` that takes some of what is known: names without blanks and commas, which separate them."""
     assert not any(re.search(r"[\s,]", str(each)) for each in known), known
-    usual = "all" if default is not None and set(default) == set(known) else ", ".join(map(str, default or ()))
+    usual_ones = list(default or ())
+    left: list[str] = [str(each) for each in known if each not in usual_ones]
+    is_most = bool(default) and len(left) <= 1 < len(known)
+    usual = " but ".join(("all", *left)) if is_most else ", ".join(map(str, usual_ones))
     text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
     parser.add_argument(
         f"--{name}", type=some_of(known), default=None if default is None else list(default), metavar="A,B", help=text
@@ -87,7 +90,7 @@ def new_file(text: str) -> Path:
 
 def add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=new_file, metavar="PATH", help="file for the rows, written as they come")
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="the same as JSON")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="file for the rows as JSON")
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -96,14 +99,14 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_no_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-verify", action="store_true", help="leave out the tests; the rows then say so")
+    parser.add_argument("--no-verify", action="store_true", help="no tests before; the rows then say so")
 
 
 def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
     """``--cases`` and ``--lengths``; choose_cases reads them."""
     add_list(parser, "cases", tuple(cases.GROUPS), default, "groups of cases")
     lengths = sorted({case.length for group in cases.GROUPS.values() for case in group})
-    parser.add_argument("--lengths", type=some_of(lengths), default=[], metavar="A,B", help="only these sequence lengths of them")
+    parser.add_argument("--lengths", type=some_of(lengths), default=[], metavar="A,B", help="sequence lengths of the cases (all)")
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -113,13 +116,19 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         type=sizes,
         action="append",
         metavar="b4,h12,n1500,d80",
-        help="a call of your own in place of --cases; repeatable",
+        help="sizes of a call of your own, in place of --cases; repeatable",
     )
     parser.add_argument(
-        "--table", type=rows, default=None, metavar="ROWS", help='rows of its table, or "full": one for each distance (full)'
+        "--table",
+        type=rows,
+        default=None,
+        metavar="ROWS",
+        help='rows of its table, or "full": one per distance (full)',
     )
-    parser.add_argument("--dtype", choices=tuple(cases.DTYPES), default=None, help="its dtype (bf16 on a GPU, fp32 on a CPU)")
-    parser.add_argument("--causal", action="store_true", help="hide the future in it")
+    parser.add_argument(
+        "--dtype", choices=tuple(cases.DTYPES), default=None, help="dtype of the call (bf16 on a GPU, fp32 on a CPU)"
+    )
+    parser.add_argument("--causal", action="store_true", help="causal mask in the call")
 
 
 def chosen_cases(options: argparse.Namespace, default: Sequence[str]) -> list[cases.Case]:
@@ -145,12 +154,12 @@ def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None)
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """``--device`` and ``--memory-limit``."""
-    parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
+    parser.add_argument("--device", type=existing_device, default=available_device(), help="device, cpu or cuda (%(default)s)")
     limit = int(SHARE * available_bytes())
     parser.add_argument(
         "--memory-limit",
         type=gibibytes,
         default=limit,
         metavar="GiB",
-        help="memory that may be used on a CPU (default: most of what is free)",
+        help="most memory to use on a CPU (default: most of what is free)",
     )

@@ -8,17 +8,16 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 from ..cases.methods import OURS
-from ..report import summary
-from ..report.figures import INK, MUTED, draw_panel
+from ..report import figures, summary
+from ..report import models as of_models
 from ..report.rows import ROOT, read
 from ..report.summary import DENSE
-from ..report.text import short_bytes, short_time
+from ..report.text import digits, markdown_table, short_bytes, short_time
 from . import accuracy
 from . import lengths as new_lengths
 from .options import new_folder
@@ -27,12 +26,6 @@ PAGES = ("README.md", "docs/benchmarks.md", "docs/numerics.md", "docs/transforme
 PART = re.compile(r"(<!-- begin (\S+): python -m bench readme -->\n).*?(\n<!-- end -->\n)", re.DOTALL)
 RESULTS, FIGURE = ROOT / "bench" / "results" / "cpu", "first.png"
 LENGTH = 8192
-NAMES = {OURS: "triton_relattn", "dense": "best dense PyTorch", "sdpa": "SDPA without positions"}
-LOOKS: dict[str, dict[str, Any]] = {
-    OURS: {"color": "#d1495b", "marker": "o", "linewidth": 2.8},
-    "dense": {"color": "#0b3954", "marker": "s"},
-    "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
-}
 Measured = dict[int, dict[str, float]]
 
 
@@ -54,40 +47,37 @@ def ratios(times: Measured, method: str, of: str) -> str:
     return f"{min(every):.1f} to {max(every):.1f}"
 
 
-def speedups_of_models(length: int) -> list[float]:
-    """How many times as fast models of transformers are as the fastest of their stock ways, one sequence."""
-    times: dict[str, dict[str, float]] = {}
-    for row in read(RESULTS / "models.csv"):
-        wanted = (row["direction"], int(row["seqlen"]), row["batch"], row["status"]) == ("forward+backward", length, "1", "ok")
-        if wanted and row["p50_ms"]:
-            times.setdefault(row["case"], {})[row["method"]] = float(row["p50_ms"])
-    return [min(t for method, t in each.items() if method != OURS) / each[OURS] for each in times.values() if len(each) > 1]
-
-
 def first() -> str:
     """README's first screen."""
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
     forward, both = (measured("speed.csv", direction, "p50_ms") for direction in ("forward", "forward+backward"))
     lines = [f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})", ""]
     lines += [f"| one attention call, {LENGTH:,} tokens, forward + backward | memory | time |", "|---|---|---|"]
-    for method, name in NAMES.items():
+    for method, name in figures.LEADING.items():
         bold = "**" * (method == OURS)
         cells = f"{bold}{short_bytes(memory[method])}{bold} | {bold}{short_time(both[LENGTH][method])}{bold}"
         lines.append(f"| {name}{' (lower bound)' * (method == 'sdpa')} | {cells} |")
     row = next(row for row in read(RESULTS / "speed.csv") if row["status"] == "ok")
     device, torch = row["device"].removeprefix("CPU, "), row["torch"].split("+")[0]
     longest_dense = max(length for length in both if "dense" in both[length])
-    short, long = speedups_of_models(512), speedups_of_models(2048)
     what = (
         f"Measured on {row['threads']} threads of a CPU ({device}, torch {torch}), 8 heads of {row['head_dim']}, float32. "
-        f"From {min(both)} to {longest_dense:,} tokens {ratios(both, 'dense', OURS)} times as fast as the fastest dense method "
-        f"(forward alone {ratios(forward, 'dense', OURS)}); from {min(both)} to {max(both):,} it takes "
+        f"From {min(both)} to {longest_dense:,} tokens it is {ratios(both, 'dense', OURS)} times as fast as the fastest dense "
+        f"method (forward alone {ratios(forward, 'dense', OURS)}). From {min(both)} to {max(both):,} it takes "
         f"{ratios(both, OURS, 'sdpa')} times as long as attention without positions (forward {ratios(forward, OURS, 'sdpa')}). "
-        f"A layer of a model of transformers is {geometric_mean(long):.2f} times as fast as stock with 2,048 tokens "
-        f"({len(long)} models), and {geometric_mean(short):.2f} times with 512 ({len(short)}; geometric means, one sequence). "
-        "[All figures](docs/benchmarks.md)."
+        f"{of_layers(2048)} {of_layers(512)} [All figures](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", what, ""])
+
+
+def of_layers(length: int) -> str:
+    """How much faster layers of models are at a length, in a sentence: the mean, the worst and the best."""
+    found = list(of_models.over_ours(read(RESULTS / "models.csv"), length, "p50_ms").values())
+    mean, spread = geometric_mean(found), f"{min(found):.1f} to {max(found):.1f}"
+    if mean < of_models.GAIN:
+        return f"With {length:,} tokens there is no gain on average: {mean:.2f} times ({spread}, {len(found)} models)."
+    what = f"One layer of a transformers model is {mean:.1f} times as fast as stock with {length:,} tokens"
+    return f"{what} ({spread}; geometric mean of {len(found)} models, one sequence)."
 
 
 def claims() -> str:
@@ -111,19 +101,14 @@ def claims() -> str:
 PEERS = {"flex_attention": "Compiled FlexAttention", "onnxruntime": "ONNX Runtime's Attention with a dense mask"}
 
 
-def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
-
-
 def machine(*files: str) -> str:
     """Where the rows of some files come from."""
-    found = dict.fromkeys(
-        f"{row['threads']} thread{'s' * (row['threads'] != '1')} of an {row['device'].removeprefix('CPU, ')}, torch "
-        f"{row['torch'].split('+')[0]}, commit {row['commit'].rstrip('+')}"
-        for file in files
-        for row in read(RESULTS / file)
-    )
+    commits: dict[str, dict[str, None]] = {}
+    for row in (row for file in files for row in read(RESULTS / file)):
+        threads = f"{row['threads']} thread{'s' * (row['threads'] != '1')}"
+        where = f"{threads} of an {row['device'].removeprefix('CPU, ')}, torch {row['torch'].split('+')[0]}"
+        commits.setdefault(where, {})[row["commit"].rstrip("+")] = None
+    found = [f"{where}, commit{'s' * (len(of) > 1)} {' and '.join(of)}" for where, of in commits.items()]
     return f"\n\nMeasured on {'; '.join(found)}."
 
 
@@ -132,7 +117,7 @@ def huang() -> str:
     peaks = measured("huang.csv", "forward", "peak_bytes")
     methods = ("shaw_gather", "skewing", OURS, "plain")
     body = [[f"{n:,}", *(f"{each[method] / 1e6:,.1f}" for method in methods)] for n, each in sorted(peaks.items())]
-    return lines(["length", *methods], body)
+    return markdown_table(["length", *methods], body)
 
 
 def decoding() -> str:
@@ -140,8 +125,8 @@ def decoding() -> str:
     rows = [row for row in read(RESULTS / "short.csv") if (row["group"], row["direction"]) == ("decode", "forward")]
     times = {(row["case"], row["method"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
     sizes = {row["case"]: f"{row['batch']}, {row['seqlen']}" for row in rows}
-    body = [[size, *(short_time(times[case, method]) for method in (OURS, "sdpa"))] for case, size in sizes.items()]
-    return lines(["batch, keys", "forward", "SDPA without a term"], body)
+    body = [[size, *(digits(times[case, method]) for method in (OURS, "sdpa"))] for case, size in sizes.items()]
+    return markdown_table(["batch, keys", "ours, ms", "SDPA without a term, ms"], body)
 
 
 def short() -> str:
@@ -149,18 +134,13 @@ def short() -> str:
     return summary.beside_dense(rows).strip() + machine("short.csv")
 
 
-def some_models(text: str) -> str:
-    """Of a table of models the heading, some families, and what stands below."""
-    table = text.splitlines()
-    return "\n".join(line for line in table if not re.match(r"\| \w+ \|", line) or line.split()[1] in ("model", *SHOWN))
-
-
 def models() -> str:
-    """Some families at their longest length, and how many were measured at each."""
+    """Some families: how much faster at each length, time and memory at their longest one."""
     rows = read(RESULTS / "models.csv")
-    families = {length: {row["case"] for row in rows if row["seqlen"] == length} for length in {row["seqlen"] for row in rows}}
-    counts = ", ".join(f"{len(families[length])} at {int(length):,}" for length in sorted(families, key=int))
-    return f"{some_models(summary.models(rows))}\n\nFamilies measured, by length: {counts}.{machine('models.csv')}"
+    short = of_models.lengths_of(rows)[0]
+    worst, *_, best = sorted((ratio, case) for case, ratio in of_models.over_ours(rows, short, "p50_ms").items())
+    named = [f"{ratio:.2f} ({of_models.named(case)})" for ratio, case in (worst, best)]
+    return f"{of_models.tables(rows, SHOWN)}\n{of_layers(short)} The extremes are {' and '.join(named)}.{machine('models.csv')}"
 
 
 SHOWN = (
@@ -191,8 +171,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
     "models": models,
-    "models-short": lambda: some_models(summary.models(read(RESULTS / "models_short.csv"))),
-    "models-bf16": lambda: summary.ratios(read(RESULTS / "models_bf16.csv")),
+    "models-short": lambda: of_models.ratios(read(RESULTS / "models_short.csv"), SHOWN),
+    "models-bf16": lambda: of_models.ratios(read(RESULTS / "models_bf16.csv")),
     "music": music,
 }
 
@@ -209,29 +189,26 @@ def written(page: str) -> str:
 
 
 def draw(path: Path) -> None:
-    """Memory and time side by side, with the methods' names at the ends of their lines."""
+    """Memory and time side by side."""
     import matplotlib.pyplot as plt
 
-    with plt.rc_context({"font.size": 10.5, "font.family": "DejaVu Sans", "text.color": INK}):
-        figure, axes = plt.subplots(1, 2, figsize=(11.5, 3.9))
-        for axis, quantity, title, found in (
-            (axes[0], "bytes", "Peak memory", measured("memory.csv", "forward+backward", "peak_bytes")),
-            (axes[1], "time", "Time", measured("speed.csv", "forward+backward", "p50_ms")),
-        ):
-            points = {m: [(n, each[m]) for n, each in sorted(found.items()) if m in each] for m in NAMES}
-            draw_panel(axis, points, LOOKS, quantity, f"{title}, forward + backward")
-            _name_lines(axis, points)
-        figure.tight_layout(w_pad=8)
-        figure.savefig(path, dpi=120, facecolor="white", bbox_inches="tight")
-        plt.close(figure)
+    words = "forward + backward: {}, lower is better"
+    with plt.rc_context({"font.size": figures.FONT, "font.family": "DejaVu Sans", "text.color": figures.INK}):
+        drawn, axes = plt.subplots(1, 2, figsize=(figures.WIDTH, 3.4))
+        for axis, (file, column, quantity, what, times) in zip(axes, FIRST, strict=True):
+            rows = [row for row in read(RESULTS / file) if row["direction"] == "forward+backward"]
+            points = figures.lines(rows, "forward+backward", column, figures.LEADING)
+            title = figures.finding(points, times, what)
+            figures.draw_panel(axis, points, figures.LEADING_STYLES, quantity, title, words.format(what))
+            failed = figures.failures(rows, "forward+backward", [figures.BEST_DENSE])
+            end = "".join(f"out of memory at {figures.short_length(length)}" for length in failed.values())
+            figures.name_lines(axis, points, end_of_dense=end)
+        drawn.tight_layout(w_pad=1.5)
+        drawn.savefig(path, dpi=figures.DPI, facecolor="white")
+        plt.close(drawn)
 
 
-def _name_lines(axis: Any, points: Mapping[str, list[tuple[int, float]]]) -> None:
-    for method, values in points.items():
-        aside = {"xytext": (-10, 4), "ha": "right"} if method == "dense" else {"xytext": (8, 5 if method == OURS else -6)}
-        look = {"color": LOOKS[method]["color"], "fontsize": 9.5, "fontweight": "bold" if method == OURS else None}
-        axis.annotate(NAMES[method], values[-1], textcoords="offset points", va="center", **aside, **look)
-    axis.tick_params(colors=MUTED)
+FIRST = (("memory.csv", "peak_bytes", "bytes", "peak memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from triton_relattn._peaks import limit_memory
+
 from ..cases import attention as cases
 from ..cases.attention import Case
 from ..cases.methods import METHODS, OF_OURS
 from ..measure import timing
-from ..measure.memory import limit_memory
 from ..report import summary
 from ..report.progress import progress
 from ..report.rows import Table, stamp

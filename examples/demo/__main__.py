@@ -13,7 +13,6 @@ import torch
 
 from bench.cases.methods import OURS
 from bench.measure import timing
-from bench.measure.memory import SHARE, available_bytes
 from bench.report import figures, summary
 from bench.report.rows import Table, stamp
 from bench.report.text import short_bytes, table
@@ -21,6 +20,7 @@ from bench.verbs.options import available_device, existing_device, gibibytes, ne
 from bench.verbs.speed import COLUMNS
 from triton_relattn.__main__ import environment
 from triton_relattn._core.sizes import Parser, bounded
+from triton_relattn._peaks import SHARE, available_bytes
 
 from ..music.tokens import chorales
 from . import layer
@@ -39,10 +39,10 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-length", type=bounded(int, 2), default=LONGEST, help=f"longest sequence measured (default: {LONGEST})"
     )
-    parser.add_argument("--quick", action="store_true", help=f"only lengths up to {LONGEST_QUICK}")
-    parser.add_argument("--device", type=existing_device, default=available_device(), help="cpu or cuda (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help=f"lengths up to {LONGEST_QUICK} alone")
+    parser.add_argument("--device", type=existing_device, default=available_device(), help="device, cpu or cuda (%(default)s)")
     parser.add_argument("--seconds", type=seconds, default=BUDGET, help=f"time for the measurements (default: {BUDGET:.0f})")
-    usual = f"of a CPU for each measurement (default: {MOST_MEMORY >> 30}, or most of what is free)"
+    usual = f"memory per measurement on a CPU (default: {MOST_MEMORY >> 30}, or most of what is free)"
     parser.add_argument("--memory-limit", type=gibibytes, default=None, metavar="GiB", help=usual)
     arguments = parser.parse_args(argv)
     if arguments.memory_limit is None:
@@ -86,7 +86,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
     """Print peak memory and time, lengths down and methods across, and what is missing and why."""
     print(f"\nPeak memory\n{summary.across_methods(rows, DIRECTION, 'peak_bytes', summary.show_bytes)}")
     times = summary.across_methods(rows, DIRECTION, "p50_ms", summary.show_time)
-    print(f"\nTime; in brackets, how many times ours\n{times}\n\n{summary.remarks(rows)}", end="")
+    print(f"\nTime; in brackets, time over ours: above 1x ours is faster\n{times}\n\n{summary.remarks(rows)}", end="")
 
 
 def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
@@ -97,12 +97,13 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
 
     def panels(of_kind: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
         memory, milliseconds = axes
-        figures.draw_memory_panel(memory, of_kind, DIRECTION, "Peak memory")
+        figures.draw_memory_panel(memory, of_kind, DIRECTION, None, "peak memory, lower is better")
+        title = figures.finding(figures.lines(of_kind, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
         times = figures.lines(of_kind, DIRECTION, "p50_ms")
-        figures.draw_panel(milliseconds, times, figures.STYLES, "time", "Time")
+        figures.draw_panel(milliseconds, times, figures.STYLES, "time", title, "time, lower is better")
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."
-    figures.draw(rows, panels, 2, what, path)
+    figures.draw(rows, panels, what, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report.figures import MUTED, style
+from bench.report.figures import DPI, FONT, INK, MUTED, SMALL, WIDTH, style
 
 from .chorales import write
 
@@ -59,10 +59,10 @@ def curve(rows: Sequence[Row], column: str) -> tuple[list[int], list[float]]:
     return steps, losses
 
 
-def _style(axes: Any, title: str) -> None:
-    style(axes, title, "step")
-    axes.set_ylabel("nats per token", color=MUTED)
-    if axes.has_data():
+def _style(axes: Any, title: str, subtitle: str = "") -> None:
+    style(axes, title, "step", subtitle)
+    axes.set_ylabel("loss (nats per token)", color=MUTED)
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
 
 
@@ -143,7 +143,10 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def draw_summary(folders: Iterable[Path], path: Path) -> None:
-    """Validation losses of all runs: lines are means over the seeds, bands reach from the least to the most."""
+    """Validation losses of all runs: lines are means over the seeds, bands reach from the least to the most.
+
+    Each panel says which kind ends lowest, and by how much.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,23 +154,39 @@ def draw_summary(folders: Iterable[Path], path: Path) -> None:
 
     runs = finished(folders)
     length = int(next(iter(runs.values()))[0][0]["length"])
-    panels = {
-        "validation": f"Windows of {length} tokens, as in training",
-        "validation_twice": f"Windows of {2 * length} tokens, twice as long",
-    }
-    figure, both = plt.subplots(1, 2, figsize=(10.4, 4.4), sharey=True)
-    for axes, (column, title) in zip(both, panels.items(), strict=True):
-        for kind, of_kind in runs.items():
-            curves = [curve(rows, column) for _, rows in of_kind]
-            steps = curves[0][0]
-            losses = list(zip(*(losses for _, losses in curves), strict=True))
-            label = f"{kind} ({len(curves)} seed{'s' * (len(curves) > 1)})"
-            axes.plot(steps, [statistics.fmean(values) for values in losses], label=label, color=COLORS[kind], linewidth=1.8)
-            axes.fill_between(steps, [*map(min, losses)], [*map(max, losses)], color=COLORS[kind], alpha=0.2, linewidth=0)
-        _style(axes, title)
-    figure.tight_layout(w_pad=2.5)
-    figure.savefig(path, dpi=120, facecolor="white")
-    plt.close(figure)
+    panels = {"validation": f"{length} tokens, as in training", "validation_twice": f"{2 * length} tokens, twice as long"}
+    with plt.rc_context({"font.size": FONT, "text.color": INK}):
+        figure, both = plt.subplots(1, 2, figsize=(WIDTH, 3.6), sharey=True)
+        for axes, (column, where) in zip(both, panels.items(), strict=True):
+            ends = {}
+            for kind, of_kind in runs.items():
+                curves = [curve(rows, column) for _, rows in of_kind]
+                steps, losses = curves[0][0], list(zip(*(losses for _, losses in curves), strict=True))
+                means = [statistics.fmean(values) for values in losses]
+                axes.plot(steps, means, color=COLORS[kind], linewidth=1.8)
+                axes.fill_between(steps, [*map(min, losses)], [*map(max, losses)], color=COLORS[kind], alpha=0.2, linewidth=0)
+                ends[kind] = means[-1]
+                _name(axes, f"{kind} {means[-1]:.2f}", (steps[-1], means[-1]), COLORS[kind])
+            first, _ = next(iter(runs.values()))[0]
+            if column == "validation":
+                ngram = float(first["ngram_validation"])
+                axes.plot([0, int(first["steps"])], [ngram] * 2, color=MUTED, linestyle=":", linewidth=1.4)
+                _name(axes, f"n-gram {ngram:.2f}", (int(first["steps"]), ngram), MUTED)
+            order = sorted(ends, key=ends.__getitem__)
+            below = [f": {round(ends[second], 2) - round(ends[order[0]], 2):.2f} below {second}" for second in order[1:2]]
+            _style(axes, "".join((order[0].capitalize(), *below)), f"windows of {where}")
+            axes.set_xlim(0, steps[-1])
+        seeds = max(map(len, runs.values()))
+        both[0].set_ylabel(f"validation loss\n(nats per token, {seeds} seeds)", color=MUTED)
+        both[1].set_ylabel("")
+        figure.tight_layout(w_pad=1.5)
+        figure.savefig(path, dpi=DPI, facecolor="white")
+        plt.close(figure)
+
+
+def _name(axes: Any, text: str, end: tuple[int, float], color: str) -> None:
+    """Write a line's name behind its end."""
+    axes.annotate(text, end, (8, 0), textcoords="offset points", va="center", color=color, fontsize=SMALL)
 
 
 def difference(first: Path, second: Path) -> str:

@@ -27,6 +27,7 @@ from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
 from bench.measure import point, timing
 from bench.report import figures
+from bench.report import models as of_models
 from bench.report.rows import ROOT, STAMP, read
 from bench.verbs import accuracy, readme, speed, verify
 from bench.verbs import lengths as new_lengths
@@ -132,7 +133,7 @@ def test_a_red_gate_prints_no_number(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_call_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--shape takes the place of the cases, in time and in memory."""
     monkeypatch.setattr(point, "measure_in_own_process", in_process)
-    own = ["--shape", "b2,h4,n20,d8,kv2", "--shape", "n12,d16,q1,h2", "--table", "5", "--dtype", "fp32", "--causal"]
+    own = ["--shape", "b2,h4,n20,d8,kv2", "--shape", "n12d16q1h2", "--table", "5", "--dtype", "fp32", "--causal"]
     for verb, more in (("speed", ["--seconds", "0"]), ("memory", [])):
         path = tmp_path / f"{verb}.csv"
         words = [*own, "--device", "cpu", "--no-verify", "--methods", f"{OURS},sdpa", "--csv", str(path), *more]
@@ -198,8 +199,41 @@ def test_memory_goes_on_past_the_failures(
     assert "n^1.00" in printed and "n^2.00" in printed and "gather, forward, b1 h2 n96" in printed
 
 
-def test_every_method_has_a_style() -> None:
+def test_every_method_has_a_style_and_every_family_a_name() -> None:
     assert set(figures.STYLES) == set(METHODS)
+    assert set(of_models.NAMES) == set(FAMILIES) and len(set(of_models.NAMES.values())) == len(FAMILIES)
+
+
+def test_figures_show_the_best_dense_method() -> None:
+    """At each length the least of them; a title names the worst and the best ratio; memory ends where it ends for all."""
+    found = {
+        (OURS, 64): 2.0, (OURS, 128): 4.0, (OURS, 256): 8.0,
+        ("gather", 64): 3.0, ("skewing", 64): 2.5, ("gather", 128): 20.0, ("skewing", 128): 30.0,
+    }  # fmt: skip
+    rows = [
+        {"method": method, "direction": "forward", "seqlen": str(length), "p50_ms": str(value), "status": "ok"}
+        for (method, length), value in found.items()
+    ]
+    lacking = {"direction": "forward", "p50_ms": "", "status": "out of memory"}
+    rows += [{"method": method, "seqlen": "256", **lacking} for method in ("gather", "skewing")]
+    points = figures.lines(rows, "forward", "p50_ms", figures.LEADING)
+    assert list(points) == [OURS, figures.BEST_DENSE] and points[figures.BEST_DENSE] == [(64, 2.5), (128, 20.0)]
+    assert figures.finding(points, "as long", "Time") == "Dense takes 1.2 to 5.0 times as long"
+    assert figures.finding({OURS: points[OURS]}, "as long", "Time") == "Time"
+    assert figures.failures(rows, "forward", figures.LEADING) == {figures.BEST_DENSE: 256}
+    assert figures.failures(rows[:-1], "forward", figures.LEADING) == {}
+
+
+def test_claims_are_of_all_lengths() -> None:
+    """README's and the benchmarks' page name the worst and the best measured length, the longest one included."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read(readme.RESULTS / "speed.csv"):
+        if row["status"] == "ok":
+            times.setdefault((row["direction"], row["seqlen"]), {})[row["method"]] = float(row["p50_ms"])
+    for direction in ("forward", "forward+backward"):
+        ratios = [of[OURS] / of["sdpa"] for (each, _), of in times.items() if each == direction]
+        said = f"{min(ratios):.1f} to {max(ratios):.1f}"
+        assert said in readme.claims() and said in readme.first(), (direction, said)
 
 
 @pytest.mark.parametrize("smallest", [1000, 0, -4096])
@@ -272,7 +306,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "models.png").read_bytes().startswith(PNG)
     shown = capsys.readouterr().out
     times = {row["method"]: float(row["p50_ms"]) for row in rows if (row["batch"], row["direction"]) == ("3", "forward")}
-    assert "| parakeet_attention | 48 |" in shown and f"| sdpa | {times['sdpa'] / times[OURS]:.2f} |" in shown
+    assert "| Parakeet, attention | 48 |" in shown and f"| sdpa | {times['sdpa'] / times[OURS]:.2f} |" in shown
 
 
 def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

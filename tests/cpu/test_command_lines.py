@@ -30,6 +30,7 @@ MORE = {
     "bench plot": "--out FOLDER",
     "bench verify": "--help",
     "bench readme": "--out FOLDER",
+    "triton_relattn measure": "--length 20 --seconds 0 --inputs tests.cpu.test_measure:inputs",
     "examples.": "--help",
 }
 """What is put behind a command so that it takes seconds, by how it begins."""
@@ -149,6 +150,8 @@ ODD = """
     bench plot {lacking}
     bench plot bench/results/cpu/speed.csv --out {file}
     triton_relattn enable --model torch.nn:Identity --lengths 0
+    triton_relattn measure --model torch.nn:Identity --length 0
+    triton_relattn measure --length 64
     examples.demo --out {file}
     examples.demo --seconds -1
     examples.sam --small --sides 8

@@ -19,7 +19,7 @@ from bench.measure import point
 from bench.report.rows import read
 from examples.demo import __main__ as demo
 from examples.demo import layer
-from examples.demo.sweep import COMPARED, sweep
+from examples.demo.sweep import COMPARED, STRONG, sweep
 from examples.music import tokens
 
 LIMIT = 4 << 30
@@ -72,6 +72,15 @@ def test_what_runs_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPa
         if row["method"] == OURS
     }
     assert statuses == {8: "ok", 64: "ok", 128: "out of memory", 256: "not tried: out of memory at 128"}
+
+
+def test_the_strongest_methods_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At all lengths, so that what is missing when time runs out is weaker."""
+    monkeypatch.setattr(point, "measure_in_own_process", instead_of_a_process)
+    measured = [(row["method"], row["seqlen"]) for row in sweep([8, 16], "fp32", "cpu", LIMIT, budget=1e6)]
+    first = (OURS, *STRONG)
+    assert measured[:6] == [(method, length) for length in (8, 16) for method in first]
+    assert {method for method, _ in measured[6:]} == set(COMPARED) - set(first)
 
 
 def test_interrupt_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -563,10 +563,10 @@ def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
         ({"method": "ring"}, "'gather' takes all of its calls"),
         ({"layout": "striped"}, "layout must be one of"),
         ({"method": "all_to_all"}, "do not divide 6 heads"),
-        ({"shard_sizes": [5, 5, 5]}, "a number for each of 4 ranks"),
+        ({"shard_sizes": [5, 5, 5]}, r"one number per rank \(4 ranks\)"),
         ({"shard_sizes": [4] * 4}, "5 for rank"),
         ({"shard_sizes": [5] * 4, "layout": "zigzag", "key_lengths": torch.tensor([21])}, r"must lie in \[0, 20\]"),
-        ({"attn_mask": torch.ones(20, 20, dtype=torch.bool)}, "a row for each of the rank's 5 queries"),
+        ({"attn_mask": torch.ones(20, 20, dtype=torch.bool)}, r"one row per query of the rank \(5\)"),
         ({"key_shard_sizes": [5] * 4}, "needs shard_sizes"),
         ({"rel_key": normal(4, 4)}, "even number of rows"),
     )

@@ -5,6 +5,7 @@ That links lead somewhere and every page is in the contents is checked by ``make
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -24,6 +25,21 @@ from triton_relattn.integrations.transformers import supported_families
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+FURTHER = ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "bench/gpu/README.md", "hub/files/CARD.md", "tools/*/README.md")
+MARKDOWN = [
+    *PAGES,
+    *(path for name in (*FURTHER, ".github/*.md", "triton_relattn/kernels/*.md") for path in sorted(ROOT.glob(name))),
+]
+AVOIDED = re.compile(
+    r"\banew\b|\bonce more\b|\btold\b|\bhand(?:s|ed)? on\b|\bas many\b|\btoo(?=[.;:)]|$)|\bin turn\b|\bnot there\b|\bfor each\b"
+    r"|\b(?:is|are) made\b|\bwhat is left\b|\bas it stands\b|\bstands? at\b|\bprove[nd]\b|\bbut for\b|\bas \w+ has it\b"
+    r"|\btruth values\b|\bnumbers to add\b|\bmasks? of numbers\b|\bof the \w+ of the \w+ of\b",
+    re.IGNORECASE,
+)
+"""What a native engineer would say otherwise."""
+LEGITIMATE = re.compile(r"\bfor each (?:other|in)\b")
+ATOM = re.compile(r"(?:`+[^`]*`+|!?\[[^\]]*\]\([^)]*\)|<[^>]+>|\S)+")
+"""What a line cannot be broken in: a word, a code span, a link."""
 
 
 def cells_of(line: str) -> list[str]:
@@ -44,6 +60,44 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         exec(example, names)
         assert names["out"].isfinite().all()
         assert max(map(len, example.splitlines())) <= 88, "what is wider than the site's column is cut there"
+
+
+def avoided(text: str) -> list[str]:
+    """The phrases of a text that English has better ones for, each with what is around it."""
+    text = LEGITIMATE.sub("", " ".join(text.split()))
+    return [text[max(0, found.start() - 40) : found.end() + 40] for found in AVOIDED.finditer(text)]
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_wording_of_pages(page: Path) -> None:
+    """Of the changelog only the newest section."""
+    text = page.read_text()
+    assert not avoided(text.split("\n## ")[1] if page.name == "CHANGELOG.md" else text)
+
+
+def test_wording_of_messages() -> None:
+    """Of errors, warnings and the help of command lines."""
+    for path in sorted((ROOT / "triton_relattn").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Raise | ast.Call):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else "raise"
+            if called in ("raise", "warn", "warn_once", "add_argument", "ArgumentParser", "Parser"):
+                parts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+                assert not avoided(" ".join(parts)), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_width_of_lines(page: Path) -> None:
+    """80 columns, 88 of code. Rows of tables and what cannot be broken may be wider."""
+    in_code, wide = False, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        is_code = in_code or line.startswith("    ")
+        breakable = is_code or len(ATOM.findall(re.sub(r"^\s*([-*]|\d+\.)\s", "", line))) > 1
+        if len(line) > (88 if is_code else 80) and breakable and not line.lstrip().startswith("|"):
+            wide.append(f"{number}: {line}")
+    assert not wide
 
 
 MODULES = ("functional", "grids", "positions", "tables", "merging", "nn.table", "nn.attention", "integrations.every")
@@ -87,7 +141,7 @@ def test_every_family_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [cells_of(line) for line in page.split("\n| family |")[1].split("\n\n")[0].splitlines()[2:]]
     families = supported_families()
     assert [row[:2] for row in rows] == [[family.name, family.adds] for family in families]
-    assert f"[{len(rows)} families](docs/transformers.md)" in (ROOT / "README.md").read_text()
+    assert f"[{len(rows)} families](docs/transformers.md)" in " ".join((ROOT / "README.md").read_text().split())
     assert main(["--families"]) == 0
     for line, family in zip(capsys.readouterr().out.splitlines()[1:], families, strict=True):
         assert line.startswith(f"{family.name} ") and f" {family.adds} " in line and line.endswith(f" {family.since}")

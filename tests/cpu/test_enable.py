@@ -283,10 +283,30 @@ def test_what_cannot_be_enabled(model: Any, error: type[Exception], message: str
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("function", [enable, transformers.enable])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lengths": "4096"}, TypeError, "lengths must be an int, or several in a sequence, got '4096'"),
+        ({"lengths": [8.0]}, TypeError, r"lengths must be an int, or several in a sequence, got \[8.0\]"),
+        ({"lengths": 0}, ValueError, "lengths must be positive, got 0"),
+        ({"length": 8}, TypeError, "did you mean 'lengths'"),
+        ({"prove": False}, TypeError, r"enable\(\) got an unexpected keyword argument 'prove'; it was removed in 0.3.0"),
+    ],
+    ids=["text", "floats", "zero", "a slip", "removed"],
+)
+def test_wrong_arguments(function: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = build("t5")
+    with pytest.raises(error, match=message):
+        function(model, **options)
+    assert disable(model) == {}
+
+
 def test_models_without_the_term() -> None:
     """They stay stock, also beside one that has it."""
     rotating = build("falcon", alibi=False)
-    for model in (rotating, vision_encoder("sam", use_rel_pos=False), nn.Linear(2, 2)):
+    without = [build("deberta_v2", relative_attention=False), build("deberta", pos_att_type=[])]
+    for model in (rotating, vision_encoder("sam", use_rel_pos=False), *without, nn.Linear(2, 2)):
         with pytest.raises(ValueError, match=f"{type(model).__name__} has no relative attention"):
             transformers.enable(model)
     both_kinds = nn.ModuleList([rotating, build("falcon")])

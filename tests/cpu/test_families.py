@@ -232,13 +232,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"parallel_attn": True, "bias": False},
     ],
     "deberta": [
-        *({"pos_att_type": kind} for kind in (["c2p"], ["p2c"], [])),
-        {"relative_attention": False, "position_biased_input": True},
+        *({"pos_att_type": kind} for kind in (["c2p"], ["p2c"])),
         {"max_relative_positions": -1, "type_vocab_size": 2},
     ],
     "deberta_v2": [
-        *({"pos_att_type": kind, "share_att_key": False} for kind in (["c2p"], ["p2c"], [])),
-        {"relative_attention": False},
+        *({"pos_att_type": kind, "share_att_key": False} for kind in (["c2p"], ["p2c"])),
         {"share_att_key": False, "norm_rel_ebd": "none"},
         {"position_buckets": -1, "max_relative_positions": 10},
         {"position_buckets": -1, "max_relative_positions": 60},
@@ -250,7 +248,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"conv_kernel_size": 5, "conv_groups": 4},
     ],
     "sew_d": [
-        *({"pos_att_type": kind, "share_att_key": True} for kind in (["c2p"], ["p2c"], [])),
+        *({"pos_att_type": kind, "share_att_key": True} for kind in (["c2p"], ["p2c"])),
         {"share_att_key": False, "norm_rel_ebd": "none", "squeeze_factor": 1},
         {"position_buckets": -1, "max_relative_positions": 10},
     ],

@@ -356,7 +356,7 @@ def test_exchanged_sides_warn_once(function: Any) -> None:
 CHILD = """
 import sys
 import torch
-from bench.measure.memory import PAGE, map_blocks_from, peak_cpu
+from triton_relattn._peaks import PAGE, map_blocks_from, peak_cpu
 from triton_relattn import decomposed_relative_attention
 
 side, implementation = int(sys.argv[1]), sys.argv[2]

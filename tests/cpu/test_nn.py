@@ -187,6 +187,20 @@ def test_a_step_without_its_position(kind: str) -> None:
     assert torch.equal(doubted, meant)
 
 
+def test_a_future_that_is_not_hidden() -> None:
+    """A table of the past: is_causal, a mask of the future, or a window say what is seen."""
+    attention, x = module("music_transformer"), inputs()
+    with pytest.warns(UserWarning, match=f"from {1 - LENGTH} to 0, but nothing hides the future.*is_causal=True"):
+        forget_warnings()
+        attention(x, x, x)
+    forget_warnings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(x, x, x, is_causal=True)
+        attention(x, x, x, attn_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+        attention(x[:, -1:], x, x, query_offset=LENGTH - 1)
+
+
 def test_shared_key_heads() -> None:
     attention = RelativeMultiheadAttention(WIDTH, 4, num_key_heads=2, batch_first=True, dtype=torch.float64)
     x = inputs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,9 @@ def test_positions() -> None:
     ):
         with pytest.raises(error, match=message):
             make(*arguments)
+    for wrong in ("129", 129.0):
+        with pytest.raises(TypeError, match="num_rows must be an int, got"):
+            make.centred(wrong)
     for number in (0, 2, 512):
         with pytest.raises(ValueError, match=rf"even number of rows \({number}\).*positions=RelativePositions\(first, last\)"):
             RelativePositions.centred(number)
@@ -269,16 +273,36 @@ def test_fold_transformer_xl_refuses() -> None:
         tables.fold_transformer_xl(query, table, torch.zeros(2, 4), torch.zeros(4))
     query = torch.zeros(1, 2, 5, 4)
     good = torch.zeros(2, 4)
-    for table in (torch.zeros(4), torch.zeros(9, 5), torch.zeros(3, 9, 4)):
-        with pytest.raises(ValueError, match=r"rel_key must have shape \(R, 4\) or \(2, R, 4\)"):
+    for table, cure in (
+        (torch.zeros(4), ""),
+        (torch.zeros(9, 5), ""),
+        (torch.zeros(3, 9, 4), ""),
+        (torch.zeros(9, 8), "rel_key.unflatten(1, (2, -1)).transpose(0, 1) is (heads, R, width)"),
+        (torch.zeros(1, 9, 8), "rel_key[0].unflatten(1, (2, -1)).transpose(0, 1) is (heads, R, width)"),
+        (torch.zeros(1, 9, 2, 4), "rel_key[0].transpose(0, 1) is (heads, R, width)"),
+        (torch.zeros(1, 2, 9, 4), "rel_key[0] is one, which the batch shares"),
+    ):
+        with pytest.raises(ValueError, match=r"rel_key must have shape \(R, 4\) or \(2, R, 4\).*" + re.escape(cure) + "$"):
             tables.fold_transformer_xl(query, table, good, good)
+    for bias in (torch.zeros(8), torch.zeros(1, 2, 1, 4)):
+        with pytest.raises(ValueError, match=r"u must have shape .*; u.reshape\(2, 4\) has it"):
+            tables.fold_transformer_xl(query, torch.zeros(9, 4), bias, good)
+    for table in (torch.zeros(9, 4), torch.zeros(2, 9, 4)):
+        with pytest.raises(ValueError, match=r"v must have shape .*; the order is query, rel_key, u, v"):
+            tables.fold_transformer_xl(query, good, good, table)
     with pytest.raises(ValueError, match="query must have shape"):
         tables.fold_transformer_xl(query[0, 0], torch.zeros(9, 4), good, good)
 
 
 def test_numbers_of_heads_and_buckets_are_integers() -> None:
-    for wrong in (lambda: tables.alibi_slopes(8.0), lambda: tables.t5_buckets(torch.arange(3), num_buckets=32.0)):  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
+    position = torch.arange(3)
+    for name, wrong in (
+        ("num_heads", lambda: tables.alibi_slopes(8.0)),  # type: ignore[arg-type]
+        ("num_buckets", lambda: tables.t5_buckets(position, num_buckets=32.0)),  # type: ignore[arg-type]
+        ("bucket_size", lambda: tables.deberta_log_buckets(position, 32.0, 128)),  # type: ignore[arg-type]
+        ("max_position", lambda: tables.deberta_log_buckets(position, 32, "128")),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be an int, got"):
             wrong()
     with pytest.raises(TypeError, match="slopes must be floating point"):
         tables.alibi_bias(torch.tensor([1, 2]), -1, 0)

@@ -15,7 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.conftest import forget_warnings
 from tests.oracle import assert_same
-from triton_relattn import RelativePositions, can_run_triton, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn import (
+    RelativePositions,
+    can_run_triton,
+    distributed,
+    fused_relative_attention,
+    fused_relative_attention_varlen,
+    merge_attention,
+    plots,
+)
+from triton_relattn._core import removed
 from triton_relattn.testing import make_inputs, with_different_strides
 
 zeros, lengths, Positions = torch.zeros, torch.tensor, RelativePositions
@@ -154,8 +163,9 @@ WRONG: dict[str, Wrong] = {
     "mask_device": ({"attn_mask": meta(5, 7)}, ValueError, "attn_mask | device cpu | got meta"),
     "mask_gradient": ({"attn_mask": zeros(5, 7, requires_grad=True)}, ValueError, "attn_mask has no gradient | rel_bias"),
     "causal_int": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-    "window_int": ({"window_size": 3}, TypeError, "window_size must be a pair (left, right), got 3"),
+    "window_int": ({"window_size": 3}, TypeError, "window_size must be a pair (left, right) | got 3"),
     "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, "window_size must be a pair | (1, 2, 3)"),
+    "window_none": ({"window_size": (None, 0)}, TypeError, "a pair (left, right), in which -1 is no limit, got (None, 0)"),
     "window_negative": ({"window_size": (-2, 3)}, ValueError, "window_size | at least -1 | (-2, 3)"),
     "window_float": ({"window_size": (1.0, 3)}, TypeError, "window_size must be an int, got 1.0"),
     "window_huge": ({"window_size": (3, 2**31)}, ValueError, "window_size must lie within +-2**29, got 2147483648"),
@@ -179,7 +189,7 @@ WRONG: dict[str, Wrong] = {
     "dropout_beyond": ({"dropout_p": 1.5}, ValueError, "dropout_p must lie in [0, 1], got 1.5"),
     "dropout_nan": ({"dropout_p": math.nan}, ValueError, "dropout_p must be finite, got nan"),
     "dropout_type": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
-    "softcap_zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0"),
+    "softcap_zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0 | softcap=None is no limit"),
     "softcap_tiny": ({"softcap": 1e-46}, ValueError, "softcap must be positive, got 1e-46"),  # 0 in float32
     "softcap_inf": ({"softcap": math.inf}, ValueError, "softcap must be finite, got inf"),
     "lse_str": ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got 'no'"),
@@ -202,15 +212,29 @@ WRONG: dict[str, Wrong] = {
     "layout_of_lengths": ({**qkv(2, 7, 3), "key_lengths": lengths([7, 5])}, ValueError, f"must lie in [0, 3] | {LAYOUT}"),
     "embedding": ({"rel_key": torch.nn.Embedding(9, 8)}, TypeError, "rel_key | got Embedding | rel_key=module.weight"),
     "positions_tuple": ({"positions": (-4, 4)}, TypeError, "got tuple | positions=RelativePositions(-4, 4)"),
-    "rows_first": ({"rel_key": zeros(9, 3, 8)}, ValueError, "got (9, 3, 8) | .transpose(0, 1) makes it (heads, R, width)"),
-    "heads_joined": ({"rel_key": zeros(9, 24)}, ValueError, "got (9, 24) | .unflatten(1, (3, -1)).transpose(0, 1) makes it"),
-    "transposed": ({"rel_key": zeros(8, 9)}, ValueError, "got (8, 9) | rel_key.mT has rows of a distance each"),
-    "heads_transposed": ({"rel_key": zeros(3, 8, 9)}, ValueError, "got (3, 8, 9) | rel_key.mT has rows"),
+    "rows_first": ({"rel_key": zeros(9, 3, 8)}, ValueError, "got (9, 3, 8) | rel_key.transpose(0, 1) is (heads, R, width)"),
+    "heads_joined": ({"rel_key": zeros(9, 24)}, ValueError, "got (9, 24) | rel_key.unflatten(1, (3, -1)).transpose(0, 1) is"),
+    "transposed": ({"rel_key": zeros(8, 9)}, ValueError, "got (8, 9) | rel_key.mT is (R, width)"),
+    "heads_transposed": ({"rel_key": zeros(3, 8, 9)}, ValueError, "got (3, 8, 9) | rel_key.mT is (heads, R, width)"),
+    "batch_of_tables": ({"rel_key": zeros(2, 3, 9, 8)}, ValueError, "(2, 3, 9, 8) | rel_key[0] is one, which the batch shares"),
+    "batch_and_heads_joined": (
+        {"rel_key": zeros(1, 9, 24)},
+        ValueError,
+        "a batch of (R, heads * width); rel_key[0].unflatten(1, (3, -1)).transpose(0, 1) is (heads, R, width)",
+    ),
+    "batch_and_rows_first": ({"rel_key": zeros(1, 9, 3, 8)}, ValueError, "rel_key[0].transpose(0, 1) is (heads, R, width)"),
+    "batch_of_biases": ({"rel_bias": zeros(1, 3, 9)}, ValueError, "rel_bias looks like a batch of tables; rel_bias[0] is one"),
+    "bias_transposed": ({"rel_bias": zeros(9, 3)}, ValueError, "rel_bias looks like (R, heads); rel_bias.mT is (heads, R)"),
+    "bias_of_pairs": (
+        {"rel_key": None, "rel_bias": zeros(1, 3, 5, 7, requires_grad=True)},
+        ValueError,
+        "per distance, not per pair | t5_buckets | scale=1.0; a bias per pair is attn_mask, without a gradient, or scaled_dot",
+    ),
     "bias_as_table": ({"rel_key": zeros(3, 9)}, ValueError, "a bias by distance, (R,) or (heads, R), is rel_bias"),
     "weight_of_t5": (
         {"rel_key": None, "rel_bias": zeros(32, 3)},
         ValueError,
-        "got (32, 3) | rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T",
+        "got (32, 3) | rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
     ),
     "half_of_the_rows": ({"positions": Positions.centred(5)}, ValueError, "need 5 | positions=RelativePositions.centred(9)"),
     "mask_of_entries": ({"attn_mask": zeros(2, 1, 7, dtype=torch.bool)}, ValueError, "attn_mask[:, None] is one mask per batch"),
@@ -218,6 +242,16 @@ WRONG: dict[str, Wrong] = {
     "mask_of_a_tokenizer": ({"attn_mask": zeros(2, 7, dtype=torch.int64)}, TypeError, "attn_mask[:, None, None].bool() is one"),
     "integers_of_entries": ({"attn_mask": zeros(2, 5, 7, dtype=torch.int64)}, TypeError, "attn_mask[:, None].bool() is one"),
     "mask_of_integers": ({"attn_mask": zeros(2, 1, 5, 7, dtype=torch.uint8)}, TypeError, "attn_mask.bool() is True where"),
+    "list_of_lengths": ({"key_lengths": [7, 5]}, TypeError, "key_lengths=torch.tensor([7, 5], device=query.device)"),
+    "one_length": ({"key_lengths": 5}, TypeError, "got int; key_lengths=torch.tensor(5, device=query.device)"),
+    "list_of_offsets": ({"query_offset": [2, 1]}, TypeError, "query_offset=torch.tensor([2, 1], device=query.device)"),
+    "shares_as_lengths": (
+        {"key_lengths": lengths([1.0, 0.5])},
+        TypeError,
+        "key_lengths.int(), or, of fractions | (key_lengths * 7).round().int()",
+    ),
+    "mask_as_lengths": ({"key_lengths": zeros(2, 7, dtype=torch.bool)}, TypeError, "key_lengths.sum(1) counts the keys"),
+    "integers_as_lengths": ({"key_lengths": zeros(2, 7, dtype=torch.int64)}, ValueError, "got (2, 7); key_lengths.sum(1) counts"),
     # Names of other libraries.
     "causal": ({"causal": None}, TypeError, "fused_relative_attention() got an unexpected | 'causal'; here it is is_causal"),
     "softmax_scale": ({"softmax_scale": None}, TypeError, "here it is scale"),
@@ -228,7 +262,11 @@ WRONG: dict[str, Wrong] = {
     "cu_seqlens_q": ({"cu_seqlens_q": None}, TypeError, "fused_relative_attention_varlen has it"),
     "pos_bias_u": ({"pos_bias_u": None}, TypeError, "here it is an argument of tables.fold_transformer_xl"),
     "deterministic": ({"deterministic": None}, TypeError, "there is none here: results always repeat"),
-    "exact_query_grad": ({"exact_query_grad": True}, TypeError, "0.3 removed it, as the gradient of query is always"),
+    "exact_query_grad": ({"exact_query_grad": True}, TypeError, "'exact_query_grad'; it was removed in 0.3.0: the gradient of"),
+    "relative_attention_bias": ({"relative_attention_bias": None}, TypeError, "here it is rel_bias=weight[ | scale=1.0"),
+    "past_key_values": ({"past_key_values": None}, TypeError, "here it is key and value | query_offset is the number of keys"),
+    "output_attentions": ({"output_attentions": None}, TypeError, "none here: the probabilities | plots.attention_terms"),
+    "grid": ({"grid": None}, TypeError, "decomposed_relative_attention has it"),
     "block_table": ({"block_table": None}, TypeError, "there is none here: a paged cache"),
     "a_slip": ({"is_causl": None}, TypeError, "did you mean 'is_causal'?"),
     "a_plural": ({"rel_keys": None}, TypeError, "did you mean 'rel_key'?"),
@@ -258,6 +296,21 @@ WRONG_PACKED: dict[str, Wrong] = {
     "max_float": ({"max_seqlen_k": 4.0}, TypeError, "max_seqlen_k must be an int, got 4.0"),
     "max_tensor": ({"max_seqlen_k": lengths(4)}, TypeError, "max_seqlen_k must be an int, got a tensor; .item() reads"),
     "offsets": ({"query_offset": lengths([1, 2])}, ValueError, "query_offset | (batch,) = (3,) | (2,)"),
+    "lengths_of_sequences": (
+        {"cu_seqlens_q": lengths([2, 0, 3]), "cu_seqlens_k": lengths([4, 1, 2])},
+        ValueError,
+        "got [2, 0, 3]; cu_seqlens are 0 and lengths added up, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
+    ),
+    "lengths_behind_0": (
+        {"cu_seqlens_q": lengths([0, 2, 0, 3]), "cu_seqlens_k": lengths([0, 4, 1, 2])},
+        ValueError,
+        "got [0, 2, 0, 3]; cu_seqlens are lengths added up, .cumsum(0)",
+    ),
+    "a_batch": (
+        {"query": zeros(1, 5, 3, 8), "key": zeros(1, 7, 3, 8), "value": zeros(1, 7, 3, 4)},
+        ValueError,
+        "(1, 5, 3, 8); .flatten(0, 1) packs (batch, length, heads, width)",
+    ),
     "layout": (
         {"query": zeros(3, 5, 8), "key": zeros(3, 7, 8), "value": zeros(3, 7, 4)},
         ValueError,
@@ -284,6 +337,56 @@ def test_wrong_calls(case: str) -> None:
 @pytest.mark.parametrize("case", WRONG_PACKED)
 def test_wrong_packed_calls(case: str) -> None:
     refused(call_varlen, *WRONG_PACKED[case])
+
+
+def test_too_many_positional_arguments() -> None:
+    inputs = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float32, seed=0)
+    with pytest.raises(TypeError, match=r"takes query, key, value, rel_key by position, .* attn_mask=.*; got 5 positional"):
+        fused_relative_attention(*inputs[:4], zeros(5, 7))  # type: ignore[call-overload]
+
+
+OTHERS: dict[str, tuple[Any, Changes, type[Exception], str]] = {
+    "results_first": (
+        merge_attention,
+        {"out1": zeros(2, 5, 4), "lse1": zeros(2, 5, 4), "out2": zeros(2, 5), "lse2": zeros(2, 5)},
+        ValueError,
+        "got (2, 5, 4), (2, 5, 4), (2, 5), (2, 5); the order is out1, lse1, out2, lse2",
+    ),
+    "a_name_for_a_picture": (
+        plots.attention_terms,
+        {"query": zeros(2, 3, 5, 8), "key": zeros(2, 3, 5, 8), "causal": True},
+        TypeError,
+        "'causal'; here it is is_causal",
+    ),
+    "a_name_for_ranks": (distributed.fused_relative_attention, {**qkv(2, 3, 5), "mask": None}, TypeError, "here it is attn_mask"),
+    "a_slip_for_ranks": (distributed.fused_relative_attention, {**qkv(2, 3, 5), "scal": 1}, TypeError, "did you mean 'scale'?"),
+    "an_old_name_for_ranks": (
+        distributed.fused_relative_attention,
+        {**qkv(2, 3, 5), "exact_query_grad": True},
+        TypeError,
+        "it was removed in 0.3.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_wrong_calls_of_other_functions(case: str) -> None:
+    refused(*OTHERS[case])
+
+
+REMOVED = [(place, name) for place, names in removed.NAMES.items() for name in names]
+
+
+@pytest.mark.parametrize(("place", "name"), [*REMOVED, ("triton_relattn.integrations.fairseq2", "enable")])
+def test_what_was_removed(place: str, name: str) -> None:
+    """An import says what to use instead; names that never were there have Python's errors."""
+    instead = removed.NAMES.get(place, removed.NAMES["triton_relattn.integrations"]).get(name, "fairseq2 is archived")
+    with pytest.raises(ImportError) as raised:
+        exec(f"from {place} import {name}")
+    says(str(raised.value), f"{place} | was removed in 0.3.0: {instead}")
+    if place in removed.NAMES:
+        with pytest.raises(ImportError, match="cannot import name"):
+            exec(f"from {place} import {name}_of_nothing")
 
 
 def test_every_implementation_is_checked_alike() -> None:
@@ -344,6 +447,9 @@ def of_prompt(length: int, heads: int, rows: int | None = 33) -> Changes:
 
 CAUSAL: Changes = {"is_causal": True}
 PAST_8, TWO_OF_TWO, visible = Positions(-8, 0), qkv(2, 2, 2, 7), torch.ones
+SELF = qkv(2, 3, 7)
+PADDING, FUTURE = (torch.arange(7) >= lengths([[7], [5]]))[:, None, None], visible(7, 7, dtype=torch.bool).triu(1)
+TO_THE_LEFT = (torch.arange(7) >= lengths([[0], [3]]))[:, None, None]
 DOUBTS: dict[str, tuple[Changes, str]] = {
     "outgrown_table": (
         {**query(600), "rel_key": zeros(1027, 8)},
@@ -378,6 +484,16 @@ DOUBTS: dict[str, tuple[Changes, str]] = {
         {"attn_mask": zeros(2, 1, 1, 7, dtype=torch.bool)},
         "hides every key of every query: a bool mask is True where a query may attend (~attn_mask | return_lse=True",
     ),
+    "opposite_mask_of_padding": (
+        {**SELF, "attn_mask": PADDING},
+        "hides every key of some queries, and shows all others only keys at the end: a bool mask is True where | return_lse=True",
+    ),
+    "opposite_mask_of_the_future": ({**SELF, "attn_mask": FUTURE}, "hides every key of some queries, and shows all others only"),
+    "rows_of_the_past": (
+        {"positions": PAST_8},
+        "from -8 to 0, but nothing hides the future | is_causal=True hides them, window_size=(-1, -1) says that this is meant",
+    ),
+    "rows_of_the_past_packed": ({"max_seqlen_q": 3, "positions": PAST_8}, "from -8 to 0, but nothing hides the future"),
     "lowest_mask": ({"attn_mask": torch.full((5, 7), torch.finfo(torch.float32).min)}, "hides every key of every query"),
     "layout": ({**of_prompt(300, 2), "rel_key": zeros(9, 8)}, f"query has 300 heads, but 2 positions | {LAYOUT}"),
     "layout_with_a_full_table": ({**of_prompt(7, 2, 13)}, f"query has 7 heads, but 2 positions | {LAYOUT}"),
@@ -422,6 +538,19 @@ MEANT: dict[str, Changes] = {
     "a_mask_per_pair, said": {**TWO_OF_TWO, "attn_mask": visible(1, 1, 2, 7, dtype=torch.bool)},
     "a_square_mask": {**qkv(2, 2, 2), "attn_mask": visible(2, 2, dtype=torch.bool)},
     "a_mask_that_shows_one_pair": {"attn_mask": (torch.arange(35) == 9).view(5, 7)},
+    "padding": {**SELF, "attn_mask": ~PADDING},
+    "padding_and_an_empty_sequence": {**SELF, "attn_mask": (torch.arange(7) < lengths([[5], [0]]))[:, None, None]},
+    "padding_to_the_left": {**SELF, "attn_mask": TO_THE_LEFT},
+    "padding_to_the_left_of_all": {**SELF, "attn_mask": TO_THE_LEFT[1:] & ~FUTURE},
+    "the_past": {**SELF, "attn_mask": ~FUTURE},
+    "the_past_without_itself": {**SELF, "attn_mask": FUTURE.T},
+    "all_but_itself_and_padding": {**SELF, "attn_mask": ~torch.eye(7, dtype=torch.bool) & ~PADDING & ~PADDING.mT},
+    "a_part_of_the_future_by_a_mask, said": {**SELF, "attn_mask": FUTURE, "return_lse": True},
+    "rows_of_the_past, said": {"positions": PAST_8, "window_size": (-1, -1)},
+    "rows_of_the_past_and_none": {"positions": Positions(-8, 0, "zero")},
+    "rows_of_the_past_and_a_mask": {**SELF, "positions": PAST_8, "attn_mask": ~FUTURE},
+    "rows_of_the_past_and_one_query": {**query(1), "positions": PAST_8},
+    "rows_of_the_past_and_one_key": {"positions": PAST_8, "key_lengths": lengths([1, 1])},
     "numbers_that_hide_some_keys": {"attn_mask": torch.arange(7) * -1e9},
     "an_offset_that_shows_one_pair": {**CAUSAL, "query_offset": -4},
     "offsets_one_of_which_shows_a_pair": {**query(1), **CAUSAL, "query_offset": lengths([-6, 0])},

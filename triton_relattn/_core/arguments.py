@@ -10,6 +10,7 @@ import torch
 
 from ..positions import RelativePositions
 from .dtypes import autocast_dtype, cast
+from .names import unexpected
 
 CHECK_VALUES_VARIABLE = "TRITON_RELATTN_CHECK_VALUES"
 
@@ -64,9 +65,10 @@ class Arguments(NamedTuple):
         Raises:
             TypeError: a name that there is not.
         """
+        known = Arguments._fields + Terms._fields
         for name in named:
-            if name not in Arguments._fields and name not in Terms._fields:
-                raise TypeError(f"fused_relative_attention() got an unexpected keyword argument {name!r}")
+            if name not in known:
+                raise unexpected("fused_relative_attention", name, known)
         return Arguments(query, key, value, Terms(rel_key)).replaced(**named)
 
     def replaced(self, **changes: Any) -> Arguments:

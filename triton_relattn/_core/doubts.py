@@ -63,15 +63,40 @@ def _perhaps_meant(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         rows = 2 * positions.num_rows - 1
         cure = f"RelativePositions.centred takes the number of rows: positions=RelativePositions.centred({rows})"
         yield cure, {"positions": RelativePositions.centred(rows)}
+    yield from _other_integers(given)
     yield from _other_masks(given)
     yield from _other_tables(given)
     if given.get("rel_key") is not None and given.get("attn_mask") is None and not packed:
         yield "a mask is given by its name: attn_mask=...", {"rel_key": None, "attn_mask": given["rel_key"]}
     rank, length = (3, 0) if packed else (4, 2)
     tensors = {name: given[name] for name in ("query", "key", "value", "rel_query") if given.get(name) is not None}
+    if packed and all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in tensors.values()):
+        yield ".flatten(0, 1) packs (batch, length, heads, width)", {name: each.flatten(0, 1) for name, each in tensors.items()}
     if all(isinstance(each, torch.Tensor) and not each.is_nested and each.dim() == rank for each in tensors.values()):
         if "query" in tensors and tensors["query"].shape[1] > tensors["query"].shape[length]:  # more heads than positions
             yield _other_layout(packed), {name: tensor.transpose(1, length) for name, tensor in tensors.items()}
+
+
+def _other_integers(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the other forms in which callers have lengths, offsets and where packed sequences start."""
+    query, key, lengths = (given.get(name) for name in ("query", "key", "key_lengths"))
+    for name in ("key_lengths", "query_offset"):
+        value = given.get(name)
+        several = [value] if name == "key_lengths" and isinstance(value, int) else value
+        if isinstance(several, (list, tuple)) and set(map(type, several)) == {int} and isinstance(query, torch.Tensor):
+            yield f"{name}=torch.tensor({value}, device=query.device)", {name: torch.tensor(value, device=query.device)}
+    if isinstance(lengths, torch.Tensor) and isinstance(key, torch.Tensor) and key.dim() == 4:
+        if lengths.is_floating_point():
+            cure = f"key_lengths.int(), or, of fractions of the length, (key_lengths * {key.shape[2]}).round().int()"
+            yield cure, {"key_lengths": lengths.int()}
+        if lengths.shape == (key.shape[0], key.shape[2]):
+            yield "key_lengths.sum(1) counts the keys of a mask that is True or 1 for them", {"key_lengths": lengths.sum(1)}
+    starts = given.get("cu_seqlens") or {}
+    if all(isinstance(each, torch.Tensor) and each.dim() == 1 for each in starts.values()):
+        sums = {which: each.cumsum(0) for which, each in starts.items()}
+        yield "cu_seqlens are lengths added up, .cumsum(0)", {"cu_seqlens": sums}
+        padded = {which: torch.nn.functional.pad(each, (1, 0)) for which, each in sums.items()}
+        yield "cu_seqlens are 0 and lengths added up, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))", {"cu_seqlens": padded}
 
 
 def _other_masks(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,31 +117,54 @@ def _other_masks(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _other_tables(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the other layouts in which models have a table."""
-    query = given.get("query")
+    query, key = given.get("query"), given.get("key")
     if not isinstance(query, torch.Tensor) or query.is_nested or query.dim() not in (3, 4):
         return
     heads = query.shape[1]
     for name in TABLES:
         table = given.get(name)
-        if not isinstance(table, torch.Tensor) or table.is_nested or table.dim() not in (2, 3):
+        if not isinstance(table, torch.Tensor) or table.is_nested:
             continue
-        if table.dim() == 3:
-            yield (
-                f"{name} looks like (R, heads, width); .transpose(0, 1) makes it (heads, R, width)",
-                {name: table.transpose(0, 1)},
-            )
-        elif heads and table.shape[1] % heads == 0 and name != "rel_bias":
-            split = table.unflatten(1, (heads, -1)).transpose(0, 1)
+        pairs = (query.shape[2], key.shape[2]) if isinstance(key, torch.Tensor) and query.dim() == key.dim() == 4 else None
+        if name == "rel_bias" and table.dim() > 1 and table.shape[-2:] == pairs:
             cure = (
-                f"{name} looks like (R, heads * width); .unflatten(1, ({heads}, -1)).transpose(0, 1) makes it (heads, R, width)"
+                f"rel_bias has an element per distance, not per pair: {T5_BIAS}; a bias per pair is attn_mask, without a "
+                "gradient, or scaled_dot_product_attention's, with one"
             )
-            yield cure, {name: split}
-        yield f"{name} looks transposed; {name}.mT has rows of a distance each", {name: table.mT}
+            yield cure, {"rel_bias": None, "positions": None, "attn_mask": table.detach()}
+        for text, other in other_layouts(name, table, heads):
+            yield text, {name: other}
         if name == "rel_bias" and table.dim() == 2 and table.shape[1] == heads:
-            buckets = "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T has a number for each head and distance"
-            yield f"a weight of T5 has a row for each bucket: {buckets}", {name: table.new_zeros(heads, 257)}
+            yield f"a weight of T5 has a row per bucket: {T5_BIAS}", {name: table.new_zeros(heads, 257)}
         if name == "rel_key" and given.get("rel_bias") is None:
             yield "a bias by distance, (R,) or (heads, R), is rel_bias", {"rel_key": None, "rel_bias": table}
+
+
+T5_BIAS = "T5's is rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0"
+
+
+def other_layouts(name: str, table: torch.Tensor, heads: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what else a table may be than (R, width) or (heads, R, width), or a bias than (R,) or (heads, R)."""
+    for was, write, other, wanted in _layouts(table, heads, ", width" if name != "rel_bias" else ""):
+        yield f"{name} looks like {was}; {name}{write} is {wanted}", other
+
+
+def _layouts(table: torch.Tensor, heads: int, width: str) -> Iterator[tuple[str, str, torch.Tensor, str]]:
+    """Yield layouts, how each is changed, the table then, and its layout. width: ", width", empty for a bias."""
+    per_head, dimensions = f"(heads, R{width})", table.dim() - bool(width)
+    if dimensions > 1 and (dimensions > 2 or table.shape[0] == 1) and len(table):
+        yield "a batch of tables", "[0]", table[0], "one, which the batch shares"
+        for was, write, other, wanted in _layouts(table[0], heads, width):
+            yield f"a batch of {was}", f"[0]{write}", other, wanted
+    if width and table.dim() == 3:
+        yield "(R, heads, width)", ".transpose(0, 1)", table.transpose(0, 1), per_head
+    if width and table.dim() == 2 and heads and table.shape[1] % heads == 0:
+        split = table.unflatten(1, (heads, -1)).transpose(0, 1)
+        yield "(R, heads * width)", f".unflatten(1, ({heads}, -1)).transpose(0, 1)", split, per_head
+    if dimensions == 2:
+        yield f"(heads{width}, R)" if width else "(R, heads)", ".mT", table.mT, per_head
+    elif dimensions == 1 and width:
+        yield "(width, R)", ".mT", table.mT, "(R, width)"
 
 
 def _seems_transposed(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | None) -> bool:
@@ -170,7 +218,7 @@ def _of_offset(arguments: Arguments, tensors: AttentionTensors, spec: AttentionS
         behind = num_keys - num_queries
         _doubt(
             "causal without an offset",
-            f"a causal call of {num_queries} queries and {num_keys} keys has no query_offset: its first query stands at the "
+            f"a causal call of {num_queries} queries and {num_keys} keys has no query_offset: its first query is at the "
             f"first key, as in scaled_dot_product_attention, and none sees the last {behind} keys; with a key-value cache, "
             f"query_offset={behind}, the number of keys before the first query; query_offset=0 says that this is meant",
         )
@@ -198,6 +246,21 @@ def _of_table(tensors: AttentionTensors, spec: AttentionSpec, num_rows: int | No
         )
 
 
+def _of_past_rows(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, lengths: list[int] | None) -> None:
+    """A single query is the last one of a cache: it has no future."""
+    if not spec.first < spec.last == 0 or not spec.clamp or spec.max_seqlen_q == 1 or tensors.query_offsets is not None:
+        return
+    num_keys = spec.max_seqlen_k if tensors.key_lengths is None else max(lengths or (), default=0)
+    says_what_is_seen = arguments.is_causal or arguments.window_size is not None or arguments.attn_mask is not None
+    if not says_what_is_seen and num_keys - 1 > spec.query_offset:
+        _doubt(
+            "rows of the past",
+            f"the rows of the table stand for the past, relative positions from {spec.first} to 0, but nothing hides the future: "
+            "its keys use the row of the query's own position; is_causal=True hides them, window_size=(-1, -1) says that this "
+            "is meant",
+        )
+
+
 def _of_hidden_keys(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, offsets: list[int] | None) -> None:
     """A caller who asks for lse can tell that nothing is seen: parts of sequences are attended to so, and merged."""
     if arguments.return_lse or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
@@ -212,18 +275,35 @@ def _of_hidden_keys(arguments: Arguments, tensors: AttentionTensors, spec: Atten
             f"all of them; query_offset is the number of keys before the first query{behind}; {meant}",
         )
     mask = tensors.attn_mask
+    if mask is None or not mask.numel() or not has_values(mask):
+        return
     # The last query sees most in usual masks: the others are looked at only if it sees nothing.
-    if mask is not None and mask.numel() and has_values(mask) and _hides(mask[-1, -1, -1]) and _hides(mask):
+    if _hides(mask[-1, -1, -1]) and _hides(mask):
+        _doubt("hidden by the mask", f"attn_mask hides every key of every query: {OPPOSITE}; {meant}")
+    elif mask.dtype == torch.bool and spec.max_seqlen_q == spec.max_seqlen_k and spec.window_right and _seems_opposite(mask):
         _doubt(
-            "hidden by the mask",
-            "attn_mask hides every key of every query: a bool mask is True where a query may attend (~attn_mask has the opposite "
-            f"meaning), and numbers are added to the logits; {meant}",
+            "opposite mask",
+            f"attn_mask hides every key of some queries, and shows all others only keys at the end: {OPPOSITE}; {meant}",
         )
 
 
 def _sees_nothing(spec: AttentionSpec, offset: int) -> bool:
     past, future = (spec if offset == spec.query_offset else spec._replace(query_offset=offset)).farthest()
     return past > future
+
+
+OPPOSITE = (
+    "a bool mask is True where a query may attend (~attn_mask has the opposite meaning; in nn.RelativeMultiheadAttention, as in "
+    "torch.nn.MultiheadAttention, True hides), and a floating-point mask is added to the logits"
+)
+
+
+def _seems_opposite(mask: torch.Tensor) -> bool:
+    """Return whether a bool mask, as one of padding or of the future in which True hides, shows the first query no first key and
+    some last query nothing, and each query keys from one on."""
+    if mask[:, :, 0, 0].any() or mask[:, :, -1].any(-1).all():
+        return False
+    return bool((mask[..., :-1] <= mask[..., 1:]).all())
 
 
 def _hides(mask: torch.Tensor) -> bool:
@@ -235,6 +315,8 @@ def _warn_of_doubts(arguments: Arguments, tensors: AttentionTensors, spec: Atten
     _of_layout(arguments, tensors, spec, known.num_rows)
     _of_offset(arguments, tensors, spec, known.lengths)
     _of_table(tensors, spec, known.num_rows)
+    if known.num_rows is None:
+        _of_past_rows(arguments, tensors, spec, known.lengths)
     _of_hidden_keys(arguments, tensors, spec, known.offsets)
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from .removed import ARGUMENTS, removed
 
 _MASKS = "is_causal, window_size, key_lengths or attn_mask"
+_FOLDED = "an argument of tables.fold_transformer_xl, which returns query and rel_bias"
+_WEIGHTS = "the probabilities are never formed"
+_CACHE = "key and value, with the positions of the cache; query_offset is the number of keys before the first query"
+_GRID = "decomposed_relative_attention"
+_PACKED = "fused_relative_attention_varlen"
 OTHER_NAMES = {
     "causal": "is_causal",
     "softmax_scale": "scale",
@@ -19,43 +27,92 @@ OTHER_NAMES = {
     "mask_mod": _MASKS,
     "block_mask": _MASKS,
     "att_context_size": "window_size=(left, right)",
-    "dropout": "dropout_p",
-    "logits_soft_cap": "softcap",
+    "window": "window_size=(left, right)",
+    "sliding_window": "window_size=(left, right)",
+    **dict.fromkeys(("dropout", "attn_dropout", "attention_dropout"), "dropout_p"),
+    "training": "dropout_p=p if training else 0.0",
+    **dict.fromkeys(("logits_soft_cap", "logits_softcap", "logit_cap"), "softcap"),
     "is_gqa": "enable_gqa",
     "rel_pos": "rel_key",
     "rel_pos_emb": "rel_key",
-    "pos_bias_u": "an argument of tables.fold_transformer_xl, which returns query and rel_bias",
-    "pos_bias_v": "an argument of tables.fold_transformer_xl, which returns query and rel_bias",
-    "position_bias": "rel_bias, (R,) or (heads, R), with a number per distance and not per pair",
+    **dict.fromkeys(("pos_emb", "pos_embs"), "rel_key, projected and split into heads"),
+    **dict.fromkeys(("pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias"), _FOLDED),
+    "position_bias": "rel_bias, (R,) or (heads, R), with an element per distance and not per pair",
+    "relative_attention_bias": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
     "alibi_slopes": "rel_bias=tables.alibi_bias(slopes, first, last), with positions=RelativePositions(first, last)",
-    "return_attn_probs": "return_lse; the probabilities are never formed",
-    "return_softmax": "return_lse; the probabilities are never formed",
-    "return_aux": "return_lse",
-    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k of fused_relative_attention_varlen",
+    **dict.fromkeys(("return_attn_probs", "return_softmax"), f"return_lse; {_WEIGHTS}"),
+    **dict.fromkeys(("return_aux", "return_softmax_lse", "return_logsumexp"), "return_lse"),
+    **dict.fromkeys(("past_key_value", "past_key_values", "kv_cache", "k_cache", "v_cache"), _CACHE),
+    "cache_seqlens": "key_lengths, and query_offset, the number of keys before the first query",
+    **dict.fromkeys(("seqused_k", "seq_lens", "kv_lens"), "key_lengths"),
+    "backend": "implementation",
+    "cu_seqlens": f"cu_seqlens_q and cu_seqlens_k of {_PACKED}",
+    "segment_ids": f"cu_seqlens_q and cu_seqlens_k of {_PACKED}",
+    **{f"cu_seq_lens_{which}": f"cu_seqlens_{which} of {_PACKED}" for which in "qk"},
+    **{f"max_length_{which}": f"max_seqlen_{which} of {_PACKED}" for which in "qk"},
 }
 NOT_NEEDED = {
     "score_mod": "the terms are rel_key, rel_bias, rel_p2c and rel_value",
     "deterministic": "results always repeat bit for bit",
-    "exact_query_grad": "0.3 removed it, as the gradient of query is always as exact as those of the tables",
     "block_table": "a paged cache has to be gathered into key and value",
+    **dict.fromkeys(("need_weights", "output_attentions"), f"{_WEIGHTS}; plots.attention_terms has them for short sequences"),
+    "head_mask": "multiply the heads of out by it",
 }
 ELSEWHERE = {
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "fused_relative_attention_varlen"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _PACKED),
     **dict.fromkeys(("attn_mask", "key_lengths"), "fused_relative_attention"),
+    **dict.fromkeys(("rel_pos_h", "rel_pos_w", "grid", "key_grid"), _GRID),
 }
+Function = TypeVar("Function", bound=Callable[..., Any])
 CLOSE = 0.75  # of 1: one letter of four is wrong
 
 
-def refuse_unknown(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Raise TypeError if a function was called with arguments that it does not have, with what they are called here."""
-    for name in names:
-        here = ""
-        if name in OTHER_NAMES:
-            here = f"; here it is {OTHER_NAMES[name]}"
-        elif name in NOT_NEEDED:
-            here = f"; there is none here: {NOT_NEEDED[name]}"
-        elif name in ELSEWHERE:
-            here = f"; {ELSEWHERE[name]} has it"
-        elif close := difflib.get_close_matches(name, inspect.signature(function).parameters, 1, CLOSE):
-            here = f"; did you mean {close[0]!r}?"
-        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{here}")
+def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """Return the error of an argument that a function does not have, with what it is called here.
+
+    Args:
+        known: the names that the function has.
+    """
+    here = ""
+    if name in ARGUMENTS:
+        here = f"; {removed('it', ARGUMENTS[name])}"
+    elif name in OTHER_NAMES:
+        here = f"; here it is {OTHER_NAMES[name]}"
+    elif name in NOT_NEEDED:
+        here = f"; there is none here: {NOT_NEEDED[name]}"
+    elif name in ELSEWHERE:
+        here = f"; {ELSEWHERE[name]} has it"
+    elif close := difflib.get_close_matches(name, known, 1, CLOSE):
+        here = f"; did you mean {close[0]!r}?"
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{here}")
+
+
+def refuse_unknown(function: Callable[..., Any], positional: Sequence[Any], named: Iterable[str]) -> None:
+    """Raise TypeError if a function was called with arguments that it does not have.
+
+    Args:
+        positional: those behind the ones that it takes by position.
+        named: the names of those that it does not know.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    by_position = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    if positional:
+        raise TypeError(
+            f"{function.__name__}() takes {', '.join(by_position)} by position, and all others by name, as attn_mask=...; got "
+            f"{len(by_position) + len(positional)} positional arguments"
+        )
+    by_name = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY]
+    for name in named:
+        raise unexpected(function.__name__, name, by_position + by_name)
+
+
+def with_names(function: Function) -> Function:
+    """Have a function, which takes no ``**`` arguments, say what those that it does not have are called here."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if unknown := named.keys() - inspect.signature(function).parameters.keys():
+            refuse_unknown(function, (), unknown)
+        return function(*args, **named)
+
+    return call  # type: ignore[return-value]

@@ -35,9 +35,9 @@ def bounded(kind: type[Number], least: float, most: float = math.inf) -> Callabl
 
 
 def sizes(text: str) -> dict[str, int]:
-    """A parser of ``b4,h12,n1500,d80``; kv: heads of key and value, q: queries at the end of n keys."""
+    """A parser of ``b4,h12,n1500,d80``, also without commas; kv: heads of key and value, q: queries at the end of n keys."""
     found = {"batch": 1, "heads": 8, "head_dim": 64}
-    for part in text.split(","):
+    for part in re.split(r",|(?<=\d)(?=[a-z])", text):
         match = re.fullmatch(r"\s*(b|h|n|d|kv|q)(\d+)\s*", part)
         if match is None or int(match[2]) < 1:
             known = ", ".join(f"{letter}: {name}" for letter, name in SIZES.items())

@@ -200,7 +200,7 @@ def check_probability(name: str, value: Any) -> float:
 
 def check_pair(name: str, meaning: str, value: Any) -> tuple[int, int]:
     """Check a pair of integers and return it."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or any(each is None for each in value):
         raise TypeError(f"{name} must be a pair {meaning}, got {value!r}")
     return check_integer(name, value[0]), check_integer(name, value[1])
 
@@ -214,7 +214,7 @@ def _flags(**values: object) -> None:
 def _window(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
     if window_size is None:
         return -1, 0 if is_causal else -1
-    left, right = check_pair("window_size", "(left, right)", window_size)
+    left, right = check_pair("window_size", "(left, right), in which -1 is no limit", window_size)
     if not (_within(-1, left, LARGEST_POSITION) and _within(-1, right, LARGEST_POSITION)):
         raise ValueError(f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
     return left, 0 if is_causal else right
@@ -334,7 +334,8 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Know
     if softcap is not None:
         softcap = check_number("softcap", softcap)
         if not _within(SMALLEST_NUMBER, softcap, LARGEST_NUMBER):
-            raise ValueError(f"softcap must be positive, got {softcap} (float32 begins at {SMALLEST_NUMBER:.3g})")
+            least = f"float32 begins at {SMALLEST_NUMBER:.3g}"
+            raise ValueError(f"softcap must be positive, got {softcap} ({least}); softcap=None is no limit")
     centred = positions is None
     positions = _resolve_positions(positions, num_rows)
     window_left, window_right = _window(window_size, is_causal)

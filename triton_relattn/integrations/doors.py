@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._core.names import with_names
 from .report import Report
 
 ENABLE = """{summary}
@@ -25,7 +26,7 @@ Returns:
 Raises:
     ValueError: nothing in module is of these classes.
     RuntimeError: all modules that are were refused; the message has the reasons.
-    TypeError: module is no module and holds none.
+    TypeError: module is no module and holds none; lengths that are not integers.
 
 Example:
 {example}
@@ -43,6 +44,7 @@ def functions(
     """Return the functions enable and disable of a library, with their docstrings."""
     from . import every
 
+    @with_names
     def enable(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
         return every.enable_in(module, lengths, check_calls, (package.rpartition(".")[2],), structures=False)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._core.names import with_names
 from . import memory, replacement, structure
 from .comparison import Refused, compared, compared_class, first_line
 from .progress import progress
@@ -20,6 +22,7 @@ LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
 PASSES_ON = "passes masks and positions on"
 
 
+@with_names
 def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
     """Let the relative attention in any torch model run on the operator, where that computes the same. The model is changed
     in place.
@@ -67,7 +70,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     Raises:
         ValueError: nothing in model has relative attention of these kinds.
         RuntimeError: all modules that have it were refused; the message has the reasons.
-        TypeError: model is no module and holds none.
+        TypeError: model is no module and holds none; lengths that are not integers.
 
     Example:
         >>> from transformers import VitsConfig, VitsModel
@@ -85,7 +88,7 @@ def enable_in(
 
     All is compared before any class is changed.
     """
-    lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
+    lengths = _checked(lengths)
     rows: list[Row] = []
     modules: dict[str, nn.Module] = {}
     chosen: dict[str, type] = {}
@@ -113,10 +116,21 @@ def enable_in(
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
         warnings.warn(
-            f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=3
+            f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=4
         )
     report.calls_by_name = replacement.change_classes(chosen, modules, check_calls)
     return report
+
+
+def _checked(lengths: Any) -> tuple[int, ...]:
+    """Return lengths as integers."""
+    try:
+        found = tuple(map(operator.index, lengths if isinstance(lengths, Iterable) else (lengths,)))
+    except TypeError:
+        raise TypeError(f"lengths must be an int, or several in a sequence, got {lengths!r}") from None
+    if min(found, default=1) < 1:
+        raise ValueError(f"lengths must be positive, got {lengths!r}")
+    return found
 
 
 def disable(model: Any) -> dict[str, str]:

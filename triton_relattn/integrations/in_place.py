@@ -23,9 +23,10 @@ SHORT = 64
 """Up to this length there are two sequences, with and without padding, and further modules of a class are also compared."""
 
 
-def fused_relative_attention(*args: Any, dropout_p: float = 0.0, **given: Any) -> Any:
-    """Call the operator; while forwards are compared, which needs the same numbers from both, without dropout."""
-    return operator(*args, dropout_p=weights_dropout(dropout_p), **given)
+def fused_relative_attention(*args: Any, dropout_p: float = 0.0, window_size: tuple[int, int] = (-1, -1), **given: Any) -> Any:
+    """Call the operator; while forwards are compared, which needs the same numbers from both, without dropout. What a stock class
+    shows is meant."""
+    return operator(*args, dropout_p=weights_dropout(dropout_p), window_size=window_size, **given)
 
 
 def decomposed_relative_attention(*args: Any, dropout_p: float = 0.0, **given: Any) -> Any:

@@ -6,9 +6,13 @@ has what is recognised only.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
+from ..._core.removed import refuse
 from ..projections import projections
 from .buckets import BucketedBias
 from .enformer import DistanceFeatures
@@ -44,5 +48,8 @@ def kind_of(module: nn.Module) -> type[Kind] | None:
             return kind
     return None
 
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse, __name__)
 
 __all__ = ["KINDS", "Kind", "Refused", "kind_of", "made", "not_served"]

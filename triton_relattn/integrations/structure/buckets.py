@@ -82,6 +82,7 @@ class BucketedBias(Kind):
             rel_bias=self.part(module, "table")(buckets).T,
             positions=positions,
             attn_mask=self.seen(mask),
+            window_size=(-1, -1),  # what the stock class shows is meant
             scale=options["scale"],
             dropout_p=self.weights_dropout(module),
         )

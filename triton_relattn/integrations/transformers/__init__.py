@@ -7,9 +7,16 @@ model's modules to these, and :func:`disable` changes them back. Nothing else of
 checkpoints and ``state_dict`` stay. No other model changes.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..._core.removed import refuse
 from ..doors import functions
 from .families import Family, supported_families
 from .replacement import LIBRARY as LIBRARY
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse, __name__)
 
 __all__ = ["Family", "disable", "enable", "supported_families"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.deberta import modeling_deberta as stock
 
 from .deberta_v2 import DisentangledAttention, DisentangledEncoder
@@ -16,9 +15,9 @@ class DisentangledSelfAttention(DisentangledAttention, stock.DisentangledSelfAtt
     """One projection for query, key and value, biases of two of them, and no buckets."""
 
     @staticmethod
-    def applies(module: nn.Module) -> bool:
-        """Return False of talking heads, which mix the scores of all heads."""
-        return not module.talking_head
+    def applies(module: Any) -> bool:
+        """Return False also of talking heads, which mix the scores of all heads."""
+        return DisentangledAttention.applies(module) and not module.talking_head
 
     def query_key_value(self, states: torch.Tensor, query_states: torch.Tensor | None) -> list[torch.Tensor]:
         """Return (B, H, N, D) each."""

@@ -24,6 +24,11 @@ class DisentangledAttention(InPlace):
     the last two terms, ``pos_att_type`` says which there are. Stock layers get the distances of all pairs, (1, N, N).
     """
 
+    @staticmethod
+    def applies(module: Any) -> bool:
+        """Return whether the module has one of the last two terms."""
+        return bool(module.relative_attention and module.pos_att_type)
+
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
@@ -37,7 +42,7 @@ class DisentangledAttention(InPlace):
         """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N)."""
         query, key, value = self.query_key_value(hidden_states, query_states)
         term: dict[str, Any] = {"scale": (query.shape[-1] * self.num_terms()) ** -0.5}
-        if self.relative_attention and rel_embeddings is not None:
+        if rel_embeddings is not None:
             term |= self.tables(self.pos_dropout(rel_embeddings), query.shape[2])
         out: Any = fused_relative_attention(
             query, key, value, attn_mask=attention_mask.bool(), dropout_p=self.dropout_p(), **term
@@ -62,17 +67,15 @@ class DisentangledAttention(InPlace):
     @property
     def longest(self: Any) -> int:
         buckets = getattr(self, "position_buckets", -1)
-        return min(last_that_differs(self.max_relative_positions, buckets) if self.relative_attention else 30, MOST) + 10
+        return min(last_that_differs(self.max_relative_positions, buckets), MOST) + 10
 
     def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         width = self.num_attention_heads * self.attention_head_size
         states = torch.randn(batch, length, width)
         given = {"hidden_states": states, "attention_mask": mask_of(torch.ones(batch, length).bool() if real is None else real)}
-        if self.relative_attention:
-            buckets = getattr(self, "position_buckets", -1)
-            slots = buckets if buckets > 0 else self.max_relative_positions
-            given |= {"relative_pos": distances_of(self, states), "rel_embeddings": torch.randn(2 * slots, width)}
-        return given
+        buckets = getattr(self, "position_buckets", -1)
+        slots = buckets if buckets > 0 else self.max_relative_positions
+        return {**given, "relative_pos": distances_of(self, states), "rel_embeddings": torch.randn(2 * slots, width)}
 
     def tables(self: Any, rel_embeddings: torch.Tensor, length: int) -> dict[str, Any]:
         """Return rel_key, rel_p2c and positions for the distances that differ, and that sequences of this length have."""

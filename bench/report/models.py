@@ -1,0 +1,231 @@
+"""Models: tables and the figure of rows of ``bench models``, ours beside the stock models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from ..cases.methods import OURS
+from .figures import DPI, FONT, INK, MUTED, SMALL, STYLES, WIDTH, Row, caption
+from .summary import DIRECTIONS
+from .text import digits, markdown_table
+
+NAMES = {
+    "wav2vec2_bert": "Wav2Vec2-BERT",
+    "wav2vec2_bert_relative": "Wav2Vec2-BERT, relative",
+    "wav2vec2_conformer": "Wav2Vec2-Conformer",
+    "seamless_m4t": "Seamless M4T",
+    "seamless_m4t_v2": "Seamless M4T v2",
+    "parakeet": "Parakeet",
+    "parakeet_attention": "Parakeet, attention",
+    "fastspeech2_conformer": "FastSpeech2Conformer",
+    "nemotron_asr_streaming": "Nemotron ASR streaming",
+    "vits": "VITS",
+    "wavlm": "WavLM",
+    "wavlm_stable": "WavLM, stable norm",
+    "sew_d": "SEW-D",
+    "speecht5": "SpeechT5",
+    "granite_speech": "Granite Speech",
+    "granite_speech_plus": "Granite Speech Plus",
+    "granite_speech5": "Granite Speech 5",
+    "gemma4": "Gemma 4, audio",
+    "gemma3n": "Gemma 3n, audio",
+    "phi4_multimodal": "Phi-4 multimodal",
+    "t5": "T5",
+    "mt5": "mT5",
+    "umt5": "UMT5",
+    "switch_transformers": "Switch Transformers",
+    "pop2piano": "Pop2Piano",
+    "pix2struct": "Pix2Struct",
+    "longt5": "LongT5",
+    "mpnet": "MPNet",
+    "deberta": "DeBERTa",
+    "deberta_v2": "DeBERTa v2, v3",
+    "bloom": "BLOOM",
+    "mpt": "MPT",
+    "falcon": "Falcon with ALiBi",
+    "inkling": "Inkling",
+    "inkling2": "Inkling 2",
+    "sam": "SAM",
+    "sam_hq": "SAM-HQ",
+    "vitdet": "ViTDet",
+    "seggpt": "SegGPT",
+    "got_ocr2": "GOT-OCR2",
+    "deepseek_ocr2": "DeepSeek-OCR2",
+    "unlimited_ocr": "Unlimited-OCR",
+    "slanext": "SLANeXt",
+    "pp_formulanet": "PP-FormulaNet",
+}
+"""What the models of each family are called."""
+DIRECTION = "forward+backward"
+GAIN = 1.05
+"""A ratio from which on a figure shows a gain."""
+Ratios = dict[str, float]
+
+
+def is_single(row: Row) -> bool:
+    """Whether a row is of one sequence."""
+    return str(row["batch"]) == "1"
+
+
+def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str, float]]:
+    """By family and method, a column of what was measured, forward and backward of one sequence."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        wanted = (row["direction"], int(row["seqlen"]), row["status"]) == (DIRECTION, length, "ok") and is_single(row)
+        if wanted and row.get(column):
+            found.setdefault(row["case"], {})[row["method"]] = float(row[column])
+    return found
+
+
+def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
+    """By family, how many times ours the best of the stock ways takes."""
+    every = values(rows, length, column)
+    best = {case: min((each for method, each in of.items() if method != OURS), default=None) for case, of in every.items()}
+    return {case: value / every[case][OURS] for case, value in best.items() if value and every[case].get(OURS)}
+
+
+def lengths_of(rows: Sequence[Row]) -> list[int]:
+    """The lengths at which single sequences were measured, the shortest first."""
+    return sorted({int(row["seqlen"]) for row in rows if is_single(row) and row["status"] == "ok"})
+
+
+def tables(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
+    """Single sequences and batches, as Markdown; means are over all families, lines of those that are shown, by default all."""
+    batches = [row for row in rows if row["batch"] and not is_single(row)]
+    parts = [*single(rows, shown)] * bool(lengths_of(rows)) + [ratios(batches, shown)] * bool(batches)
+    return "\n\n".join(parts) + "\n"
+
+
+def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]:
+    """Three tables: the speed-up at each length, and time and memory at the longest one of each family."""
+    lengths = lengths_of(rows)
+    ups = {length: over_ours(rows, length, "p50_ms") for length in lengths}
+    cases = [case for case in dict.fromkeys(row["case"] for row in rows) if shown is None or case in shown]
+    body = [[named(case), *(f"{ups[n][case]:.2f}" if case in ups[n] else "-" for n in lengths)] for case in cases]
+    if len(cases) > 1 and all(ups.values()):
+        body.append(["geometric mean of all", *(f"{geometric_mean(ups[n].values()):.2f} (of {len(ups[n])})" for n in lengths)])
+    parts = [markdown_table(["stock time / ours, by length", *(f"{n:,}" for n in lengths)], body)]
+    methods = list(dict.fromkeys(row["method"] for row in rows if is_single(row)))
+    for column, unit, scale in (("p50_ms", "time, s", 1e3), ("peak_bytes", "memory, MiB", 2**20)):
+        body = []
+        for case in cases:
+            measured = {n: of[case] for n in lengths if OURS in (of := values(rows, n, column)).get(case, {})}
+            if measured:
+                last = max(measured)
+                cells = (digits(measured[last][each] / scale) if each in measured[last] else "-" for each in methods)
+                body.append([named(case), f"{last:,}", *cells])
+        if body:
+            parts.append(markdown_table([unit, "length", *methods], body))
+    return parts
+
+
+def named(case: str) -> str:
+    return NAMES.get(case, case)
+
+
+def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
+    """How many times as long as ours a stock model takes, a table for each direction, with means over all models."""
+    sizes = list(dict.fromkeys((str(row["seqlen"]), str(row["batch"])) for row in rows))
+    times = {
+        (row["direction"], str(row["seqlen"]), str(row["batch"]), row["case"], row["method"]): float(row["p50_ms"])
+        for row in rows
+        if row["p50_ms"]
+    }
+    pairs = list(dict.fromkeys((row["case"], row["method"]) for row in rows if row["method"] != OURS))
+    parts = []
+    for direction in DIRECTIONS:
+        every: list[list[float]] = [[] for _ in sizes]
+        body = []
+        for case, method in pairs:
+            cells = []
+            for size, found in zip(sizes, every, strict=True):
+                stock, ours = (times.get((direction, *size, case, name)) for name in (method, OURS))
+                cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
+                found += [stock / ours] if stock and ours else []
+            if cells != ["-"] * len(sizes) and (shown is None or case in shown):
+                body.append([named(case), method, *cells])
+        if body:
+            body.append(["geometric mean", "", *(f"{geometric_mean(each):.2f}" if each else "-" for each in every)])
+            head = [direction, "stock", *(f"{length} x {batch}" for length, batch in sizes)]
+            parts.append(markdown_table(head, body))
+    return "\n\n".join([*parts, "Time of the stock model over ours, medians."])
+
+
+WORDS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
+NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """How many times our time and memory the best stock way takes: a bar for each family, those with the largest gain first.
+
+    On the left at the longest length of each family, on the right at the shortest of all. Of a single family, all lengths.
+    """
+    import matplotlib.pyplot as plt
+
+    lengths, is_one = lengths_of(rows), len({row["case"] for row in rows}) == 1
+    longer = lengths if is_one or len(lengths) == 1 else lengths[1:]
+    columns = [[(_at_the_longest(rows, longer, column, is_one), longer, column) for column in ("p50_ms", "peak_bytes")]]
+    if longer != lengths:
+        columns.append([(_at_the_longest(rows, lengths[:1], "p50_ms"), lengths[:1], "p50_ms")])
+    columns = [[panel for panel in column if panel[0]] for column in columns]
+    layers = f"{rows[0]['layers']} layer{'s' * (str(rows[0]['layers']) != '1')} of real width"
+    what = (
+        f"Forward + backward, {layers}, one sequence; the best stock way; titles: geometric means. Grey: no gain (below {GAIN})."
+    )
+    below = caption(rows, what)
+    foot = 0.15 * len(below.splitlines()) + 0.2
+    height = max(sum(ROW * len(found) + TITLE for found, *_ in column) for column in columns) + foot
+    with plt.rc_context({"font.size": FONT, "font.family": "DejaVu Sans", "text.color": INK}):
+        figure = plt.figure(figsize=(WIDTH, height))
+        for place, column in enumerate(columns):
+            top = height
+            for found, of_lengths, measured in column:
+                tall = ROW * len(found)
+                top -= TITLE + tall
+                box = (COLUMN * place + NAMES_WIDE, top, BARS_WIDE, tall)
+                axes = figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height))
+                _bars(axes, found, of_lengths, *WORDS[measured], is_one)
+        figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
+        figure.savefig(path, dpi=DPI, facecolor="white")
+        plt.close(figure)
+
+
+def _at_the_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, at_each: bool = False) -> Ratios:
+    """By name, the ratio at the longest of the lengths that a family was measured at; at_each: a line for each length."""
+    found: Ratios = {}
+    for length in lengths:
+        for case, ratio in over_ours(rows, length, column).items():
+            found[f"{named(case)}, {length:,}" if at_each else named(case)] = ratio
+    return found
+
+
+def _bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, words: str, is_one: bool) -> None:
+    """A panel: names, bars that begin at 1, and the ratio at the end of each row; is_one: the rows are of one family."""
+    ordered, mean = sorted(found.items(), key=lambda each: -each[1]), geometric_mean(found.values())
+    for place, (_, ratio) in enumerate(ordered):
+        gains = ratio >= GAIN
+        axes.barh(place, ratio - 1, left=1, height=0.62, color=STYLES[OURS]["color"] if gains else "#aab4be")
+        at_the_end = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "ha": "right"}
+        look = {"fontsize": SMALL, "color": INK if gains else MUTED}
+        axes.annotate(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}", (1, place), (30, 0), **at_the_end, **look)
+    axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=SMALL)
+    axes.set_ylim(len(ordered) - 0.4, -0.6)
+    axes.set_xscale("log")
+    most = max(4.0, *found.values())
+    axes.set_xlim(min(most**-0.2, *found.values()), most)
+    axes.set_xticks([])
+    axes.minorticks_off()
+    axes.axvline(1, color=MUTED, linewidth=0.8)
+    axes.tick_params(colors=INK, length=0, pad=5)
+    axes.spines[:].set_visible(False)
+    shown = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    ends = dict.fromkeys((lengths[0], lengths[-1]))
+    tokens = f"{(' to ' if len(lengths) > 2 else ' or ').join(f'{length:,}' for length in ends)} tokens"
+    title = f"Stock takes {mean:.1f} times {words}" if mean >= GAIN else "No gain on average"
+    if is_one:
+        title = f"Stock takes {ordered[-1][1]:.1f} to {ordered[0][1]:.1f} times {words}"
+    axes.annotate(title, (0, 1), (-118, 20), fontweight="bold", **shown)
+    axes.annotate(f"{what}, stock / ours, at {tokens}", (0, 1), (-118, 6), fontsize=SMALL, color=MUTED, **shown)

@@ -1,0 +1,173 @@
+"""What docs/long-audio.md, docs/answers.md, docs/cite.md and CITATION.cff say is computed, short, linked and consistent."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench.report import longest
+from bench.report.longest import EAGER, ENCODERS, Encoder
+from tests.libraries.standins import is_installed
+from triton_relattn import enable
+from triton_relattn.integrations.memory import _Counter
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SMALL: dict[str, Any] = {"layers": 2, "width": 128, "channels": 32, "parameters": 0.0}
+FRAMES, NEAR = 8192, 0.05
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def test_the_table_of_long_audio() -> None:
+    found = re.search(
+        r"<!-- begin longest: python -m bench.report.longest -->\n(.*?)\n\n<!-- end -->", page("long-audio.md"), re.DOTALL
+    )
+    assert found and found[1] == longest.table()
+
+
+@pytest.mark.parametrize("way", longest.WAYS)
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_longest_audio_fits(way: str, ours: bool) -> None:
+    count, per_parameter = longest.WAYS[way]
+    for of in ENCODERS:
+        frames = round(longest.longest(of, way, ours, 40) / of.factor / longest.HOP)
+        room = 40 * longest.GIBIBYTE - per_parameter * of.parameters
+        assert count(of, frames, ours) <= room < count(of, frames + 1, ours)
+
+
+def parakeet(of: Encoder, ours: bool, checkpointing: bool = False) -> nn.Module:
+    """An encoder of transformers without dropout; with it, only SDPA's kernel for GPUs keeps no mask."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": of.width, "num_hidden_layers": of.layers, "num_attention_heads": of.heads}
+    sizes |= {"intermediate_size": 4 * of.width, "subsampling_conv_channels": of.channels}
+    dropout = dict.fromkeys(("dropout", "dropout_positions", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
+    model: nn.Module = transformers.ParakeetEncoder(transformers.ParakeetEncoderConfig(**sizes, **dropout))
+    if ours:
+        assert enable(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+def allocated(model: nn.Module, given: dict[str, torch.Tensor], train: bool) -> int:
+    """The bytes of tensors at their peak."""
+    model.train(train)
+    with _Counter() as counter, torch.set_grad_enabled(train):
+        out: Any = model(**given)
+        if train:
+            (out[0] if isinstance(out, tuple) else out.last_hidden_state).sum().backward()
+    return counter.peak
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
+@pytest.mark.parametrize("way", ["inference", "training", "checkpointed"])
+def test_tensors_of_transformers(way: str, ours: bool) -> None:
+    """The formulas are within 5 % of what is allocated; without memory, on the device meta."""
+    of = replace(ENCODERS[-1], **SMALL)
+    model = parakeet(of, ours, way == "checkpointed").to("meta")
+    given = {"input_features": torch.empty(1, of.factor * FRAMES, longest.MEL, device="meta")}
+    expected = longest.forward(of, FRAMES, ours)
+    if way != "inference":
+        expected = longest.training(of, FRAMES, ours, way == "checkpointed", mask=0, gpu=False)
+    assert allocated(model, given, way != "inference") == pytest.approx(expected, rel=NEAR)
+
+
+def test_tensors_of_transformers_on_a_cpu() -> None:
+    of = replace(ENCODERS[-1], **SMALL | {"width": 32})
+    given = {"input_features": torch.randn(1, of.factor * 512, longest.MEL)}
+    assert allocated(parakeet(of, False), given, False) == pytest.approx(longest.forward(of, 512, False), rel=NEAR)
+
+
+@pytest.mark.skipif(not is_installed("nemo"), reason="not installed: make test-libraries")
+@pytest.mark.parametrize("of", [of for of in ENCODERS if of.pairs is EAGER], ids=lambda of: of.name)
+@pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_tensors_of_nemo(of: Encoder, ours: bool, dropout: float) -> None:
+    """The same; there a dropout mask has 4 bytes per element, and the sinusoids are those of the longest call up to then."""
+    from tests.libraries.models import nemo
+
+    of = replace(of, **SMALL)
+    sizes = {"feat_in": longest.MEL, "n_layers": of.layers, "d_model": of.width, "n_heads": of.heads}
+    front = {"subsampling": "striding" if of.factor == 4 else "dw_striding", "subsampling_factor": of.factor}
+    model = nemo(**sizes, **front, subsampling_conv_channels=of.channels, dropout=dropout, dropout_att=dropout)
+    if ours:
+        assert enable(model)
+    model.to("meta")
+    mel = of.factor * FRAMES
+    given = {"audio_signal": torch.empty(1, longest.MEL, mel, device="meta"), "length": torch.tensor([mel], device="meta")}
+    assert allocated(model, given, False) == pytest.approx(longest.forward(of, FRAMES, ours), rel=NEAR)
+    expected = longest.training(replace(of, positions=2), FRAMES, ours, mask=4 if dropout else 0, gpu=False)
+    assert allocated(model, given, True) == pytest.approx(expected, rel=NEAR)
+
+
+def test_the_measured_hour() -> None:
+    with open(ROOT / "bench" / "results" / "cpu" / "models_hour.csv") as file:
+        rows = {(row["method"], row["direction"]): row for row in csv.DictReader(file)}
+    for direction, name in (("forward", "forward"), ("forward+backward", "forward and backward")):
+        row = rows["triton_relattn", direction]
+        measured = f"{float(row['p50_ms']) / 1e3:.0f} s | {int(row['peak_bytes']) / 2**30:.2f} GiB"
+        assert f"| enabled, {name} | {measured} |" in page("long-audio.md")
+    assert rows["eager", "forward"]["status"].removeprefix("out of memory: ") in page("long-audio.md")
+
+
+def test_answers_are_short_and_linked() -> None:
+    answers = re.split(r"^## ", page("answers.md"), flags=re.MULTILINE)[1:]
+    assert len(answers) >= 20
+    for answer in answers:
+        heading, _, text = answer.partition("\n")
+        assert len(text.strip().splitlines()) <= 5, heading
+        assert re.search(r"\]\((?!http)[\w./-]+\.md", text), heading
+
+
+def bibliography() -> dict[str, dict[str, str]]:
+    """Key -> fields of the entries of docs/cite.md."""
+    found = re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", page("cite.md"), re.DOTALL | re.MULTILINE)
+    return {key: dict(re.findall(r"(\w+)\s*=\s*\{(.*?)\},?\n(?=\s+\w+\s*=|\Z)", fields, re.DOTALL)) for key, fields in found}
+
+
+def plain(text: str) -> str:
+    """Without the braces that keep capitals, and on one line."""
+    return " ".join(text.replace("{", "").replace("}", "").split())
+
+
+def test_the_citation_has_the_papers() -> None:
+    """CITATION.cff and docs/cite.md have the same titles, years and arXiv identifiers."""
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    entries = bibliography()
+    software = entries.pop("triton_relattn")
+    assert plain(software["title"]) == citation["title"] and software["version"] == citation["version"]
+    assert plain(software["author"]) == citation["authors"][0]["name"]
+    of_page = {(plain(each["title"]), int(each["year"]), each.get("eprint")) for each in entries.values()}
+    of_file = {
+        (each["title"], each["year"], each.get("url", "").partition("arxiv.org/abs/")[2] or None)
+        for each in citation["references"]
+    }
+    assert of_page == of_file and len(of_page) == len(entries) == len(citation["references"])
+
+
+def test_every_term_has_a_paper() -> None:
+    """Every row of the table in docs/models.md is in that of docs/cite.md, whose keys exist."""
+    models = page("models.md").split("\n| model |")[1].split("\n\n")[0]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in page("cite.md").split("\n| model or term |")[1].split("\n\n")[0].splitlines()[2:]
+    ]
+    keys = {key for row in rows for key in re.findall(r"`(\w+)`", row[1])}
+    assert keys == set(bibliography()) - {"triton_relattn"}
+    named = "\n".join(row[0] for row in rows)
+    for line in models.splitlines()[2:]:
+        for name in re.findall(r"[A-Z][\w-]+(?: [A-Z0-9][\w-]*)?", line.split("|")[1].split("(")[0].split(", proj")[0]):
+            assert name in named, name

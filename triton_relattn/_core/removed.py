@@ -1,0 +1,43 @@
+"""What version 0.3.0 removed, and what to use instead: modules and names in them, arguments, values of arguments."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+NAMES = {
+    "triton_relattn.integrations": {
+        "arguments": "its constants are in triton_relattn.integrations.replacement",
+        "fairseq2": "fairseq2 is archived; call fused_relative_attention in its place (docs/models.md)",
+        "known": "versions of libraries are no longer compared, triton_relattn.enable compares each module itself",
+        "proof": "triton_relattn.enable compares each module itself, and its report has the differences",
+        "small": "its models were only there for proofs",
+    },
+    "triton_relattn.integrations.structure": {"replacement_of": "made returns the class for a kind, a stock class and a reading"},
+    "triton_relattn.integrations.transformers": {"small": "its models were only there for proofs"},
+    "triton_relattn.merging": {
+        "Pair": "merge_attention takes out1, lse1, out2, lse2",
+        "merged": "merge_attention merges two results, and more of them one after the other",
+    },
+}
+ARGUMENTS = {
+    "exact_query_grad": "the gradient of query is always as exact as those of the tables",
+    "prove": "every module is compared before it is replaced; check_calls=False only leaves out the comparison of calls",
+}
+METHODS = {"ring": "'gather' takes all of its calls"}
+
+
+def removed(what: str, instead: str) -> str:
+    """Return the text of an error."""
+    return f"{what} was removed in 0.3.0: {instead}"
+
+
+def refuse(package: str, name: str) -> NoReturn:
+    """Raise the error of a name that a module does not have.
+
+    Raises:
+        ImportError: 0.3.0 removed it.
+        AttributeError: it never was there.
+    """
+    if instead := NAMES.get(package, {}).get(name):
+        raise ImportError(removed(f"{package}.{name}", instead), name=f"{package}.{name}")
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -1,0 +1,196 @@
+"""``python -m triton_relattn measure``: time, memory and output of a model before and after :func:`enable`, on this machine.
+
+Stock and enabled model have a process each: what one has allocated does not count for the other, and a stock model that does not
+fit into memory ends its own process alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ._peaks import SHARE, available_bytes, in_own_process, is_out_of_memory, limit_memory, peak_cpu, peak_cuda
+from .integrations.every import enable
+
+WARM_UP = 64  # positions of a first step, in which libraries set themselves up
+FEWEST = 3  # steps that are timed, at least
+
+
+class Work(NamedTuple):
+    """What is measured; see ``python -m triton_relattn measure --help``."""
+
+    model: str
+    inputs: str | None
+    length: int
+    batch: int
+    dtype: torch.dtype
+    device: str
+    backward: bool
+    seconds: float
+
+
+def found_at(place: str) -> Any:
+    """Return what ``package.module:name`` names.
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    module, _, name = place.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+        for each in name.split("."):
+            found = getattr(found, each)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{place}: {error}; package.module:function is wanted") from error
+    return found
+
+
+def made(place: str) -> object:
+    """Return the model that ``package.module:factory`` returns, called without arguments; or the module itself that it names."""
+    found = found_at(place)
+    return found() if callable(found) and not isinstance(found, torch.nn.Module) else found
+
+
+def example_inputs(model: Any, length: int, batch: int) -> dict[str, torch.Tensor]:
+    """Return random inputs of a model of transformers, as its main input and its configuration describe them.
+
+    Raises:
+        ValueError: they do not.
+    """
+    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    sizes = {
+        each: getattr(config, each, None)
+        for each in ("vocab_size", "num_mel_bins", "feature_size", "feature_projection_input_dim")
+    }
+    if name == "input_ids" and isinstance(sizes["vocab_size"], int):
+        ids = torch.randint(sizes["vocab_size"], (batch, length))
+        return {name: ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+    if name == "input_values":
+        return {name: torch.randn(batch, length)}
+    if name == "input_features":
+        width = next((size for size in list(sizes.values())[1:] if isinstance(size, int)), None)
+        if width is not None:
+            return {name: torch.randn(batch, length, width)}
+    raise ValueError(
+        f"the inputs of {type(model).__name__} are not known. Name a function with --inputs package.module:function: it takes a "
+        "length and returns a tensor, a tuple of positional arguments or a dict of keyword arguments"
+    )
+
+
+def inputs_of(work: Work, model: torch.nn.Module, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of the model at a length, the same in every process."""
+    torch.manual_seed(1)
+    given = example_inputs(model, length, work.batch) if work.inputs is None else found_at(work.inputs)(length)
+
+    def move(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        return each.to(work.device, work.dtype) if each.is_floating_point() else each.to(work.device)
+
+    if isinstance(given, dict):
+        return (), {name: move(each) for name, each in given.items()}
+    return tuple(map(move, given if isinstance(given, (tuple, list)) else (given,))), {}
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors of an output, however it is nested."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return [each for part in parts for each in tensors_of(part)]
+
+
+def step(work: Work, model: torch.nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
+    """Run the model, with the backward of the sum of its outputs if that is wanted; return the outputs."""
+    with torch.set_grad_enabled(work.backward):
+        outputs = tensors_of(model(*inputs[0], **inputs[1]))
+    if not outputs:
+        raise ValueError(f"{type(model).__name__} returns no floating-point tensor")
+    if work.backward:
+        model.zero_grad()
+        torch.stack([each.float().sum() for each in outputs if each.requires_grad]).sum().backward()
+    if work.device == "cuda":
+        torch.cuda.synchronize()
+    return [each.detach() for each in outputs]
+
+
+def largest_difference(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """Return the largest difference of two outputs, of each tensor relative to its largest number."""
+    pairs = zip(outputs, others, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)) for one, other in pairs if other.numel())
+
+
+def measure_model(work: Work, is_enabled: bool, file: str, memory_limit: int) -> dict[str, Any]:
+    """Return seconds, bytes above weights and inputs, and of an enabled model report and difference from the outputs in the file,
+    which the stock model writes; or a status that says why not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what enable leaves is in its report
+            return _measure_model(work, is_enabled, Path(file), memory_limit)
+    except Exception as error:
+        said = f"more than {memory_limit / 2**30:.1f} GiB" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        return {"status": f"out of memory: {said}" if is_out_of_memory(error) else said}
+
+
+def _measure_model(work: Work, is_enabled: bool, file: Path, memory_limit: int) -> dict[str, Any]:
+    if work.device == "cpu":
+        limit_memory(memory_limit)
+    torch.manual_seed(0)  # of weights that are random
+    model = made(work.model)
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"{work.model} is {type(model).__name__}, not a torch.nn.Module")
+    model = model.to(work.device, work.dtype).eval()
+    is_audio = work.inputs is None and getattr(model, "main_input_name", None) == "input_values"  # samples, not positions
+    lengths = {} if is_audio else {"lengths": work.length}
+    report = str(enable(model, **lengths, check_calls=False)) if is_enabled else ""
+    inputs = inputs_of(work, model, work.length)
+    try:
+        step(work, model, inputs_of(work, model, min(WARM_UP, work.length)))
+    except Exception:  # shorter than the model takes
+        pass
+    peak = (peak_cuda if work.device == "cuda" else peak_cpu)(lambda: step(work, model, inputs))
+    times = list[float]()
+    while len(times) < FEWEST or sum(times) < work.seconds:
+        began = time.perf_counter()
+        outputs = step(work, model, inputs)
+        times.append(time.perf_counter() - began)
+    outputs = [each.float().cpu() for each in outputs]
+    found = {"status": "ok", "seconds": min(times), "bytes": peak, "report": report}
+    if not is_enabled:
+        torch.save(outputs, file)
+    elif file.stat().st_size:
+        found["difference"] = largest_difference(outputs, torch.load(file))
+    return found
+
+
+def measure(work: Work) -> int:
+    """Measure a model before and after enable, and print what differs. Return 0, or 1 if the enabled model was not measured."""
+    passes = "forward and backward" if work.backward else "forward"
+    print(
+        f"{work.model}, {passes}, {work.length} positions, batch {work.batch}, {str(work.dtype)[6:]} on {work.device}", flush=True
+    )
+    found = []
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        for is_enabled, name in ((False, "stock"), (True, "triton_relattn")):
+            each = in_own_process(measure_model, (work, is_enabled, file.name, int(SHARE * available_bytes())), None)
+            found.append(each)
+            is_ok = each["status"] == "ok"
+            text = f"{each['seconds']:9.3f} s {each['bytes'] / 2**20:9,.0f} MiB" if is_ok else each["status"]
+            print(f"  {name:15}{text}", flush=True)
+    stock, ours = found
+    if ours["status"] != "ok":
+        return 1
+    if stock["status"] == "ok":
+        speed, memory = stock["seconds"] / ours["seconds"], ours["bytes"] / max(stock["bytes"], 1)
+        print(f"  {speed:.2f} times as fast, in {memory:.0%} of the memory; weights and inputs are not counted")
+        print(f"  largest difference between the outputs: {ours['difference']:.1e} of the largest number")
+    print(f"\n{ours['report']}")
+    return 0
